@@ -31,6 +31,7 @@ from millrace.pipeline.ownership import disk_errors
 from millrace.pipeline.recall import Past
 from millrace.schedule.ledger import Ledger, Move, State
 from millrace.types import PolicyVersion, Prompt, Sample, Trajectory
+from millrace.waits.registry import acting, doing
 
 GROUP_S = 0.2
 """Seconds of facts that one write and one sync cover."""
@@ -254,7 +255,7 @@ class Journal(NoJournal):
 
     def _write(self) -> str:
         """Write and sync what is queued. Return what the disk refused, if anything."""
-        with self._lock:
+        with acting("journal"), doing("a write of the journal", by="the disk"), self._lock:
             while self._queue:
                 path, header, _ = self._queue[0]
                 same = []

@@ -7,6 +7,10 @@ from collections.abc import Callable
 
 from millrace.errors import DeadlineError, ReplicaLost
 from millrace.rollout.roster import Roster
+from millrace.waits.registry import waiting
+
+RESTART = "restart of rollout-"
+"""The start of the names of actors that start the workers of lost replicas."""
 
 
 async def wait_for_replicas(
@@ -16,10 +20,11 @@ async def wait_for_replicas(
     deadline_s: float,
     *,
     also: set[asyncio.Event] | None = None,
+    whom: str = f"{RESTART}*",
 ) -> None:
     """Wait until `ready()`, which is evaluated after each change of the roster.
 
-    An event of the wait is in `also` meanwhile. Whoever sets it has `ready` evaluated too. Raises
+    `whom` is waited for. An event of the wait is in `also` meanwhile. Whoever sets it has `ready` evaluated too. Raises
     what `ready` raises, and DeadlineError after `deadline_s` seconds.
     """
     changed, events = asyncio.Event(), set[asyncio.Event]() if also is None else also
@@ -27,9 +32,10 @@ async def wait_for_replicas(
     try:
         with roster.told(lambda change: changed.set()):
             async with asyncio.timeout(deadline_s):
-                while not ready():
-                    changed.clear()
-                    await changed.wait()
+                with waiting(whom, "a replica"):
+                    while not ready():
+                        changed.clear()
+                        await changed.wait()
     except TimeoutError:
         raise DeadlineError(
             f"{who} waited {deadline_s:g} s for a replica. {roster.describe()} "

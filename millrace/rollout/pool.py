@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from millrace.errors import ReplicaLost
 from millrace.ports import Replica, RolloutStats
-from millrace.rollout.patience import check, wait_for_replicas
+from millrace.rollout.patience import RESTART, check, wait_for_replicas
 from millrace.rollout.roster import Roster
 from millrace.schedule.route import route
 from millrace.types import SamplingParams, Segment, Tokens
@@ -90,8 +90,9 @@ class RolloutPool:
             check(self.roster)
             return bool(self.roster.live) or self._interruptions != before
 
+        whom = f"{RESTART}*|sync|trainer"  # One that runs again needs a sync before it serves.
         await wait_for_replicas(
-            self.roster, "a request", ready, self.deadline_s, also=self._waiting
+            self.roster, "a request", ready, self.deadline_s, also=self._waiting, whom=whom
         )
 
     def forget(self, family: str) -> None:

@@ -13,10 +13,12 @@ from functools import partial
 from typing import Any, Protocol
 
 from millrace.errors import MillraceError
+from millrace.rollout.patience import RESTART
 from millrace.rollout.roster import Change, Roster, Standing
 from millrace.run.news import News
 from millrace.runtime.replica import RemoteRolloutEngine
 from millrace.runtime.rpc import Peer
+from millrace.waits.registry import as_actor, current, doing, within
 
 _STRIKES = 3
 """A replica that misses this many heartbeats is lost."""
@@ -57,6 +59,7 @@ class Keeper:
         self._starting: dict[int, Peer] = {}
         """The workers whose engines are being built."""
         self._ends = ExitStack()
+        self._root = current().registry.root
 
     async def __aenter__(self) -> Keeper:
         self._ends.enter_context(self.roster.told(self.news))
@@ -77,7 +80,8 @@ class Keeper:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.get_running_loop().create_task(work, name=name)
+        with within(self._root):  # Whoever sees a loss does not wait for its repair.
+            task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)  # `__aexit__` ends it
         task.add_done_callback(self._tasks.discard)
 
@@ -119,17 +123,21 @@ class Keeper:
             peer.mark_dead(change.why)
             if change.replica not in self._healing:
                 self._healing.add(change.replica)
-                self._begin(self._heal(change.replica, peer), f"heal-{change.replica}")
+                heal = as_actor(f"{RESTART}{change.replica}", self._heal(change.replica, peer))
+                self._begin(heal, f"heal-{change.replica}")
 
     async def _heal(self, replica: int, lost: Peer) -> None:
         """End a lost worker, and start others until one runs or the replica is given up."""
-        await self._starter.end(lost)
+        with doing("the end of the lost worker"):
+            await self._starter.end(lost)
         while self.roster.state(replica) is Standing.LOST:
-            await asyncio.sleep(self.roster.backoff_s(replica))
+            with doing("the pause before the next start"):
+                await asyncio.sleep(self.roster.backoff_s(replica))
             try:
-                peer = await self._starter.start(
-                    replica, partial(self._starting.__setitem__, replica)
-                )
+                with doing("the start of a worker"):
+                    peer = await self._starter.start(
+                        replica, partial(self._starting.__setitem__, replica)
+                    )
             except (MillraceError, OSError) as error:
                 self.roster.start_failed(replica, str(error))
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from contextvars import copy_context
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
@@ -36,7 +37,8 @@ async def abandonable(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
         with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
             loop.call_soon_threadsafe(settle, *outcome)
 
-    threading.Thread(target=run, name=getattr(work, "__name__", "work"), daemon=True).start()
+    name, target = getattr(work, "__name__", "work"), copy_context().run
+    threading.Thread(target=target, args=(run,), name=name, daemon=True).start()
     return await future
 
 
@@ -60,7 +62,9 @@ class Background:
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the value of the work. Cancellation of the wait does not end the work."""
-        return await asyncio.shield(asyncio.wrap_future(self._thread.submit(work, *args, **kwargs)))
+        run = copy_context().run  # The waits of the thread are those of its caller.
+        future = self._thread.submit(run, work, *args, **kwargs)
+        return await asyncio.shield(asyncio.wrap_future(future))
 
     def forget(self) -> None:
         """Forget the work that was started, with its error."""

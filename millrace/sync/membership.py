@@ -17,6 +17,7 @@ import torch
 from millrace.errors import SyncError
 from millrace.sync.agreement import Agreement
 from millrace.sync.groups import Door, Group, make_group
+from millrace.waits.registry import Wait, doing, waiting
 
 _POLL_S = 0.005
 _LEAVE_S = 10.0
@@ -50,7 +51,9 @@ class Membership:
         """Close the groups, and wait until no thread works on them."""
         for group in self.groups.values():
             group.close()
-        if not self.using.acquire(timeout=_LEAVE_S):
+        with doing("the end of a transfer that broke off"):
+            ended = self.using.acquire(timeout=_LEAVE_S)
+        if not ended:
             raise SyncError(f"{self.me}: a transfer goes on though its group is closed")
         self.groups = {}
         self.using.release()
@@ -106,15 +109,18 @@ class Membership:
         store.set(f"{where}/{self.me}", msgspec.json.encode(own))
         limit_s = self._agreed.timeout_s
         end = time.monotonic() + limit_s
-        while absent := [n for n in names if not store.check([f"{where}/{n}"])]:
-            if self._generation != generation:
-                raise self._superseded(generation)
-            if time.monotonic() > end:
-                raise SyncError(
-                    f"{self.me} met the other ends of the weight sync, but {', '.join(absent)} "
-                    f"did not come within sync.timeout_s = {limit_s:g}"
-                )
-            time.sleep(_POLL_S)
+        for name in names:
+            with _comes(name, generation):
+                while not store.check([f"{where}/{name}"]):
+                    if self._generation != generation:
+                        raise self._superseded(generation)
+                    if time.monotonic() > end:
+                        absent = [n for n in names if not store.check([f"{where}/{n}"])]
+                        raise SyncError(
+                            f"{self.me} met the other ends of the weight sync, but "
+                            f"{', '.join(absent)} did not come within sync.timeout_s = {limit_s:g}"
+                        )
+                    time.sleep(_POLL_S)
         return [msgspec.json.decode(store.get(f"{where}/{n}"), type=Here) for n in names]
 
     def _superseded(self, generation: int) -> SyncError:
@@ -122,6 +128,13 @@ class Membership:
             f"{self.me}: the groups of generation {generation} were given up for "
             f"generation {self._generation}"
         )
+
+
+def _comes(name: str, generation: int) -> Wait:
+    """Register the wait for another end to come to its meeting."""
+    *_, number = name.partition(" (")[0].split()
+    process = f"trainer-{number}" if name == rank_name(int(number)) else f"rollout-{number}"
+    return waiting(process, "meeting", "the weight sync", generation)
 
 
 def rank_name(rank: int) -> str:

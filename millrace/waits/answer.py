@@ -60,6 +60,11 @@ class Process(msgspec.Struct, frozen=True):
     """Its CPU seconds for each second, measured just now."""
     command: str = ""
 
+    @property
+    def computes(self) -> bool:
+        """Whether it computes, or would if the machine had a free core."""
+        return self.state == "R" or self.cpu_share > 0.5
+
 
 class Answer(msgspec.Struct):
     """The answer of one process, or what is known about one that does not answer."""

@@ -163,7 +163,9 @@ class Graph:
     def _has_come(self, process: str, wait: Waited, ahead: int = 0) -> bool:
         return any(
             w.meeting == wait.meeting and w.number >= wait.number + ahead
-            for w in _waits_of(self.nodes.values(), self.answers[process])
+            for name, answer in self.answers.items()
+            if name == process or name.startswith(f"{process}-")  # or a part, such as vLLM's core
+            for w in _waits_of(self.nodes.values(), answer)
         )
 
     def _member(self, process: str, node: Node, wait: Waited) -> str:
@@ -237,6 +239,8 @@ def _root(
     if len(nodes) == 1 and only.answer is not None:
         answer, work = only.answer, only.newest_work
         severe = answer.silent or bool(answer.dead)
+        if not waiters and only.name.startswith("rollout-"):
+            severe = False  # A lost replica: the run goes on without it, or starts it anew.
         late = answer.name == DRIVER and only.is_process and answer.late_s
         seconds = late or (work.seconds if work is not None else asked or only.seconds)
         still = answer.still_s if answer.name != DRIVER else None

@@ -114,7 +114,7 @@ def _silent(process: Process | None) -> str:
     if process is None:
         return SILENT
     states = {"T": STOPPED, "t": STOPPED, "Z": DEAD, "X": DEAD, "D": KERNEL}
-    return states.get(process.state, LOCKED if process.cpu_share > 0.5 else SILENT)
+    return states.get(process.state, LOCKED if process.computes else SILENT)
 
 
 def says(root: Root, kind: str) -> str:
@@ -176,7 +176,7 @@ def _at_work(graph: Graph, root: Root) -> str:
     for answer in graph.answers.values():
         for child in answer.children:
             if str(child.pid) == number:
-                if child.cpu_share > 0.5:
+                if child.computes:
                     return f" (it computes, with {child.cpu_share:.0%} of a core)"
                 return f" (it is in state {child.state}, and does not compute)"
     return ""

@@ -281,6 +281,7 @@ HANGS = [
     Hang("NeMo#3938", "all ranks come to the all-reduce, and it does not end", _network, "the network of a step", "all have come to all-reduce"),
     Hang("verl#3734", "a rank makes fewer micro-batches than the others", _rank_leaves, "trainer-1", "trainer rank 1 does not serve all-reduce"),
     Hang("NeMo#3238", "a rank does not send its weights", lambda a: stuck(Sender, "transfer", _end("trainer-1"), 3), "trainer-1/sender.transfer", "sender.transfer"),
+    Hang("prime-rl#3030", "a replica does not come to the meeting of a sync", lambda a: stuck(Receiver, "regroup", _end("rollout-1")), "rollout-1/receiver.regroup", "everyone else waits for its meeting"),
     Hang("open-instruct#1535", "a bucket is lost on the way to a replica", _parcels_lost, "trainer-?", "does not serve bucket 1"),
     Hang("trl#3467", "a replica does not make the new weights live", lambda a: stuck(Receiver, "activate", _end("rollout-1"), 3), "rollout-1/receiver.activate", "receiver.activate"),
     Hang("verl#5815", "a rank does not come to the save", lambda a: stuck(FaultyTrainer, "save", _rank(1)), "trainer-1/engine.save", "everyone else waits for its all-reduce"),

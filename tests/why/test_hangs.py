@@ -6,7 +6,9 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from tests.why.hangs import HANGS, Hang, run
+from millrace.simulate.faults.scenario import Fault, Trigger
+from tests.why.enact import MOST_S, Hung, enact, never, scenario
+from tests.why.hangs import HANGS, Hang, at, run
 
 
 @pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.thread)
@@ -15,3 +17,18 @@ def test_the_culprit_of_a_hang_is_named(hang: Hang) -> None:
     assert fnmatchcase(verdict.culprit, hang.culprit), verdict.sentence
     assert hang.says in verdict.sentence
     assert verdict.next and verdict.chain
+
+
+@pytest.mark.parametrize("mode", ["async_partial", "colocate_sync"])
+def test_a_restart_that_does_not_end_is_named(mode: str) -> None:
+    """All replicas are lost, and no other worker starts. The failover itself stands still."""
+
+    def die(attempt: Hung) -> None:
+        attempt.start = never  # type: ignore[method-assign]
+        for name in ("rollout-0", "rollout-1"):
+            attempt.fired.append(Fault("replica_dies", 0, Trigger("time", 2.0), name))
+            attempt.workers[name].kill()
+
+    verdict = enact(scenario(mode), at(2, die), MOST_S)[-1]
+    assert verdict.state == "still" and verdict.culprit.startswith("restart of rollout-")
+    assert "has been in the start of a worker" in verdict.sentence, verdict.sentence

@@ -28,7 +28,7 @@ from millrace.waits.registry import PROCESS, acting, as_actor, waiting
 from millrace.waits.side import FOLDER, NAME, VARIABLE, Side
 from millrace.waits.verdict import Verdict, judge
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -48,12 +48,16 @@ def driver(run: Path) -> Iterator[Side]:
         PROCESS.counts.clear()
 
 
-async def named(run: Path, side: Side, culprit: str) -> Verdict:
-    """Ask until the verdict names the culprit. Return it."""
+async def named(run: Path, side: Side, culprit: str, says: str = "") -> Verdict:
+    """Ask until the verdict names the culprit and says something. Return the last one.
+
+    On a busy machine, the first answers may come too late.
+    """
     end = time.monotonic() + DEADLINE_S
     while True:
         verdict = await asyncio.to_thread(lambda: judge(ask(run, [side.answer()]), 0.5))
-        if (verdict.state == "still" and culprit in verdict.culprit) or time.monotonic() > end:
+        found = culprit in verdict.culprit and says in verdict.sentence
+        if (verdict.state == "still" and found) or time.monotonic() > end:
             return verdict
         await asyncio.sleep(0.1)
 
@@ -71,7 +75,7 @@ def test_a_rollout_worker_that_a_signal_stopped(tmp_path: Path) -> None:
                 pid = next(a.pid for a in ask(tmp_path) if a.name == "rollout-0")
                 os.kill(pid, signal.SIGSTOP)
                 pinging = asyncio.create_task(as_actor("trainer", peer.call("ping")))
-                verdict = await named(tmp_path, side, "rollout-0")
+                verdict = await named(tmp_path, side, "rollout-0", "state T")
                 os.kill(pid, signal.SIGCONT)
                 await pinging
                 return verdict
@@ -107,7 +111,7 @@ def test_ranks_in_an_all_reduce_whose_partner_sleeps(tmp_path: Path) -> None:
                     ):
                         assert time.monotonic() < end
                         await asyncio.sleep(0.2)
-                    return await named(tmp_path, side, "trainer-1")
+                    return await named(tmp_path, side, "trainer-1/engine.step", "all_reduce")
             finally:
                 for process in ranks:
                     process.kill()
@@ -140,7 +144,7 @@ def test_a_reward_that_loops(tmp_path: Path) -> None:
                 as_actor("sample 17", pool.score(prompt, [Completion("x")]))
             )
             try:
-                verdict = await named(tmp_path, side, "reward worker")
+                verdict = await named(tmp_path, side, "reward worker", "it computes")
             finally:
                 scoring.cancel()
                 await pool.close()
@@ -189,18 +193,22 @@ def test_a_tool_server_that_never_answers(tmp_path: Path) -> None:
 
 def test_a_disk_that_blocks_the_drivers_event_loop(tmp_path: Path) -> None:
     """slime#1888's and prime-rl#1713's: the event loop is late, and nothing is logged."""
+
+    def blocked(verdict: Verdict) -> bool:
+        return verdict.kind == "loop" and "catch_up (the metrics row" in verdict.sentence
+
     process = subprocess.Popen([sys.executable, "-m", "tests.why.full_disk", str(tmp_path)])
     try:
         end = time.monotonic() + 60
         verdict = Verdict("", "")
-        while verdict.kind != "loop" and time.monotonic() < end:
+        # On a busy machine, the loop may be late before the pipe is full.
+        while not blocked(verdict) and time.monotonic() < end:
             time.sleep(0.2)
             verdict = judge(ask(tmp_path), 0.5)
     finally:
         process.kill()
         process.wait()
-    assert verdict.culprit == "driver"
-    assert "event loop has stood still" in verdict.sentence and "sinks.py" in verdict.sentence
-    assert "the metrics row of version" in verdict.sentence
+    assert verdict.culprit == "driver" and blocked(verdict), verdict.sentence
+    assert "event loop has stood still" in verdict.sentence
     gone: Callable[[], Verdict] = lambda: judge(ask(tmp_path), 0.5)  # noqa: E731
     assert gone().kind == "dead"

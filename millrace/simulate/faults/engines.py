@@ -45,13 +45,18 @@ class Groups:
         self.ends = ends
         self.boxes = {end: asyncio.Queue[Parcel]() for end in ends}
         self.here: set[str] = set()
-        self.complete, self.broken = asyncio.Event(), asyncio.Event()
+        self._come = {end: asyncio.Event() for end in ends}
+        self.broken = asyncio.Event()
 
     def come(self, name: str) -> None:
         """Note that an end has come."""
         self.here.add(name)
-        if self.here.issuperset(self.ends):
-            self.complete.set()
+        if name in self._come:
+            self._come[name].set()
+
+    async def comes(self, name: str) -> None:
+        """Wait until an end has come."""
+        await self._come[name].wait()
 
 
 class Wire:
@@ -80,7 +85,9 @@ class Wire:
         groups.come(name)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await groups.complete.wait()
+                for end in ends:
+                    with waiting(end, "meeting", "the weight sync", generation):
+                        await groups.comes(end)
         except TimeoutError:
             absent = ", ".join(sorted({*groups.ends} - groups.here))
             raise SyncError(f"{absent} did not come within sync.timeout_s") from None
