@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from contextvars import copy_context
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any, ParamSpec, TypeVar
 
 from millrace.waits.registry import acting, waiting
@@ -62,8 +62,8 @@ class Background:
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the value of the work. Cancellation of the wait does not end the work."""
-        run = copy_context().run  # The waits of the thread are those of its caller.
-        future = self._thread.submit(run, work, *args, **kwargs)
+        context = copy_context()  # The waits of the thread are those of its caller.
+        future = self._thread.submit(lambda: context.run(work, *args, **kwargs))
         return await asyncio.shield(asyncio.wrap_future(future))
 
     def forget(self) -> None:

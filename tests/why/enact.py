@@ -74,7 +74,7 @@ def scenario(mode: str, *, validates: bool = False, heals: bool = True) -> Scena
     config = base.config
     keys = MODES[mode].over({"staleness_threshold": 1.0, "lookahead": 0})
     trainer = {"save_freq": 2, "async_save": True, "val_before_train": False}
-    rollout = {"n": 2, "total_rollout_steps": 60, "test_freq": int(validates)}
+    rollout: dict[str, float] = {"n": 2, "total_rollout_steps": 60, "test_freq": int(validates)}
     if not heals:
         rollout |= {"heartbeat_s": NEVER_S, "stall_s": NEVER_S}
     groups = config.algorithm.filter_groups.model_copy(update={"enable": False})
