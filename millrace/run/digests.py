@@ -12,7 +12,9 @@ from millrace.run.resume_checks import RULES
 _PLACES_OF_TRAINING = (
     *("nnodes", "n_gpus_per_node", "gpus_in_node", "runtime", "ray_address", "device", "threads"),
     *("offload", "offload_policy", "wait_deadline_s", "stop_grace_s"),
+    *("stall_s", "on_stall"),
 )
+_PLACES_OF_ROLLOUTS = ("nnodes", "n_gpus_per_node", "heartbeat_s", "stall_s", "max_restarts")
 _RECORDS = (
     *("save_freq", "async_save", "save_last", "max_ckpt_to_keep", "journal", "resume", "run_dir"),
     *("logger", "project_name", "prometheus_port", "test_freq", "val_before_train"),
@@ -20,7 +22,7 @@ _RECORDS = (
 WITHOUT_EFFECT_ON_WEIGHTS = (
     *("report", "guard", "sync"),
     *(f"trainer.{key}" for key in (*_PLACES_OF_TRAINING, *_RECORDS)),
-    *(f"rollout.{key}" for key in ("nnodes", "n_gpus_per_node", "test_freq", "val_kwargs")),
+    *(f"rollout.{key}" for key in (*_PLACES_OF_ROLLOUTS, "test_freq", "val_kwargs")),
     *("data.val_files", "data.val_max_samples"),
 )
 """Keys that may change while a resumed run trains the steps of the journal again."""

@@ -43,7 +43,11 @@ def test_the_journal_knows_which_settings_shape_samples_and_weights() -> None:
 
     assert set(WITHOUT_EFFECT_ON_WEIGHTS) <= {key for key, _ in recipe.all_keys()}
     samples, training = of()
-    for key in ("trainer.save_freq=7", "trainer.threads=2", "guard.enable=false"):
+    for key in (
+        *("trainer.save_freq=7", "trainer.threads=2", "guard.enable=false"),
+        *("trainer.stall_s=9", "trainer.on_stall=stop"),
+        *("rollout.stall_s=9", "rollout.heartbeat_s=9", "rollout.max_restarts=9"),
+    ):
         assert of(key) == (samples, training)
     assert of("actor.optim.lr=0.5")[0] == samples and of("actor.optim.lr=0.5")[1] != training
     for key in ("rollout.n=5", "trainer.seed=9", "model.shape.hidden_size=32"):
