@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from millrace.errors import CheckpointError
 from millrace.pipeline import journal_file
 from millrace.pipeline.journal_file import (
     Batch,
@@ -300,6 +301,11 @@ def resume(
     is usable moves to a file of this attempt before the older files go.
     """
     with disk_errors(folder):
+        if folder.is_symlink():
+            raise CheckpointError(
+                f"{folder} is a link, and millrace follows none. "
+                "Fix: a folder in its place, or trainer.journal=false"
+            )
         past = _read(folder, ledger, header, note)
     journal = Journal(folder, ledger, header, past, save_freq=save_freq, note=note, synced=synced)
     ledger.follow(past.plan)

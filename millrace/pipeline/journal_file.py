@@ -10,6 +10,7 @@ crash may tear the end of a file. Damage before intact records is something else
 from __future__ import annotations
 
 import os
+import re
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
@@ -25,7 +26,7 @@ from millrace.types import PolicyVersion, Trajectory
 FORMAT = 1
 _HEAD = struct.Struct("<4sIII")
 _MARK = b"MRJ\n"
-_PATTERN = "[0-9]*-[0-9]*.log"
+_NAME = re.compile(r"[0-9]{6,}-[0-9]{6,}\.log")
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -120,8 +121,9 @@ def numbers_of(path: Path) -> tuple[int, int]:
 
 
 def files(folder: Path) -> list[Path]:
-    """Return the files of a journal, oldest first."""
-    return sorted(folder.glob(_PATTERN), key=numbers_of) if folder.is_dir() else []
+    """Return the files of a journal, oldest first. Other files of the folder are not touched."""
+    found = folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ()
+    return sorted((p for p in found if _NAME.fullmatch(p.name) and p.is_file()), key=numbers_of)
 
 
 def files_from(folder: Path, version: PolicyVersion) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,18 @@ def test_a_foreign_file_is_refused_with_the_fix(tmp_path: Path, data: bytes, say
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=rf"{path}: {says}.*Fix: remove this file, or resume"):
         journal_file.read(path)
+
+
+def test_a_file_of_another_name_is_no_file_of_the_journal(tmp_path: Path) -> None:
+    for name in ("000001-000020 (copy).log", "1a-2b.log", "000001-2026-11-23.log", "notes"):
+        (tmp_path / name).write_text("x")
+    own = tmp_path / "000001-1000020.log"
+    own.touch()
+    os.mkfifo(tmp_path / "000001-000007.log")
+    assert journal_file.files(tmp_path) == [own]
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    assert not journal_file.files(link)
 
 
 def test_a_resume_reads_the_newest_attempt_and_what_it_did_not_replace() -> None:
