@@ -24,7 +24,7 @@ GPU_PIP := $(GPU)/python $(INSTALL) -c constraints-gpu.txt
 PEERS_PIP := .venv-peers/bin/python $(LAZY) -c constraints-peers.txt
 VLLM_PIP := $(VLLM)/python $(LAZY) -c constraints-vllm.txt
 
-.PHONY: run test test-all test-vllm gpu lint docs bench-install clean
+.PHONY: run test test-vllm gpu lint docs bench-install clean
 .DELETE_ON_ERROR:
 
 run: .venv/.run
@@ -32,14 +32,12 @@ run: .venv/.run
 
 # The environments download their packages at the same time, and lint runs as soon as it can.
 # millrace itself is built in this folder, so it is installed into one environment after the other.
+# Many tests wait for processes, so three workers keep two cores busy.
 test:
 	@$(MAKE) --no-print-directory -j3 lint .venv-vllm/.vllm .venv-peers/.test
 	@$(MAKE) --no-print-directory .venv-vllm/.test
-	@$(MAKE) --no-print-directory -j2 test-all test-vllm
-
-# Many tests wait for processes, so three workers and the tests of vLLM keep two cores busy.
-test-all: .venv/.test .venv-peers/.test
 	$(BIN)/python -m pytest -n 3 --dist loadgroup
+	$(VLLM)/python -m pytest tests/vllm
 
 test-vllm: .venv-vllm/.test
 	$(VLLM)/python -m pytest tests/vllm
