@@ -163,12 +163,14 @@ def finish(operation: Operation) -> None:
     group, work = operation.group, operation.work
     limits = (_POLL,) if isinstance(group.ends, dist.ProcessGroupGloo) else ()
     while True:
+        ended = work.is_completed() or not limits
         try:
             work.wait(*limits)
             return
         except RuntimeError as error:
             group.check()
-            if work.is_completed():
+            # An operation may end well just after its wait timed out. The next wait tells.
+            if ended:
                 raise _broken_off(error) from error
 
 

@@ -21,6 +21,7 @@ from millrace.config import Config
 from millrace.errors import BrokenTransfer, SyncError
 from millrace.sync.agreement import Agreement
 from millrace.sync.collective import Receiver, join_sender
+from millrace.sync.groups import Group, Operation, finish
 from tests.sync import test_adapters
 from tests.sync.fleet import TRAINERS, Fleet, Holder, Source, equal, fleet, large, model, regroup
 from tests.sync.test_adapters import draw, size
@@ -207,3 +208,21 @@ def test_a_receiver_killed_in_the_middle_of_a_transfer(
         assert equal(holder.live, new)
 
     asyncio.run(main())
+
+
+def test_an_operation_that_ends_just_after_its_wait_timed_out_has_not_failed() -> None:
+    class Late:
+        waits = 0
+
+        def is_completed(self) -> bool:
+            return self.waits > 0
+
+        def wait(self, *limit: Any) -> None:
+            self.waits += 1
+            if self.waits == 1:
+                raise RuntimeError("Operation timed out!")
+
+    ends = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    late = Late()
+    finish(Operation(Group(ends), late))
+    assert late.waits == 2
