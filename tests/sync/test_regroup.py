@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -222,7 +223,7 @@ def test_an_operation_that_ends_just_after_its_wait_timed_out_has_not_failed() -
             if self.waits == 1:
                 raise RuntimeError("Operation timed out!")
 
-    ends = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    ends = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
     late = Late()
     finish(Operation(Group(ends), late))
     assert late.waits == 2
