@@ -2,8 +2,8 @@
 
 Each attempt has one line for its start, one for each version and one for its end. Each line is on
 disk before the next step begins, unless the disk is full: it then waits in memory, and no
-checkpoint is completed before it is written. An attempt that starts at version v supersedes the lines of
-earlier attempts after v. The remaining lines are the surviving history.
+checkpoint is completed before it is written. An attempt that starts at version v supersedes the
+lines of earlier attempts after v. The remaining lines are the surviving history.
 """
 
 from __future__ import annotations

@@ -24,8 +24,9 @@ async def wait_for_replicas(
 ) -> None:
     """Wait until `ready()`, which is evaluated after each change of the roster.
 
-    `whom` is waited for. An event of the wait is in `also` meanwhile. Whoever sets it has `ready` evaluated too. Raises
-    what `ready` raises, and DeadlineError after `deadline_s` seconds.
+    The wait is registered as one for `whom`. `also` has its event meanwhile: whoever sets the event
+    has `ready` evaluated too. Raises what `ready` raises, and DeadlineError after `deadline_s`
+    seconds.
     """
     changed, events = asyncio.Event(), set[asyncio.Event]() if also is None else also
     events.add(changed)
