@@ -54,6 +54,7 @@ class Keeper:
         self._engines = engines
         self._starter = starter
         self._heartbeat_s = heartbeat_s
+        self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[None]] = set()
         self._healing: set[int] = set()
         self._starting: dict[int, Peer] = {}
@@ -62,6 +63,7 @@ class Keeper:
         self._root = current().registry.root
 
     async def __aenter__(self) -> Keeper:
+        await self._group.__aenter__()
         self._ends.enter_context(self.roster.told(self.news))
         self._ends.enter_context(self.roster.told(self._changed))
         for i, engine in enumerate(self._engines):
@@ -69,19 +71,18 @@ class Keeper:
         self._begin(self._listen(), "heartbeats")
         return self
 
-    async def __aexit__(self, *error: object) -> None:
-        """End all tasks. Workers that end from now on are no loss."""
+    async def __aexit__(self, *error: Any) -> None:
+        """End all tasks. Workers that end from now on are no loss. Raises the error of a task."""
         self._ends.close()
         for engine in self._engines:
             engine.peer.on_death = lambda reason: None
-        tasks = [*self._tasks]
-        for task in tasks:
+        for task in [*self._tasks]:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._group.__aexit__(*error)
 
     def _begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
         with within(self._root):  # Whoever sees a loss does not wait for its repair.
-            task = asyncio.get_running_loop().create_task(work, name=name)
+            task = self._group.create_task(work, name=name)
         self._tasks.add(task)  # `__aexit__` ends it
         task.add_done_callback(self._tasks.discard)
 
