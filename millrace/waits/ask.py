@@ -39,7 +39,7 @@ def ask(run: Path, own: Sequence[Answer] = ()) -> list[Answer]:
     here, known = socket.gethostname(), {a.name for a in own}
     told = [p for p in processes(run) if p["name"] not in known and p["host"] == here]
     with ThreadPoolExecutor(max(1, len(told))) as pool:
-        each = list(pool.map(lambda p: _ask_one(run, p), told))
+        each = list(pool.map(lambda p: ask_one(run, p), told))
     answers = {a.name: a for a in own}
     for given in each:
         for answer in given:
@@ -60,7 +60,8 @@ def _judge_death(answer: Answer) -> None:
         answer.dead = f"{what} (process {answer.pid}) has ended; its log is in RUN/logs"
 
 
-def _ask_one(run: Path, told: dict[str, Any]) -> list[Answer]:
+def ask_one(run: Path, told: dict[str, Any]) -> list[Answer]:
+    """Ask one of `processes`. With Ray, the driver answers for all."""
     path = run / FOLDER / f"{told['name']}.sock"
     data = b""
     try:
