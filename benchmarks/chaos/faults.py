@@ -77,8 +77,15 @@ def signalled(pid: int, how: signal.Signals) -> str:
     raise Failed(f"{how.name} to {pid} had no effect")
 
 
+def one(run: Run, role: str, dice: random.Random) -> tuple[str, int]:
+    """Return the name and the process of any worker of a role."""
+    if not (found := run.pids(role)):
+        raise Failed(f"no worker of {role} is known")
+    return dice.choice([*found.items()])
+
+
 def replica_kill(run: Run, t: Trial, dice: random.Random) -> None:
-    name, pid = dice.choice([*run.pids("rollout").items()])
+    name, pid = one(run, "rollout", dice)
     since, during = len(run.lines), run.busy()
     t.fired(signalled(pid, signal.SIGKILL), during)
     t.seen(run.line(f"replica {name} was lost", since, 20))
@@ -87,7 +94,7 @@ def replica_kill(run: Run, t: Trial, dice: random.Random) -> None:
 
 def replica_stop(run: Run, t: Trial, dice: random.Random) -> None:
     """The process stands still, and goes on after it was replaced, if it still lives."""
-    name, pid = dice.choice([*run.pids("rollout").items()])
+    name, pid = one(run, "rollout", dice)
     since, during = len(run.lines), run.busy()
     t.fired(signalled(pid, signal.SIGSTOP), during)
     t.seen(run.line(f"replica {name} was lost", since, 20))
@@ -99,7 +106,7 @@ def replica_stop(run: Run, t: Trial, dice: random.Random) -> None:
 
 def replica_kill_in_sync(run: Run, t: Trial, dice: random.Random) -> None:
     """Stop a replica, so that the sync waits for it. Kill it while the sync waits."""
-    name, pid = dice.choice([*run.pids("rollout").items()])
+    name, pid = one(run, "rollout", dice)
     since = len(run.lines)
     signalled(pid, signal.SIGSTOP)
     end = time.monotonic() + 2.5
@@ -150,7 +157,7 @@ def trainer_stop(run: Run, t: Trial, dice: random.Random) -> None:
 
 def _rank(run: Run, t: Trial, dice: random.Random, how: signal.Signals) -> None:
     """Kill or stop a trainer rank at any moment."""
-    _, pid = dice.choice([*run.pids("trainer").items()])
+    _, pid = one(run, "trainer", dice)
     since, during = len(run.lines), run.busy()
     t.fired(signalled(pid, how), during)
     t.seen(run.line(RANK_LOST, since, 30))
@@ -160,7 +167,7 @@ def _rank(run: Run, t: Trial, dice: random.Random, how: signal.Signals) -> None:
 def trainer_kill_in_save(run: Run, t: Trial, dice: random.Random) -> None:
     """Kill a trainer rank while a checkpoint is written."""
     folder = run.folder / "checkpoints"
-    _, pid = dice.choice([*run.pids("trainer").items()])
+    _, pid = one(run, "trainer", dice)
 
     def writing() -> str | None:
         return next((p.name for p in folder.glob(".*") if p.is_dir()), None)

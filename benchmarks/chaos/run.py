@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from millrace.pipeline.history import Audit, audit
+from millrace.waits.answer import Answer
 from millrace.waits.ask import ask_one, processes
 from millrace.waits.graph import DRIVER
 
@@ -111,15 +112,18 @@ class Run:
     def pids(self, role: str) -> dict[str, int]:
         """Return the workers whose names begin with `role`."""
         told = {p["name"]: p["pid"] for p in processes(self.folder)}
+        told |= {answer.name: answer.pid for answer in self._driver()}  # which speaks for Ray's
         return {k: v for k, v in sorted(told.items()) if k.startswith(role) and alive(v)}
 
     def busy(self) -> str:
         """Return what the trainer and the version on its way wait for now."""
-        driver = next((p for p in processes(self.folder) if p["name"] == DRIVER), None)
-        answers = ask_one(self.folder, driver) if driver is not None else []
-        waits = [w for a in answers if a.name == DRIVER for w in a.waits]
+        waits = [w for a in self._driver() if a.name == DRIVER for w in a.waits]
         told = {f"{w.whom}/{w.what}" for w in waits if w.who in ("trainer", "sync")}
         return ", ".join(sorted(told))
+
+    def _driver(self) -> list[Answer]:
+        driver = next((p for p in processes(self.folder) if p["name"] == DRIVER), None)
+        return ask_one(self.folder, driver) if driver is not None else []
 
     def tree(self) -> list[psutil.Process]:
         """Return the driver and all processes that it started."""
