@@ -1,8 +1,8 @@
 """Faults on real processes: a run trains while its parts are killed, stopped, cut off and damaged.
 
-    python -m benchmarks.chaos --faults all --trials 2
-    python -m benchmarks.chaos --faults replica,trainer --runtime ray
-    python -m benchmarks.chaos --goodput --minutes 20
+    python benchmarks/chaos.py --faults all --trials 2
+    python benchmarks/chaos.py --faults replica,trainer --runtime ray
+    python benchmarks/chaos.py --goodput --minutes 20
 
 Each trial waits for a quiet run, makes one fault, proves that it fired, and waits until the run has
 healed. At the end the run is stopped and every sample is accounted for. --goodput makes one fault a
@@ -29,15 +29,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.faults import FAULTS, Trial
-from benchmarks.chaos.run import HERE, ROOT, Failed, Run
+from chaos_faults import FAULTS, Trial
+from chaos_run import HERE, Failed, Run
+
 from millrace.observe.sinks import read_rows
 
 KEYS = [
     "sft.steps=100", "rollout.total_rollout_steps=100000000", "data.val_files=[]",
     "rollout.test_freq=0", "trainer.val_before_train=false", "rollout.n_gpus_per_node=2",
     "trainer.save_freq=5", "actor.optim.lr_scheduler_type=constant", "trainer.threads=1",
-    f"reward.function={HERE / 'misbehave.py'}:compute_score", "reward.timeout_s=2",
+    f"reward.function={HERE / 'chaos_reward.py'}:compute_score", "reward.timeout_s=2",
     "report.enable=false", "trainer.max_ckpt_to_keep=3", "rollout.test_freq=0",
 ]  # fmt: skip
 DISK = "256m"
@@ -65,7 +66,7 @@ def isolated() -> None:
     if _INSIDE not in os.environ:
         command = ["unshare", "--user", "--map-root-user", "--net", "--mount", sys.executable]
         os.environ[_INSIDE] = "1"
-        os.execvp("unshare", [*command, "-m", "benchmarks.chaos", *sys.argv[1:]])
+        os.execvp("unshare", [*command, *sys.argv])
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 
 
@@ -109,6 +110,44 @@ def campaign(names: Sequence[str], options: argparse.Namespace) -> list[Trial]:
     return trials
 
 
+def goodput(names: Sequence[str], options: argparse.Namespace) -> list[Trial]:
+    """Print the samples per second of a quiet run and of one with a fault in each period."""
+    dice = random.Random(options.seed)
+    quiet, _ = measure([], dice, options, options.minutes / 4)
+    rate, trials = measure(names, dice, options, options.minutes)
+    failed = sum(bool(t.error) for t in trials)
+    print(
+        f"goodput: {rate:.1f} of {quiet:.1f} samples/s, {rate / quiet:.3f}, in {options.minutes:g} "
+        f"minutes with {len(trials)} faults, {failed} failed"
+    )
+    return trials
+
+
+def measure(
+    names: Sequence[str], dice: random.Random, options: argparse.Namespace, minutes: float
+) -> tuple[float, list[Trial]]:
+    """Return the samples per second of a run, and its faults, one for each period."""
+    trials: list[Trial] = []
+    deck: list[str] = []
+    run = new_run(options)
+    run.moves(4, 120)
+    begin, before = time.monotonic(), run.account().trained
+    end = begin + 60 * minutes
+    while time.monotonic() < end and (not trials or not trials[-1].error):
+        due = begin + options.every * (len(trials) + 1)
+        if not names or due > end:
+            time.sleep(max(0.0, end - time.monotonic()))
+            break
+        time.sleep(max(0.0, due - time.monotonic()))
+        deck = deck or dice.sample(names, len(names))
+        trials.append(trial(run, len(trials) + 1, deck.pop(), dice))
+    seconds, after = time.monotonic() - begin, run.account().trained
+    wrong = close(run)
+    if trials:
+        trials[-1].error += wrong
+    return (after - before) / seconds, trials
+
+
 def new_run(options: argparse.Namespace) -> Run:
     keys = [*KEYS, f"trainer.runtime={options.runtime}", *options.set]
     run = Run(small_disk(), keys)
@@ -122,6 +161,7 @@ def close(run: Run) -> str:
     try:
         if run.alive:
             run.stop(signal.SIGTERM, 60)
+            run.orphans(10)
         account = run.account()
         print(f"audit: {account}", flush=True)
         if account.lost or account.trained_twice:
@@ -161,7 +201,7 @@ def main() -> None:
     isolated()
     wanted = options.faults.split(",")
     names = [n for n in FAULTS if options.faults == "all" or any(w in n for w in wanted)]
-    trials = campaign(names, options)
+    trials = (goodput if options.goodput else campaign)(names, options)
     table(trials)
     if options.json:
         with options.json.open("a") as file:
@@ -170,6 +210,5 @@ def main() -> None:
     sys.exit(any(t.error for t in trials))
 
 
-assert ROOT
 if __name__ == "__main__":
     main()

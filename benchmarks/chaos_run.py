@@ -20,7 +20,7 @@ from millrace.waits.answer import Answer
 from millrace.waits.ask import ask_one, processes
 from millrace.waits.graph import DRIVER
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 HERE = Path(__file__).parent
 POLL_S = 0.02
 
@@ -47,7 +47,7 @@ class Run:
         env = os.environ | {
             "CHAOS_RUN": str(self.folder),
             "CHAOS_ORDERS": str(self.orders),
-            "PYTHONPATH": f"{ROOT}:{HERE / 'shim'}",
+            "PYTHONPATH": f"{ROOT}:{HERE / 'chaos_shim'}",
         }
         command = [sys.executable, "-m", "millrace", "train", "quickstart", *self.keys]
         command += [f"trainer.run_dir={self.folder}", "trainer.resume=auto"]
@@ -75,7 +75,9 @@ class Run:
         while not ready():
             if not self.alive:
                 assert self.driver is not None
-                raise Failed(f"the run ended ({self.driver.returncode}) before {what}: {self.tail()}")
+                raise Failed(
+                    f"the run ended ({self.driver.returncode}) before {what}: {self.tail()}"
+                )
             if time.monotonic() > end:
                 raise Failed(f"{what} did not come in {limit_s:g} s: {self.tail()}")
             time.sleep(POLL_S)
@@ -83,7 +85,9 @@ class Run:
 
     def line(self, pattern: str, since: int, limit_s: float) -> float:
         """Wait for a line of output after the first `since`. Return the time of its arrival."""
-        self.until(lambda: self._found(pattern, since) is not None, f"the line {pattern!r}", limit_s)
+        self.until(
+            lambda: self._found(pattern, since) is not None, f"the line {pattern!r}", limit_s
+        )
         found = self._found(pattern, since)
         assert found is not None
         return found

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
-
-from benchmarks.chaos.run import POLL_S, Failed, Run, alive
+from chaos_run import POLL_S, Failed, Run, alive
 
 HEAL_S = 60.0
 RANK_LOST = r"trainer.*(lost|died|killed|silent|still)"
@@ -246,7 +245,9 @@ def corrupt(how: str) -> Act:
     """Cut the power, damage the newest checkpoint, and resume."""
 
     def act(run: Run, t: Trial, dice: random.Random) -> None:
-        run.until(lambda: len([*(run.folder / "checkpoints").glob("version-*")]) > 1, "two cuts", 60)
+        run.until(
+            lambda: len([*(run.folder / "checkpoints").glob("version-*")]) > 1, "two cuts", 60
+        )
         _cut(run, t)
         folder = run.newest()
         path = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)

@@ -1,1 +1,0 @@
-"""Faults on real processes: kill, stop, partition, fill and corrupt a run that trains."""
