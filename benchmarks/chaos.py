@@ -81,7 +81,7 @@ def trial(run: Run, number: int, name: str, dice: random.Random) -> Trial:
     fault = FAULTS[name]
     t = Trial(number, name, fault.row)
     try:
-        run.moves(2, 120)
+        run.moves(2, 300)
         time.sleep(dice.uniform(0.0, 1.0))  # any moment of a version
         fault.act(run, t, dice)
     except Failed as error:
@@ -130,7 +130,7 @@ def measure(
     trials: list[Trial] = []
     deck: list[str] = []
     run = new_run(options)
-    run.moves(4, 120)
+    run.moves(4, 300)
     begin, before = time.monotonic(), run.account().trained
     end = begin + 60 * minutes
     while time.monotonic() < end and (not trials or not trials[-1].error):

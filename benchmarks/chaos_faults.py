@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import psutil
 from chaos_run import POLL_S, Failed, Run, alive
 
-HEAL_S = 60.0
+HEAL_S = 120.0
 RANK_LOST = r"trainer.*(lost|died|killed|silent|still)"
 
 
