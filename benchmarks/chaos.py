@@ -31,6 +31,7 @@ from typing import Any
 
 from chaos_faults import FAULTS, Trial
 from chaos_run import HERE, Failed, Run
+from chaos_tools import serving
 
 from millrace.observe.sinks import read_rows
 
@@ -38,9 +39,16 @@ KEYS = [
     "sft.steps=100", "rollout.total_rollout_steps=100000000", "data.val_files=[]",
     "rollout.test_freq=0", "trainer.val_before_train=false", "rollout.n_gpus_per_node=2",
     "trainer.save_freq=5", "actor.optim.lr_scheduler_type=constant", "trainer.threads=1",
-    f"reward.function={HERE / 'chaos_reward.py'}:compute_score", "reward.timeout_s=2",
     "report.enable=false", "trainer.max_ckpt_to_keep=3", "rollout.test_freq=0",
 ]  # fmt: skip
+OWN = {
+    "quickstart": [
+        f"reward.function={HERE / 'chaos_reward.py'}:compute_score",
+        "reward.timeout_s=2",
+    ],
+    "agents_quickstart": [f"agents.environment={HERE / 'chaos_environment.py'}:Chase"],
+}
+"""Further keys of each recipe."""
 DISK = "256m"
 _INSIDE = "CHAOS_INSIDE"
 
@@ -95,12 +103,15 @@ def campaign(names: Sequence[str], options: argparse.Namespace) -> list[Trial]:
     dice = random.Random(options.seed)
     plan = [name for name in names for _ in range(options.trials)]
     dice.shuffle(plan)
-    plan.sort(key=lambda name: name == "replica in a crash loop")  # it takes a replica away
+    # A crash loop takes a replica away, so it comes last.
+    plan.sort(key=lambda name: (FAULTS[name].recipe, name == "replica in a crash loop"))
     trials: list[Trial] = []
     run: Run | None = None
     for number, name in enumerate(plan, start=1):
-        if run is None:
-            run = new_run(options)
+        if run is not None and run.recipe != FAULTS[name].recipe:
+            trials[-1].error += close(run)
+            run = None
+        run = run or new_run(options, FAULTS[name].recipe)
         trials.append(trial(run, number, name, dice))
         if trials[-1].error or name == "replica in a crash loop":
             trials[-1].error += close(run)
@@ -148,9 +159,9 @@ def measure(
     return (after - before) / seconds, trials
 
 
-def new_run(options: argparse.Namespace) -> Run:
-    keys = [*KEYS, f"trainer.runtime={options.runtime}", *options.set]
-    run = Run(small_disk(), keys)
+def new_run(options: argparse.Namespace, recipe: str = "quickstart") -> Run:
+    keys = [*KEYS, *OWN[recipe], f"trainer.runtime={options.runtime}", *options.set]
+    run = Run(small_disk(), recipe, keys, options.tools)
     run.start()
     return run
 
@@ -201,7 +212,9 @@ def main() -> None:
     isolated()
     wanted = options.faults.split(",")
     names = [n for n in FAULTS if options.faults == "all" or any(w in n for w in wanted)]
-    trials = (goodput if options.goodput else campaign)(names, options)
+    with serving() as options.tools:
+        trials = (goodput if options.goodput else campaign)(names, options)
+    del options.tools
     table(trials)
     if options.json:
         with options.json.open("a") as file:

@@ -57,6 +57,7 @@ class Fault:
     row: str
     act: Act
     ends: bool = False
+    recipe: str = "quickstart"
 
 
 def signalled(pid: int, how: signal.Signals) -> str:
@@ -241,6 +242,21 @@ def reward(order: str) -> Act:
     return act
 
 
+def tools(order: str) -> Act:
+    """Let the tool server fail for some requests."""
+
+    def act(run: Run, t: Trial, dice: random.Random) -> None:
+        server, before = run.tools, run.tools.obeyed
+        server.order, server.left = order, 8
+        at = run.until(lambda: server.obeyed > before, "a request that fails", 60)
+        t.fired(f"the tool server: {order}")
+        t.at = at
+        t.healed(run.moves(3, HEAL_S))
+        t.proof += f", {server.obeyed - before} requests"
+
+    return act
+
+
 def corrupt(how: str) -> Act:
     """Cut the power, damage the newest checkpoint, and resume."""
 
@@ -363,6 +379,10 @@ FAULTS: dict[str, Fault] = {
         for o in ("raise", "exit", "nan", "inf", "none", "text", "list", "huge")
     },
     **{f"reward: {o}": Fault("R15", reward(o)) for o in ("children", "print", "leak")},
+    **{
+        f"tools: {o}": Fault("R16", tools(o), recipe="agents_quickstart")
+        for o in ("500", "slow", "hangs", "drops", "10 MB", "garbage")
+    },
     **{
         f"checkpoint: {h}": Fault("R20", corrupt(h), ends=True)
         for h in ("truncate", "zero", "flip", "remove")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
+from chaos_tools import Tools
 
 from millrace.pipeline.history import Audit, audit
 from millrace.waits.answer import Answer
@@ -32,10 +33,10 @@ class Failed(Exception):
 class Run:
     """A run of `millrace train` in one folder, over all of its attempts."""
 
-    def __init__(self, folder: Path, keys: Sequence[str]) -> None:
+    def __init__(self, folder: Path, recipe: str, keys: Sequence[str], tools: Tools) -> None:
         self.folder, self.orders = folder / "run", folder / "orders"
         self.orders.mkdir(parents=True)
-        self.keys = list(keys)
+        self.recipe, self.keys, self.tools = recipe, list(keys), tools
         self.lines: list[tuple[float, str]] = []
         """Every line of output, with the time of its arrival."""
         self.driver: psutil.Popen | None = None
@@ -47,9 +48,10 @@ class Run:
         env = os.environ | {
             "CHAOS_RUN": str(self.folder),
             "CHAOS_ORDERS": str(self.orders),
+            "CHAOS_TOOLS": self.tools.url,
             "PYTHONPATH": f"{ROOT}:{HERE / 'chaos_shim'}",
         }
-        command = [sys.executable, "-m", "millrace", "train", "quickstart", *self.keys]
+        command = [sys.executable, "-m", "millrace", "train", self.recipe, *self.keys]
         command += [f"trainer.run_dir={self.folder}", "trainer.resume=auto"]
         self.driver = psutil.Popen(
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
