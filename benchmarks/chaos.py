@@ -8,8 +8,8 @@ Each trial waits for a quiet run, makes one fault, proves that it fired, and wai
 healed. At the end the run is stopped and every sample is accounted for. --goodput makes one fault a
 minute, and compares the rate with a run of the same length without faults.
 
-The command runs in its own network and mount namespace (Linux, `unshare`), so a partition and a
-full disk touch nothing else.
+The command runs in its own network, mount and process namespaces (Linux, `unshare`). So a partition
+and a full disk touch nothing else, and nothing outlives it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def arguments() -> argparse.Namespace:
 def isolated() -> None:
     """Go on in namespaces of our own, and mount a small disk."""
     if _INSIDE not in os.environ:
-        command = ["unshare", "--user", "--map-root-user", "--net", "--mount", sys.executable]
+        spaces = ["--user", "--map-root-user", "--net", "--mount", "--pid", "--mount-proc"]
+        command = ["unshare", *spaces, "--fork", "--kill-child", sys.executable]
         os.environ[_INSIDE] = "1"
         os.execvp("unshare", [*command, *sys.argv])
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
