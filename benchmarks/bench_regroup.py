@@ -100,6 +100,7 @@ async def end_of(options: Any, name: str, member: int, device: torch.device, sto
         bucket_bytes=options.bucket_mb << 20,
         timeout_s=120,
         colocated=options.kind == "ipc",
+        gloo=False,
         vllm=False,
         adapter_scale=None,
     )

@@ -29,22 +29,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from chaos_faults import FAULTS, Trial
+from chaos_faults import FAULTS
 from chaos_run import HERE, Failed, Run
 from chaos_tools import serving
+from chaos_trial import Trial
 
 from millrace.observe.sinks import read_rows
 
 KEYS = [
     "sft.steps=100", "rollout.total_rollout_steps=100000000", "data.val_files=[]",
     "rollout.test_freq=0", "trainer.val_before_train=false", "rollout.n_gpus_per_node=2",
-    "trainer.save_freq=5", "actor.optim.lr_scheduler_type=constant", "trainer.threads=1",
-    "report.enable=false", "trainer.max_ckpt_to_keep=3", "rollout.test_freq=0",
+    "trainer.save_freq=5", "trainer.max_ckpt_to_keep=3", "actor.optim.lr_scheduler_type=constant", "trainer.threads=1",
+    "report.enable=false",
 ]  # fmt: skip
 OWN = {
     "quickstart": [
         f"reward.function={HERE / 'chaos_reward.py'}:compute_score",
         "reward.timeout_s=2",
+        "reward.memory_mb=1024",
     ],
     "agents_quickstart": [f"agents.environment={HERE / 'chaos_environment.py'}:Chase"],
 }
@@ -61,6 +63,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=1, help="of each fault")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runtime", choices=("local", "ray"), default="local")
+    parser.add_argument("--recipe", help="in place of quickstart")
+    parser.add_argument("--here", action="store_true", help="use no namespaces and no small disk")
     parser.add_argument("--set", nargs="*", default=[], help="further keys of the run")
     parser.add_argument("--goodput", action="store_true")
     parser.add_argument("--minutes", type=float, default=20)
@@ -79,8 +83,10 @@ def isolated() -> None:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 
 
-def small_disk() -> Path:
+def small_disk(here: bool) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    if here:
+        return folder
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "chaos", str(folder)], check=True)
     return folder
 
@@ -108,11 +114,13 @@ def campaign(names: Sequence[str], options: argparse.Namespace) -> list[Trial]:
     plan.sort(key=lambda name: (FAULTS[name].recipe, name == "replica in a crash loop"))
     trials: list[Trial] = []
     run: Run | None = None
+    kind = ""
     for number, name in enumerate(plan, start=1):
-        if run is not None and run.recipe != FAULTS[name].recipe:
+        if run is not None and kind != FAULTS[name].recipe:
             trials[-1].error += close(run)
             run = None
-        run = run or new_run(options, FAULTS[name].recipe)
+        kind = FAULTS[name].recipe
+        run = run or new_run(options, kind)
         trials.append(trial(run, number, name, dice))
         if trials[-1].error or name == "replica in a crash loop":
             trials[-1].error += close(run)
@@ -162,7 +170,8 @@ def measure(
 
 def new_run(options: argparse.Namespace, recipe: str = "quickstart") -> Run:
     keys = [*KEYS, *OWN[recipe], f"trainer.runtime={options.runtime}", *options.set]
-    run = Run(small_disk(), recipe, keys, options.tools)
+    name = options.recipe if options.recipe and recipe == "quickstart" else recipe
+    run = Run(small_disk(options.here), name, keys, options.tools)
     run.start()
     return run
 
@@ -210,7 +219,8 @@ def figures(values: Sequence[float | None]) -> str:
 
 def main() -> None:
     options = arguments()
-    isolated()
+    if not options.here:
+        isolated()
     wanted = options.faults.split(",")
     names = [n for n in FAULTS if options.faults == "all" or any(w in n for w in wanted)]
     with serving() as options.tools:

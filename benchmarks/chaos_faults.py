@@ -1,6 +1,6 @@
 """The faults: how each one is made, how it proves that it fired, and what must follow.
 
-The letters and numbers of the rows are those of docs/failures.md.
+The letters and numbers of the rows are those of benchmarks/results/chaos.md.
 """
 
 from __future__ import annotations
@@ -8,73 +8,13 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
-import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
-import psutil
 from chaos_run import POLL_S, Failed, Run, alive
+from chaos_trial import HEAL_S, Act, Fault, Trial, again, cut, signalled
+from chaos_world import corrupt, disk, disk_full, partition, reward, tools
 
-HEAL_S = 120.0
 RANK_LOST = r"trainer.*(lost|died|killed|silent|still)"
-
-
-@dataclass
-class Trial:
-    """One fault of one run."""
-
-    number: int
-    name: str
-    row: str
-    proof: str = ""
-    """How it is known that the fault fired."""
-    during: str = ""
-    """What the trainer waited for when it fired."""
-    at: float = 0.0
-    seen_s: float | None = None
-    healed_s: float | None = None
-    error: str = ""
-
-    def fired(self, proof: str, during: str = "") -> None:
-        self.at, self.proof, self.during = time.monotonic(), proof, during
-
-    def seen(self, at: float) -> None:
-        self.seen_s = round(max(0.0, at - self.at), 2)
-
-    def healed(self, at: float) -> None:
-        self.healed_s = round(max(0.0, at - self.at), 2)
-
-
-Act = Callable[[Run, Trial, random.Random], None]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One kind of fault. `ends` means that the command ends by it and is started again."""
-
-    row: str
-    act: Act
-    ends: bool = False
-    recipe: str = "quickstart"
-
-
-def signalled(pid: int, how: signal.Signals) -> str:
-    """Send a signal. Return the proof that it worked."""
-    try:
-        os.kill(pid, how)
-    except ProcessLookupError:
-        raise Failed(f"process {pid} has ended before {how.name}") from None
-    end = time.monotonic() + 5
-    want = how is signal.SIGSTOP
-    while time.monotonic() < end:
-        if want and psutil.Process(pid).status() == psutil.STATUS_STOPPED:
-            return f"{how.name} to {pid}: stopped"
-        if not want and not alive(pid):
-            return f"{how.name} to {pid}: gone"
-        time.sleep(0.002)
-    raise Failed(f"{how.name} to {pid} had no effect")
 
 
 def one(run: Run, role: str, dice: random.Random) -> tuple[str, int]:
@@ -84,12 +24,17 @@ def one(run: Run, role: str, dice: random.Random) -> tuple[str, int]:
     return dice.choice([*found.items()])
 
 
+def told(name: str) -> str:
+    """Return the name of a replica in the output. A core of vLLM is a part of its replica."""
+    return f"replica {name.partition('-core')[0]}"
+
+
 def replica_kill(run: Run, t: Trial, dice: random.Random) -> None:
     name, pid = one(run, "rollout", dice)
     since, during = len(run.lines), run.busy()
     t.fired(signalled(pid, signal.SIGKILL), during)
-    t.seen(run.line(f"replica {name} was lost", since, 20))
-    t.healed(run.line(f"replica {name} serves again", since, HEAL_S))
+    t.seen(run.line(f"{told(name)} was lost", since, 20))
+    t.healed(run.line(f"{told(name)} serves again", since, HEAL_S))
 
 
 def replica_stop(run: Run, t: Trial, dice: random.Random) -> None:
@@ -97,8 +42,8 @@ def replica_stop(run: Run, t: Trial, dice: random.Random) -> None:
     name, pid = one(run, "rollout", dice)
     since, during = len(run.lines), run.busy()
     t.fired(signalled(pid, signal.SIGSTOP), during)
-    t.seen(run.line(f"replica {name} was lost", since, 20))
-    t.healed(run.line(f"replica {name} serves again", since, HEAL_S))
+    t.seen(run.line(f"{told(name)} was lost", since, 20))
+    t.healed(run.line(f"{told(name)} serves again", since, HEAL_S))
     if alive(pid):
         os.kill(pid, signal.SIGCONT)
         raise Failed(f"the stopped worker {pid} was replaced, but lives")
@@ -115,22 +60,23 @@ def replica_kill_in_sync(run: Run, t: Trial, dice: random.Random) -> None:
         time.sleep(POLL_S)
         during = run.busy()
     t.fired(signalled(pid, signal.SIGKILL), during)
-    t.seen(run.line(f"replica {name} was lost", since, 20))
-    t.healed(run.line(f"replica {name} serves again", since, HEAL_S))
+    t.seen(run.line(f"{told(name)} was lost", since, 20))
+    t.healed(run.line(f"{told(name)} serves again", since, HEAL_S))
 
 
 def replicas_kill_all(run: Run, t: Trial, dice: random.Random) -> None:
     since, each = len(run.lines), run.pids("rollout")
+    each = {name: pid for name, pid in each.items() if "core" not in name}
     during = run.busy()
     t.fired(", ".join(signalled(pid, signal.SIGKILL) for pid in each.values()), during)
-    t.seen(max(run.line(f"replica {name} was lost", since, 20) for name in each))
-    t.healed(max(run.line(f"replica {name} serves again", since, HEAL_S) for name in each))
+    t.seen(max(run.line(f"{told(name)} was lost", since, 20) for name in each))
+    t.healed(max(run.line(f"{told(name)} serves again", since, HEAL_S) for name in each))
     run.moves(1, HEAL_S)
 
 
 def replica_crash_loop(run: Run, t: Trial, dice: random.Random) -> None:
     """Kill a replica, and every worker that replaces it, until it is given up."""
-    name = dice.choice([*run.pids("rollout")])
+    name, _ = one(run, "rollout-1", dice)
     since, killed = len(run.lines), 0
     end = time.monotonic() + 180
     while run._found(f"replica {name} .*it is given up", since) is None:
@@ -143,7 +89,7 @@ def replica_crash_loop(run: Run, t: Trial, dice: random.Random) -> None:
             raise Failed(f"{name} is not given up after {killed} kills: {run.tail()}")
         time.sleep(POLL_S)
     t.proof += f", {killed} times"
-    t.seen(run.line(f"replica {name} was lost", since, 5))
+    t.seen(run.line(f"{told(name)} was lost", since, 5))
     t.healed(run.moves(2, HEAL_S))
 
 
@@ -185,31 +131,12 @@ def driver_kill(run: Run, t: Trial, dice: random.Random) -> None:
     during = run.busy()
     t.fired(signalled(run.driver.pid, signal.SIGKILL), during)
     t.proof += f"; its workers ended after {run.orphans(10):.1f} s"
-    _again(run, t)
+    again(run, t)
 
 
 def power_cut(run: Run, t: Trial, dice: random.Random) -> None:
-    _cut(run, t)
-    _again(run, t)
-
-
-def _cut(run: Run, t: Trial) -> None:
-    tree, during = run.tree(), run.busy()
-    for process in tree:
-        process.kill()
-    _, left = psutil.wait_procs(tree, timeout=10)
-    t.fired(f"SIGKILL to {len(tree)}: {len(tree) - len(left)} gone", during)
-
-
-def _again(run: Run, t: Trial) -> None:
-    begin = len(run.lines)
-    t.seen(time.monotonic())
-    before = run.versions()
-    run.start()
-    t.healed(run.until(lambda: run.versions() > before, "a version after the resume", 2 * HEAL_S))
-    refused = [text for _, text in run.lines[begin:] if "error" in text.lower()]
-    if refused:
-        raise Failed(f"the resume says: {refused[0]}")
+    cut(run, t)
+    again(run, t)
 
 
 def stop(how: signal.Signals) -> Act:
@@ -219,146 +146,9 @@ def stop(how: signal.Signals) -> Act:
         code, seconds = run.stop(how, 25)
         t.proof += f": exit code {code} after {seconds:.1f} s"
         run.orphans(10)
-        _again(run, t)
+        again(run, t)
 
     return act
-
-
-def reward(order: str) -> Act:
-    """Let one call of the reward function obey an order."""
-
-    def act(run: Run, t: Trial, dice: random.Random) -> None:
-        before = len([*run.orders.glob("obeyed-*")])
-        new = run.orders / "new"
-        new.write_text(order)
-        new.rename(run.orders / "reward")
-        obeyed = run.until(
-            lambda: len([*run.orders.glob("obeyed-*")]) > before, "an obeyed order", 30
-        )
-        t.fired(f"a call obeyed {order!r}")
-        t.at = obeyed
-        t.healed(run.moves(3, HEAL_S))
-
-    return act
-
-
-def tools(order: str) -> Act:
-    """Let the tool server fail for some requests."""
-
-    def act(run: Run, t: Trial, dice: random.Random) -> None:
-        server, before = run.tools, run.tools.obeyed
-        server.order, server.left = order, 8
-        at = run.until(lambda: server.obeyed > before, "a request that fails", 60)
-        t.fired(f"the tool server: {order}")
-        t.at = at
-        t.healed(run.moves(3, HEAL_S))
-        t.proof += f", {server.obeyed - before} requests"
-
-    return act
-
-
-def corrupt(how: str) -> Act:
-    """Cut the power, damage the newest checkpoint, and resume."""
-
-    def act(run: Run, t: Trial, dice: random.Random) -> None:
-        run.until(
-            lambda: len([*(run.folder / "checkpoints").glob("version-*")]) > 1, "two cuts", 60
-        )
-        _cut(run, t)
-        folder = run.newest()
-        path = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-        t.proof += f"; {how} {path.relative_to(folder.parent)}"
-        data = bytearray(path.read_bytes())
-        if how == "remove":
-            path.unlink()
-        else:
-            middle = len(data) // 2
-            if how == "flip":
-                data[middle] ^= 1
-            damaged = {"truncate": data[:middle], "zero": bytearray(len(data)), "flip": data}[how]
-            path.write_bytes(damaged)
-        begin = len(run.lines)
-        _again(run, t)
-        if run._found(folder.name, begin) is None:
-            raise Failed(f"nothing was said of {folder.name}")
-
-    return act
-
-
-def disk_full(run: Run, t: Trial, dice: random.Random) -> None:
-    """Fill the run's own small disk for some seconds."""
-    since, ballast = len(run.lines), run.folder.parent / "ballast"
-    with ballast.open("wb", buffering=0) as file:
-        for size in (2**20, 2**12):
-            try:
-                while file.write(bytes(size)):
-                    pass
-            except OSError as error:
-                t.fired(f"{error.strerror} after {file.tell() >> 20} MiB of ballast", run.busy())
-    try:
-        t.seen(run.line("alarm: the disk refuses", since, 60))
-        time.sleep(3)
-    finally:
-        ballast.unlink()
-    t.healed(run.line("alarm over: the disk takes", since, 60))
-    run.moves(1, HEAL_S)
-
-
-def disk(order: str, seconds: float) -> Act:
-    """Let every write in the run's folder fail, or take long."""
-
-    def act(run: Run, t: Trial, dice: random.Random) -> None:
-        obeyed, since = run.orders / "disk-obeyed", len(run.lines)
-        obeyed.unlink(missing_ok=True)
-        (run.orders / "new").write_text(order)
-        (run.orders / "new").rename(run.orders / "disk")
-        try:
-            run.until(obeyed.is_file, "a write that fails", 60)
-            t.fired(f"writes: {order}")
-            if order[:1].isalpha():
-                t.seen(run.line("alarm: the disk refuses", since, 60))
-            time.sleep(seconds)
-        finally:
-            (run.orders / "disk").unlink()
-        t.proof += f", {len(obeyed.read_text().splitlines())} of them"
-        t.healed(run.moves(2, HEAL_S))
-
-    return act
-
-
-def partition(seconds: float) -> Act:
-    """Cut every TCP connection of the run, for some seconds."""
-
-    def act(run: Run, t: Trial, dice: random.Random) -> None:
-        during = run.busy()
-        _loopback("down")
-        t.fired(f"the loopback of the run is down for {seconds:g} s", during)
-        try:
-            if reachable():
-                raise Failed("the loopback still takes connections")
-            time.sleep(seconds)
-        finally:
-            _loopback("up")
-        t.healed(run.moves(2, 2 * HEAL_S))
-
-    return act
-
-
-def _loopback(state: str) -> None:
-    subprocess.run(["ip", "link", "set", "lo", state], check=True)
-
-
-def reachable() -> bool:
-    """Return whether a TCP connection over the loopback can be made."""
-    with socket.socket() as server, socket.socket() as client:
-        try:
-            server.bind(("127.0.0.1", 0))
-            server.listen()
-            client.settimeout(0.2)
-            client.connect(server.getsockname())
-        except OSError:
-            return False
-        return True
 
 
 FAULTS: dict[str, Fault] = {

@@ -49,7 +49,9 @@ class Run:
             "CHAOS_RUN": str(self.folder),
             "CHAOS_ORDERS": str(self.orders),
             "CHAOS_TOOLS": self.tools.url,
-            "PYTHONPATH": f"{ROOT}:{HERE / 'chaos_shim'}",
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT), str(HERE / "chaos_shim"), os.environ.get("PYTHONPATH", "")]
+            ),
         }
         command = [sys.executable, "-m", "millrace", "train", self.recipe, *self.keys]
         command += [f"trainer.run_dir={self.folder}", "trainer.resume=auto"]

@@ -28,9 +28,11 @@ class LedgerError(MillraceError):
 class SampleError(MillraceError):
     """One sample cannot be trained. It is counted by its reason, dropped and replaced."""
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, reason: str, detail: str, trace: str = "") -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+        self.trace = trace
+        """The traceback of the user's code, if it raised in another process."""
 
 
 class RewardError(SampleError):
@@ -62,6 +64,10 @@ class DeadlineError(MillraceError):
     """A wait missed its deadline. The message names the waiting task and the event it waits for."""
 
 
+class NoAnswer(DeadlineError):
+    """A worker did not answer a call in time, and made no progress with it."""
+
+
 class SyncError(MillraceError):
     """A replica's weights differ from the trainer's. The replica must not serve them."""
 
@@ -77,12 +83,24 @@ class CopyGone(SyncError):
     """A version cannot be sent again: the trainer's weights are newer, and its copy is freed."""
 
 
+class NotFinite(MillraceError):
+    """Several optimizer steps in a row had no finite loss and gradient. No weight has changed."""
+
+
 class CheckpointError(MillraceError):
     """A checkpoint cannot be written or read."""
 
 
 class DiskError(CheckpointError):
     """The disk refuses to write. A run goes on until its last checkpoint."""
+
+
+class NotRestorable(CheckpointError):
+    """The state of a lost trainer cannot be made again. The message has the key that helps."""
+
+
+class SaveLost(DiskError):
+    """The ranks that were writing a checkpoint are lost. The run goes on, as with a full disk."""
 
 
 INSTALL = {

@@ -21,6 +21,7 @@ from millrace.config import Config, recipe
 from millrace.config.trl import HINTS
 from millrace.errors import ConfigError, MissingDependency
 from millrace.observe.progress import Progress, make_view
+from millrace.run import supervised
 
 T = TypeVar("T")
 
@@ -304,16 +305,21 @@ async def _with_signals(
 ) -> T:
     """Run `work`. The first Ctrl-C, SIGTERM or SIGHUP asks it to save and end.
 
-    A second one ends the process at once, except SIGHUP. nohup ignores SIGHUP, which then stays ignored.
+    A second one ends the process at once, except SIGHUP. nohup ignores SIGHUP, which then stays
+    ignored. A signal that a supervisor passes on counts once, also if it reached both processes.
     """
     loop = asyncio.get_running_loop()
     task = loop.create_task(work)
+    heard = {"own": 0, "passed on": 0}
 
-    def on_signal(number: signal.Signals) -> None:
+    def on_signal(number: signal.Signals, way: str = "own") -> None:
         global _stopped_by
+        if _stopped_by is not None and number == signal.SIGHUP:
+            return  # a terminal that closes sends it twice: the kernel and the shell
+        most, heard[way] = max(heard.values()), heard[way] + 1
+        if heard[way] <= most:
+            return  # it has come the other way
         if _stopped_by is not None:
-            if number == signal.SIGHUP:
-                return  # a terminal that closes sends it twice: the kernel and the shell
             if sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h\n")  # show the cursor, which the progress display hides
                 sys.stderr.flush()
@@ -332,7 +338,8 @@ async def _with_signals(
         if signal.getsignal(number) is signal.SIG_IGN and number == signal.SIGHUP:
             continue
         loop.add_signal_handler(number, on_signal, number)
-    return await task
+    with supervised.stops(lambda number: on_signal(signal.Signals(number), "passed on")):
+        return await task
 
 
 def report(json_: bool, result: dict[str, Any], text: str) -> None:

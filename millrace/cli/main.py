@@ -6,6 +6,7 @@
 | 1 | the command failed |
 | 2 | a key, a file or a row is wrong |
 | 129, 130, 143 | SIGHUP, Ctrl-C or SIGTERM stopped it; a training run saved a checkpoint first |
+| 128 + N | with --keep-going: signal N killed the driver, too often in a row |
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from millrace.cli.console import (
     stopped_by,
 )
 from millrace.cli.import_verl import import_verl
+from millrace.cli.keep_going import KeepGoing, Restarts, keep_going
 from millrace.cli.query import query
 from millrace.cli.report import report_page
 from millrace.cli.serve import serve
@@ -51,8 +53,9 @@ from millrace.cli.simulate import simulate
 from millrace.cli.watch import watch
 from millrace.cli.why import why
 from millrace.config import Config
-from millrace.errors import MillraceError, WorkerError
+from millrace.errors import MillraceError, SampleError, WorkerError
 from millrace.observe.progress import shown
+from millrace.run import supervised
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -106,15 +109,20 @@ def train(
     help_config: HelpConfig = False,
     config_name: ConfigName = None,
     config_path: ConfigPath = None,
+    keep_going_: KeepGoing = False,
+    restarts: Restarts = 5,
 ) -> None:
     """Train with RL, in the recipe's mode.
 
-    Rollouts and training run at the same time.
+    Rollouts and training run at the same time. With --keep-going, a driver that dies or fails is
+    started anew.
 
     Example: millrace train quickstart trainer.seed=1 rollout.n=16
     """
     path, overrides = base_of(path, overrides, config_name, config_path)
     config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
+    if keep_going_:
+        keep_going(config.trainer, restarts, json_=json_)
     if config.trainer.val_only:
         _validate(config, json_)
         return
@@ -357,6 +365,8 @@ def main() -> None:
                 # Print the worker's own output first: the last line must name the worker.
                 text, _, output = text.partition("\n")
                 sys.stderr.write(f"{output}\n" if output else "")
+            if isinstance(cause, SampleError) and cause.trace:
+                sys.stderr.write(f"{cause.trace}\n")
             _exit(cause.exit_code, text)
         if isinstance(cause, PermissionError) and sys.argv[1:2] and sys.argv[1] in READERS:
             fix = "the right to read it, or a copy of the run"
@@ -374,6 +384,7 @@ def _exit(code: int, error: str, *, reported: bool = False) -> NoReturn:
     """
     if not reported:
         sys.stderr.write(f"error: {error}\n")
+    supervised.tell(supervised.News(error=error))
     if "--json" in sys.argv and not has_printed():
         print_json({"complete": False, "error": error, "exit_code": code})
     sys.exit(code)

@@ -69,10 +69,16 @@ class RewardConfig(OneReward):
     The score is their weighted sum. Empty uses the one reward that the keys above describe.
     reward.mix={} removes all inherited parts.
     """
-    max_error_share: float = Field(0.2, ge=0, le=1)
-    """The run fails if reward errors dropped more than this share of the last 50 samples.
+    retries: int = Field(0, ge=0)
+    """How often a score that failed is asked for again before its sample is dropped.
 
-    In a validation, it is a share of the responses, where fewer than 50 count as 50.
+    The waits between the tries grow, from about a quarter of a second.
+    """
+    max_error_share: float = Field(0.2, ge=0, le=1)
+    """The run fails if errors of rewards or agents dropped more than this share of the last 50 samples.
+
+    0 ends the run at the first one. In a validation, it is a share of the responses, where fewer
+    than 50 count as 50.
     """
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     """Penalty for long responses."""

@@ -181,6 +181,10 @@ class RepetitionPenaltyConfig(Section):
     """Score of a response of which all n-grams are repeated. Without a repetition it is 0."""
 
 
+SET_FOR_FUNCTIONS = ("memory_mb", "sandbox")
+"""Keys that protect. They are never ignored silently."""
+
+
 class OneReward(Section):
     """One reward: a function, or a model if model.path is set, or a judge if judge.model is."""
 
@@ -203,6 +207,16 @@ class OneReward(Section):
     """
     timeout_s: float = Field(30.0, gt=0)
     """Seconds that one call may take. millrace kills and replaces a process that takes longer."""
+    memory_mb: int = Field(0, ge=0)
+    """Megabytes of data that a process of a function may have. 0 sets no limit.
+
+    In a sandbox, it also bounds the memory of a worker with all that it started.
+    """
+    sandbox: bool = False
+    """Run the function in a sandbox: no network, no files of yours, and a new child for each call.
+
+    Set it if the function runs code that the policy wrote. Needs Linux with user namespaces.
+    """
     model: RewardModelConfig = RewardModelConfig()
     """Reward model, instead of a function."""
     judge: JudgeConfig = JudgeConfig()
@@ -227,6 +241,10 @@ class OneReward(Section):
                 f"{key}.{chosen[0]} = {named[chosen[0]]!r} already names the reward",
                 "one of them, or both as parts of reward.mix",
             )
+        for name in SET_FOR_FUNCTIONS:
+            if (value := getattr(self, name)) and self.kind != "function":
+                rule = f"is for functions, and {key}.{self.kind} is none"
+                raise bad_value(f"{key}.{name}", value, rule, f"leave out {key}.{name}")
         self.format.check_at(f"{key}.format")
         self.model.check_at(f"{key}.model")
         self.judge.check_at(f"{key}.judge")
@@ -250,10 +268,11 @@ def check_mix(mix: Mapping[str, MixedReward], plain: OneReward) -> None:
             rule = f"a part's name has letters, digits and _, and is none of {', '.join(_RESERVED)}"
             raise bad_value("reward.mix", name, rule, "another name for this part")
         part.check_at(f"reward.mix.{name}")
-    named = {
+    named: dict[str, object] = {
         "function": plain.function,
         "model.path": plain.model.path,
         "judge.model": plain.judge.model,
+        **{name: getattr(plain, name) for name in SET_FOR_FUNCTIONS},
     }
     for key, value in named.items():
         if mix and value:

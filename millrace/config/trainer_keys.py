@@ -157,6 +157,17 @@ class TrainerConfig(Section):
 
     After that, the run fails. The error names the waiting task and the event that it waits for.
     """
+    max_restarts: int = Field(3, ge=0)
+    """Restarts of a lost trainer until the next checkpoint. 0 ends the run at the first loss.
+
+    All ranks start anew from the newest checkpoint, and train the steps since then again. These
+    steps come from the journal.
+    """
+    max_skipped_steps: int = Field(3, ge=1)
+    """Optimizer steps in a row without a finite loss and gradient, after which the run ends.
+
+    Such a step changes no weight. The last batch is then in RUN/nonfinite-VERSION.json.
+    """
     stall_s: float = Field(300.0, ge=0)
     """Seconds without any progress after which the run says who holds it up.
 
@@ -240,6 +251,12 @@ class SyncConfig(Section):
     """MiB of weights that are packed into one message."""
     timeout_s: float = Field(300.0, gt=0)
     """Seconds that one transfer may take."""
+    backend: Literal["auto", "gloo"] = "auto"
+    """What carries the weights. auto is NCCL between GPUs and gloo between CPUs.
+
+    gloo between GPUs goes through host memory. It is slower, and works where NCCL does not: without
+    a network that NCCL can use, and with several workers on one GPU.
+    """
 
 
 class GuardConfig(Section):

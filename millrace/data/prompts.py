@@ -108,16 +108,21 @@ class PromptStream:
 
     def __getitem__(self, i: int) -> Prompt:
         """Return prompt i of the run. Raise DataError if a generated prompt is too long."""
-        if i < 0:
-            raise IndexError(i)
-        epoch, at = divmod(i, len(self.kept))
-        row = self.kept[
-            shuffled(at, len(self.kept), f"{self.seed}|{epoch}") if self.shuffle else at
-        ]
-        row, entry, text, tokens = self._fitting(row)
+        _, entry, text, tokens = self._fitting(self._row(i))
         return Prompt(
             i, tokens, text, entry.data_source, entry.ground_truth, entry.extra_info, entry.columns
         )
+
+    def where(self, i: int) -> str:
+        """Return where prompt i of the run is from: its file and row."""
+        return self.rows.describe(self._fitting(self._row(i))[0])
+
+    def _row(self, i: int) -> int:
+        if i < 0:
+            raise IndexError(i)
+        epoch, at = divmod(i, len(self.kept))
+        place = shuffled(at, len(self.kept), f"{self.seed}|{epoch}") if self.shuffle else at
+        return self.kept[place]
 
     def _fitting(self, row: int) -> tuple[int, Problem, str, Tokens]:
         """Return the index, problem, text and tokens of a row.

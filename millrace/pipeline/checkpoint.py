@@ -65,6 +65,8 @@ class Checkpoints:
 
     def __init__(self, run_dir: Path, *, keep: int) -> None:
         self.folder = run_dir / "checkpoints"
+        self.using = asyncio.Lock()
+        """Held by whoever completes a checkpoint, or reads one that must stay."""
         self._run_dir = run_dir
         self._keep = keep
 
@@ -94,10 +96,14 @@ class Checkpoints:
     ) -> Path:
         """Wait for the save that `begin` started, and complete the checkpoint."""
         await engine.saved()
+        async with self.using:
+            return await self._complete(snapshot, counts or {})
+
+    async def _complete(self, snapshot: LedgerSnapshot, counts: dict[str, float]) -> Path:
         with ownership.disk_errors(self.folder):
             moves = measuring("disk MB", moved_mb)
             with doing(f"the files of version {snapshot.version}", by="the disk"), moves:
-                return await asyncio.to_thread(self._finish, snapshot, counts or {})
+                return await asyncio.to_thread(self._finish, snapshot, counts)
 
     def _temporary(self, snapshot: LedgerSnapshot) -> Path:
         return self.folder / f".writing-{snapshot.version:06d}"

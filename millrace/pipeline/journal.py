@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from millrace.errors import CheckpointError
@@ -65,6 +65,13 @@ class NoJournal:
 
     async def run(self) -> None:
         """Write until the run cancels this task."""
+
+    async def flush(self) -> None:
+        """Write what is noted so far."""
+
+    def finished_since(self, version: PolicyVersion) -> Iterator[Finished]:
+        """Yield the finished samples that are written since a version was live."""
+        yield from ()
 
 
 class Journal(NoJournal):
@@ -239,6 +246,15 @@ class Journal(NoJournal):
             self._take_progress()
             self._enqueue()
             self._report(self._write())
+
+    async def flush(self) -> None:
+        self._enqueue()
+        self._report(await asyncio.to_thread(self._write))
+
+    def finished_since(self, version: PolicyVersion) -> Iterator[Finished]:
+        for path in journal_file.files_from(self._folder, version):
+            for batch in journal_file.read(path).batches:
+                yield from batch.finished
 
     def _report(self, trouble: str) -> None:
         done, self._done = self._done, []

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from millrace.errors import DeadlineError, DiskError, ReplicaLost
+from millrace.errors import DeadlineError, DiskError, ReplicaLost, SaveLost
 from millrace.observe.guard import Guard
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
@@ -149,7 +149,10 @@ class RunRecord:
             raise error
         self._saved = None
         self._disk.checkpoints += 1
-        self._disk.refused("a checkpoint", error)
+        if isinstance(error, SaveLost):
+            self._progress.note(f"alarm: a checkpoint is left out, and the run goes on: {error}")
+        else:
+            self._disk.refused("a checkpoint", error)
 
     async def _finish(
         self, snapshot: LedgerSnapshot, counts: dict[str, float], start: float, last: bool

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Protocol
@@ -60,6 +60,7 @@ class Rollouter:
         roller: SampleRoller,
         *,
         max_error_share: float = 0.2,
+        where: Callable[[int], str] = "prompt {}".format,
         dynamic_sampling: DynamicSampling | None = None,
     ) -> None:
         self.queue = queue
@@ -67,6 +68,7 @@ class Rollouter:
         self.pool = pool
         self.roller = roller
         self.max_error_share = max_error_share
+        self.where = where
         self.dynamic_sampling = dynamic_sampling
         self.requests = 0
         """Requests inside a rollout engine."""
@@ -132,7 +134,7 @@ class Rollouter:
                     on_drawn=self._drawn,
                 )
         except SampleError as error:
-            self._drop(sample_id, error)
+            self._drop(sample_id, slot.prompt, error)
         else:
             self._finish(sample_id, sample, start)
         finally:
@@ -206,7 +208,7 @@ class Rollouter:
             self.queue.watch.at("samples", EQUAL_OUTCOMES, str(sample_id), sample=sample)
             self.queue.do(ledger.drop, sample_id, EQUAL_OUTCOMES)
 
-    def _drop(self, sample_id: int, error: SampleError) -> None:
+    def _drop(self, sample_id: int, prompt: Prompt, error: SampleError) -> None:
         self._outcomes.append(False)
         self.queue.do(self.queue.ledger.drop, sample_id, error.reason)
         failed = self._outcomes.count(False)
@@ -216,7 +218,8 @@ class Rollouter:
                 error.reason,
                 f"{failed} of the last {len(self._outcomes)} samples had no score, more than "
                 f"reward.max_error_share = {self.max_error_share:g} of {_RECENT}. "
-                f"The last error: {error}",
+                f"The last error, of sample {sample_id}, {self.where(prompt.index)}: {error}",
+                error.trace,
             ) from error
 
     def begin_version(self) -> LiveTime:

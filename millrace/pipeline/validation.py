@@ -97,6 +97,7 @@ class Tally:
                 f"{self.errors} of the {self.total} responses of a validation had no score. At "
                 f"most {int(most)} may fail: reward.max_error_share = {share:g} of {least}, and "
                 f"never all. The last error: {error}",
+                error.trace,
             ) from error
         self.scored()
 

@@ -32,6 +32,8 @@ _KEY = "reward.function"
 _TEXTS = str | bytes | bytearray | memoryview
 _NO_NUMBERS = tuple("USOcmM")
 """NumPy's kinds of text, objects, complex numbers and times. float() accepts some of them."""
+_LARGEST = 1e15
+"""The square of a larger score, as in a standard deviation, is close to float32's limit."""
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -241,4 +243,7 @@ def _number(value: Any, what: str) -> float:
         raise RewardError("not_a_number", f"{what} is {given}: {error}; return a number") from error
     if not math.isfinite(number):
         raise RewardError("not_finite", f"{what} is {number}; return a finite number")
+    if abs(number) > _LARGEST:
+        rule = f"training computes in float32, so return a number up to {_LARGEST:g}"
+        raise RewardError("too_large", f"{what} is {number:g}; {rule}")
     return number

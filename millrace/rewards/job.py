@@ -43,4 +43,6 @@ def job_of(config: OneReward, section: str = "reward") -> Job:
         config.timeout_s,
         _LOAD_FUNCTION_S,
         config.model_dump(mode="json", include={"function", "format", "repetition_penalty"}),
+        config.memory_mb,
+        config.sandbox,
     )

@@ -10,6 +10,7 @@ from millrace.config import RewardConfig
 from millrace.errors import RewardError
 from millrace.rewards.judge_cache import CachedJudge
 from millrace.rewards.pool import RewardPool
+from millrace.rewards.start import Launcher
 from millrace.types import Completion, Prompt, Score
 
 _JUDGED = ("requests", "retries", "cache_hits", "tokens_in", "tokens_out")
@@ -29,8 +30,12 @@ class RunReward:
         self,
         config: RewardConfig,
         environments: Mapping[str, Sequence[Mapping[str, str]]] | None = None,
+        launchers: Mapping[str, Launcher] | None = None,
     ) -> None:
-        """Make the pools. `environments` has variables for each worker, by section."""
+        """Make the pools. `environments` has variables for each worker, by section.
+
+        `launchers` has what starts the workers of a section in a sandbox.
+        """
         self._config = config
         self.parts: dict[str, Part] = {}
         self.note: Callable[[str], object] | None = None
@@ -40,7 +45,8 @@ class RunReward:
         self._noted: set[str] = set()
         self._failures: Counter[str] = Counter()
         for section, one in config.parts.items():
-            pool = RewardPool(one, section, (environments or {}).get(section, ()))
+            given = (environments or {}).get(section, ()), (launchers or {}).get(section)
+            pool = RewardPool(one, section, *given)
             part = CachedJudge(pool, one.judge) if one.kind == "judge" else pool
             self.parts[pool.job.name] = part
 
@@ -133,7 +139,7 @@ class RunReward:
         if not self._config.mix:
             return error
         detail = str(error).removeprefix(f"{error.reason}: ")
-        named = RewardError(f"{name}/{error.reason}", detail)
+        named = RewardError(f"{name}/{error.reason}", detail, error.trace)
         named.__cause__ = error
         return named
 

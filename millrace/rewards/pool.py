@@ -15,7 +15,9 @@ from millrace.codec import pack
 from millrace.config import OneReward
 from millrace.errors import ConfigError, MillraceError, RewardError, WorkerError
 from millrace.rewards.job import job_of
+from millrace.rewards.output import Budget
 from millrace.rewards.process import Pending, WorkerProcess
+from millrace.rewards.start import Launcher, Plain
 from millrace.rewards.wire import Call, Reply
 from millrace.types import Completion, Prompt, Score
 from millrace.waits.registry import waiting
@@ -28,7 +30,7 @@ class RewardPool:
     """A RewardFunction over worker processes. The first call or `start` starts it.
 
     `section` is the name of the configuration's section. `environments` has variables for each
-    worker, such as its GPU.
+    worker, such as its GPU. `launcher` starts workers, by default as processes of the user.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class RewardPool:
         config: OneReward,
         section: str = "reward",
         environments: Sequence[Mapping[str, str]] = (),
+        launcher: Launcher | None = None,
     ) -> None:
         self.job = job_of(config, section)
         self.figures: Counter[str] = Counter()
@@ -46,6 +49,8 @@ class RewardPool:
         `start` sets it.
         """
         self.environments = environments or [{}] * self.job.num_workers
+        self._launcher = launcher or Plain()
+        self._budget = Budget(section, self.figures)
         self._queue: deque[Pending] = deque()
         self.workers: set[WorkerProcess] = set()
         self._keepers: list[asyncio.Task[None]] = []
@@ -61,6 +66,8 @@ class RewardPool:
         Call this before any engine starts. Raise ConfigError if the reward cannot be loaded, and
         WorkerError if workers die while they load it.
         """
+        if not self._keepers and self._failed is None:
+            await self._launcher.check()
         if not self._keepers and self._failed is None:
             self._keepers = [
                 asyncio.create_task(self._keep(environment)) for environment in self.environments
@@ -120,11 +127,13 @@ class RewardPool:
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
+        self._budget.report()
 
     async def _keep(self, environment: Mapping[str, str]) -> None:
         """Keep one worker of the pool running: start a new one whenever it dies."""
         while self._failed is None:
-            worker = WorkerProcess(self.job, environment, self._wake, self._resolve)
+            how = self._launcher, self._budget
+            worker = WorkerProcess(self.job, environment, *how, self._wake, self._resolve)
             self.workers.add(worker)
             ended = ""
             try:
@@ -143,7 +152,7 @@ class RewardPool:
         if pending.answer.done():
             return
         if reply.reason:
-            pending.answer.set_exception(RewardError(reply.reason, reply.detail))
+            pending.answer.set_exception(RewardError(reply.reason, reply.detail, reply.trace))
         else:
             pending.answer.set_result(reply.scores)
 
@@ -152,14 +161,14 @@ class RewardPool:
         blamed = worker.blamed()
         others = [p for p in worker.running.values() if p is not blamed]
         for pending in reversed(others):
-            pending.alone = blamed is None and len(others) > 1
+            pending.alone = blamed is None and len(others) > 1 and not worker.leaving
             self._queue.appendleft(pending)
         if blamed is not None:
             for pending in self._queue:
                 pending.alone = False
             if not blamed.answer.done():
                 blamed.answer.set_exception(self._reason(worker, ended))
-        if not worker.overdue or worker.hello is None:
+        if not (worker.overdue or worker.leaving) or worker.hello is None:
             self._deaths += 1
         if self._deaths >= MOST_DEATHS:
             limit = f"it has {self.job.start_s:g} s"

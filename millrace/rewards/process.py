@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import msgspec
 
-import millrace
+from millrace.rewards.output import Budget, Output
+from millrace.rewards.start import Body, Launcher
 from millrace.rewards.wire import Frames, Hello, Job, Reply, frame, hello_decoder, reply_decoder
 from millrace.types import Score
 from millrace.waits.registry import Wait
 
 GRACE_S = 5.0
 """Seconds after the time limit of a call in which a worker of coroutines may end a call by itself."""
+_LAST_WORDS_S = 0.5
+"""Seconds after the end of a process in which its last replies are read."""
 _AHEAD_S = 0.02
 _MOST_AHEAD = 64
 
@@ -47,24 +46,31 @@ class WorkerProcess(asyncio.Protocol):
 
     `dead` is set once the process group is killed and the socket is closed. A synchronous function
     runs calls in order: the first call has run at least since the last reply. So has the batch of
-    a model, and any of the calls may be in it. Coroutines start when they are sent. A call that exceeds its time is `condemned`, and the process is killed.
+    a model, and any of the calls may be in it. Coroutines start when they are sent. A call that
+    exceeds its time is `condemned`, and the process is killed.
     """
 
     def __init__(
         self,
         job: Job,
         environment: Mapping[str, str],
+        launcher: Launcher,
+        budget: Budget,
         on_change: Callable[[], None],
         on_reply: Callable[[Pending, Reply], None],
     ) -> None:
         self.job = job
         self.environment = environment
+        self.launcher = launcher
+        self.budget = budget
         self.on_change = on_change
         self.on_reply = on_reply
         self.hello: Hello | None = None
         self.running: dict[int, Pending] = {}
         self.condemned: int | None = None
         self.overdue = False
+        self.leaving = False
+        """Whether the worker is replaced after its last reply, which blames no other call."""
         self.dead = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._frames = Frames()
@@ -72,34 +78,31 @@ class WorkerProcess(asyncio.Protocol):
         self._mean_s = _AHEAD_S
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._body: Body | None = None
+        self._output: Output | None = None
         self._pidfd: int | None = None
 
     async def start(self) -> None:
-        """Start the process in a new session. A socket alone connects it with this process.
+        """Start the process in a new session. A socket connects it with this process.
 
-        Its stdout goes to stderr, so the user sees what a reward function prints.
+        What it prints goes to stderr within a limit, so the user sees it.
         """
         pool_end, worker_end = socket.socketpair()
-        root = str(Path(millrace.__file__).parent.parent)
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        job = msgspec.json.encode(self.job).decode()
-        arguments = [worker_end.fileno(), os.getpid(), job]
-        with worker_end:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "millrace.rewards.worker", *map(str, arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=(worker_end.fileno(),),
-                start_new_session=True,
-                env={"OMP_NUM_THREADS": "1"}
-                | os.environ
-                | dict(self.environment)
-                | {"PYTHONPATH": path},
+        readable, writable = os.pipe()
+        self._output = Output(readable, self.budget)
+        try:
+            self._body = await self.launcher.start(
+                self.job, worker_end.fileno(), writable, self.environment
             )
+        except BaseException:
+            pool_end.close()
+            raise
+        finally:
+            worker_end.close()
+            os.close(writable)
         if sys.platform == "linux":
             # A child of the worker may keep the socket open. So the pool watches the process.
-            self._pidfd = os.pidfd_open(self._process.pid)
+            self._pidfd = os.pidfd_open(self._body.pid)
             self._loop.add_reader(self._pidfd, self.kill)
         pool_end.setblocking(False)
         await self._loop.create_connection(lambda: self, sock=pool_end)
@@ -108,18 +111,20 @@ class WorkerProcess(asyncio.Protocol):
     @property
     def pid(self) -> int:
         """Return the process id. The worker has started."""
-        assert self._process is not None
-        return self._process.pid
+        assert self._body is not None
+        return self._body.pid
 
     def room(self, pending: Pending) -> bool:
         """Return whether the worker can take the call now.
 
         The queue of a slow synchronous function is short, so that few calls wait behind it.
         """
-        if self.hello is None or self.dead.is_set() or self.overdue:
+        if self.hello is None or self.dead.is_set() or self.overdue or self.leaving:
             return False
         if not self.running:
             return True
+        if self.job.sandbox:  # The code of one response finds no other call in the worker.
+            return False
         first = next(iter(self.running.values()))  # A call that must run alone is the only one.
         if pending.alone or first.alone:
             return False
@@ -144,26 +149,30 @@ class WorkerProcess(asyncio.Protocol):
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = None
-        if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._body is not None:
+            self._body.kill()
+        # A child with a session of its own may keep the socket open for ever.
+        self._loop.call_later(_LAST_WORDS_S, self._hang_up)
+
+    def _hang_up(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
 
     async def stop(self) -> str:
         """Kill the process, wait for its end, and return how it ended."""
         self.kill()
         if self._timer is not None:
             self._timer.cancel()
-        if self._transport is not None:
-            self._transport.abort()
-        if self._process is None:
-            return "never started"
-        code = await asyncio.to_thread(self._process.wait)
-        return (
-            f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
-        )
+        self._hang_up()
+        ended = "never started" if self._body is None else await self._body.ended()
+        if self._output is not None:
+            self._output.close()
+        return ended
 
     def blamed(self) -> Pending | None:
         """Return the call that killed a dead worker or exceeded its time, if it is known."""
+        if self.leaving:
+            return None
         if self.condemned is not None:
             return self.running.get(self.condemned)
         first = next(iter(self.running.values()), None)
@@ -188,6 +197,9 @@ class WorkerProcess(asyncio.Protocol):
                 self._mean_s += 0.2 * (now - self._started_at() - self._mean_s)
                 pending = self.running.pop(reply.id)
                 self.on_reply(pending, reply)
+                if reply.last:
+                    self.leaving = True
+                    self.kill()
             self._moved_at = now
         self._watch()
         self.on_change()

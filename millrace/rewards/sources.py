@@ -29,7 +29,7 @@ SCORERS: dict[str, str] = {
 _AIME = "aime"
 """verl scores every data source whose name starts with this by math_dapo."""
 
-_CODE = "millrace does not execute the code that a model writes, and has no sandbox for it"
+_CODE = "no scorer of millrace runs the code of its problems; yours may, with reward.sandbox=true"
 _IMAGES = "its problems have images, and millrace trains on text alone"
 _SEARCH = "its responses need a search tool, which millrace does not have"
 _REFUSED: dict[str, str] = {

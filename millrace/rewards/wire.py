@@ -29,6 +29,10 @@ class Job(msgspec.Struct, frozen=True):
     """Seconds that a worker may take to load."""
     spec: dict[str, Any]
     """The keys of the section, and the function."""
+    memory_mb: int = 0
+    """Megabytes of data that each process of a function may have. 0 sets no limit."""
+    sandbox: bool = False
+    """Whether a sandbox isolates the worker. It then runs each call in a child of its own."""
 
     @property
     def name(self) -> str:
@@ -60,6 +64,10 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     detail: str = ""
     figures: dict[str, float] = {}
     """Counts of the worker since its last reply, such as the tokens of a judge."""
+    trace: str = ""
+    """The traceback of the worker, if the function raised."""
+    last: bool = False
+    """Whether the worker must be replaced: it has no memory left."""
 
 
 def refusal(call: Call, error: RewardError) -> Reply:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from millrace.rewards.judge import Judge
 
 _PR_SET_PDEATHSIG = 1
+_MOST_TRACE = 8000
+"""Characters of a traceback."""
 _STOP_SIGNALS: dict[signal.Signals, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
@@ -42,6 +46,8 @@ def main(fd: int, parent: int, job: Job) -> None:
     """Send Hello, then answer calls until the socket closes."""
     _ignore_stop_signals()
     _die_with(parent)
+    if job.memory_mb:  # Data, not address space: numeric libraries reserve far more than they use.
+        resource.setrlimit(resource.RLIMIT_DATA, (job.memory_mb << 20, job.memory_mb << 20))
     connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)
     try:
@@ -56,12 +62,17 @@ def main(fd: int, parent: int, job: Job) -> None:
 
         connection.sendall(frame(Hello(is_async=False, in_batches=True)))
         serve_batches(connection, scorer)
+    elif job.sandbox:
+        from millrace.rewards.children import serve_in_children
+
+        connection.sendall(frame(Hello(False, scorer.whole_group)))
+        serve_in_children(connection, lambda call: answer(scorer, call, job))
     elif scorer.is_async:
         connection.sendall(frame(Hello(True, scorer.whole_group)))
         asyncio.run(_serve_async(connection, scorer, job))
     else:
         connection.sendall(frame(Hello(False, scorer.whole_group)))
-        _serve(connection, scorer)
+        _serve(connection, scorer, job)
 
 
 def _load(job: Job) -> Any:
@@ -78,8 +89,11 @@ def _load(job: Job) -> Any:
 
 
 def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this worker when its parent dies, even by SIGKILL."""
-    if sys.platform == "linux":
+    """Ask the kernel to kill this worker when its parent dies, even by SIGKILL.
+
+    A sandbox sees to it by itself: its worker has no `parent`.
+    """
+    if parent and sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(0)
@@ -122,34 +136,48 @@ def _restore_stop_signals() -> None:
     _restore_mask()
 
 
-def _serve(connection: socket.socket, function: Function) -> None:
+def _serve(connection: socket.socket, function: Function, job: Job) -> None:
     frames = Frames()
     while data := connection.recv(1 << 18):
         for payload in frames.feed(data):
             for call in calls_decoder.decode(payload):
-                connection.sendall(frame(_answer(function, call)))
+                connection.sendall(frame(answer(function, call, job)))
 
 
-def _answer(function: Function, call: Call) -> Reply:
+def answer(function: Function, call: Call, job: Job) -> Reply:
+    """Return the reply to one call. A coroutine runs in an event loop of its own."""
+    if function.is_async:
+        return asyncio.run(_scored_async(function, call, job))
     try:
         return Reply(call.id, function.run(call))
-    except RewardError as error:
-        return refusal(call, error)
     except BaseException as error:  # noqa: BLE001 - the boundary to user code
-        return Reply(call.id, reason="exception", detail=failure(error))
+        return _failed(call, error, job)
+
+
+def _failed(call: Call, error: BaseException, job: Job) -> Reply:
+    """Return the reply to a call whose function raised."""
+    if isinstance(error, RewardError):
+        return refusal(call, error)
+    text = "".join(traceback.format_exception(error))[-_MOST_TRACE:]
+    trace = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text).strip()
+    if isinstance(error, MemoryError):
+        limit = f", with {job.key}.memory_mb = {job.memory_mb}" if job.memory_mb else ""
+        detail = f"{failure(error)}{limit}; its worker is replaced"
+        return Reply(call.id, reason="out_of_memory", detail=detail, trace=trace, last=True)
+    return Reply(call.id, reason="exception", detail=failure(error), trace=trace)
 
 
 async def _serve_async(connection: socket.socket, function: Function | Judge, job: Job) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     frames, tasks = Frames(), set[asyncio.Task[None]]()
 
-    async def answer(call: Call) -> None:
+    async def reply(call: Call) -> None:
         writer.write(frame(await _answer_async(function, call, job)))
 
     while data := await reader.read(1 << 18):
         for payload in frames.feed(data):
             for call in calls_decoder.decode(payload):
-                task = asyncio.create_task(answer(call))
+                task = asyncio.create_task(reply(call))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
 
@@ -164,13 +192,11 @@ async def _scored_async(function: Function | Judge, call: Call, job: Job) -> Rep
     try:
         async with deadline:
             return Reply(call.id, await function.run_async(call))
-    except RewardError as error:
-        return refusal(call, error)
     except BaseException as error:  # noqa: BLE001 - the boundary to user code
-        if deadline.expired():
+        if deadline.expired() and not isinstance(error, RewardError):
             detail = f"the call ran past {job.key}.timeout_s = {job.timeout_s:g}"
             return Reply(call.id, reason="timeout", detail=detail)
-        return Reply(call.id, reason="exception", detail=failure(error))
+        return _failed(call, error, job)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from millrace.errors import EpisodeError, LimitReached, MillraceError
 from millrace.ports import Agent, Environment, PolicySession
+from millrace.rollout.again import pause
 from millrace.rollout.session import NO_LIMITS, Draw, Limits, OnProgress, Session
 from millrace.types import Ending, Prompt, SamplingParams, Stop, Trajectory
 from millrace.waits.registry import acting, doing
@@ -106,7 +107,7 @@ async def run_episode(
     restart, `so_far` has the turns of the attempt before. `on_progress` gets each trajectory that
     an interruption leaves unfinished.
 
-    A failed episode begins again, up to `retries` times. The tokens of a failed try are dead tokens
+    A failed episode begins again, up to `retries` times, after a growing pause. The tokens of a failed try are dead tokens
     of the trajectory. Raises EpisodeError if the last try fails too.
     """
     lost = 0
@@ -138,6 +139,7 @@ async def run_episode(
             lost += drawn.num_policy_tokens + drawn.dead_tokens
             so_far = None
             progress(Trajectory())
+            await pause(f"session {name}", failed)
             continue
         return _with_lost(session.trajectory(ending), lost, failed)
     raise AssertionError("the last try returns or raises")

@@ -12,7 +12,7 @@ from millrace.run.resume_checks import RULES
 _PLACES_OF_TRAINING = (
     *("nnodes", "n_gpus_per_node", "gpus_in_node", "runtime", "ray_address", "device", "threads"),
     *("offload", "offload_policy", "wait_deadline_s", "stop_grace_s"),
-    *("stall_s", "on_stall"),
+    *("stall_s", "on_stall", "max_restarts", "max_skipped_steps"),
 )
 _PLACES_OF_ROLLOUTS = ("nnodes", "n_gpus_per_node", "heartbeat_s", "stall_s", "max_restarts")
 _RECORDS = (

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from millrace.config import Config
 from millrace.errors import MillraceError
@@ -17,21 +17,32 @@ from millrace.pipeline.turns import SharedTurns, Turns, turns_of
 from millrace.ports import TrainEngine, TransferReport, WeightSync
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.roster import Roster
+from millrace.run import keeper
 from millrace.run.folder import RunDir
-from millrace.run.keeper import Keeper, Starter
+from millrace.run.keeper import Keeper
 from millrace.run.problems import weights_folder
-from millrace.runtime.remote import RemoteTrainEngine, first_error
+from millrace.runtime import ranks as ranks_
+from millrace.runtime.ranks import Ranks
+from millrace.runtime.recovering import RecoveringTrainEngine
+from millrace.runtime.remote import first_error
 from millrace.runtime.replica import RemoteRolloutEngine
 from millrace.runtime.roster_sync import RosterSync
 from millrace.runtime.rpc import Peer, Runtime
 from millrace.types import PolicyVersion
+
+T = TypeVar("T")
+Address = tuple[str, int]
+
+
+class Starter(keeper.Starter, ranks_.Starter, Protocol):
+    """Starts and ends the workers of both sides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
     """The built engines of a run, each in its worker."""
 
-    train: RemoteTrainEngine
+    train: RecoveringTrainEngine
     pool: RolloutPool
     turns: Turns
     sync: RosterSync
@@ -87,7 +98,7 @@ async def open_runtime(
         from millrace.runtime.local import LocalRuntime, check_devices, visible_gpus
 
         gpus = visible_gpus() if config.trainer.device != "cpu" else []
-        check_devices(config.sides, gpus, rollout=rollout)
+        check_devices(config.sides, gpus, rollout=rollout, nccl=config.sync.backend == "auto")
         runtime = LocalRuntime(run.logs, config.sides, gpus=gpus)
     try:
         yield runtime
@@ -95,28 +106,62 @@ async def open_runtime(
         await runtime.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Replicas:
-    """Starts the workers of replicas anew, as the run started them."""
+class Workers:
+    """Starts the workers of replicas and ranks anew, as the run started them."""
 
-    runtime: Runtime
-    tree: dict[str, Any]
-    folder: str
-    address: tuple[str, int]
+    def __init__(
+        self, runtime: Runtime, tree: dict[str, Any], folder: str, ranks: int, address: Address
+    ) -> None:
+        """`address` is where the ends of the weight sync meet, a store of rank 0."""
+        self._runtime, self._tree, self._folder = runtime, tree, folder
+        self._ranks, self._address = ranks, address
+        self._met: dict[Peer, Address] = {}
+        """Where each replica was told to meet the ranks."""
 
     async def start(self, replica: int, started: Callable[[Peer], None]) -> Peer:
-        peer = await self.runtime.start(f"rollout-{replica}", "rollout", replica)
+        peer = await self._runtime.start(f"rollout-{replica}", "rollout", replica)
         started(peer)
         try:
-            await _build(peer, self.tree, self.folder)
-            await peer.call("connect", (self.tree, replica, self.address))
+            await _build(peer, self._tree, self._folder)
+            await self.meet(replica, peer)
         except BaseException:
-            await self.runtime.end(peer)
+            await self._runtime.end(peer)
             raise
         return peer
 
+    async def start_ranks(self, started: Callable[[Peer], None]) -> list[Peer]:
+        starts = (self._start_rank(rank, started) for rank in range(self._ranks))
+        peers = await all_ended(starts)
+        address = await peers[0].call("listen", (), Address)
+        where = self._tree, self._folder
+        await first_error(peers, [_build(p, *where, r, address) for r, p in enumerate(peers)])
+        join = [p.call("connect", (self._tree, r, address)) for r, p in enumerate(peers)]
+        await first_error(peers, join)
+        self._address = address
+        return peers
+
+    async def _start_rank(self, rank: int, started: Callable[[Peer], None]) -> Peer:
+        peer = await self._runtime.start(f"trainer-{rank}", "trainer", rank)
+        started(peer)
+        return peer
+
+    async def meet(self, replica: int, peer: Peer) -> None:
+        if (address := self._address) != self._met.get(peer):
+            await peer.call("connect", (self._tree, replica, address))
+            self._met[peer] = address
+
     async def end(self, peer: Peer) -> None:
-        await self.runtime.end(peer)
+        self._met.pop(peer, None)
+        await self._runtime.end(peer)
+
+
+async def all_ended(work: Iterable[Awaitable[T]]) -> list[T]:
+    """Return the results once all have ended, so that nothing of a failure goes on. Raises it."""
+    ended = await asyncio.gather(*work, return_exceptions=True)
+    for one in ended:
+        if isinstance(one, BaseException):
+            raise one
+    return [one for one in ended if not isinstance(one, BaseException)]
 
 
 @asynccontextmanager
@@ -130,7 +175,8 @@ async def open_engines(
 ) -> AsyncIterator[Engines]:
     """Build every engine, and keep the replicas going while the body runs."""
     engines = await build_engines(runtime, config, run, rollout=rollout, restarts=restarts)
-    engines.keeper.news.note = progress.note
+    engines.keeper.news.note = engines.train.ranks.note = progress.note
+    engines.train.folder = run.path
     async with engines.keeper:
         yield engines
 
@@ -159,7 +205,7 @@ async def build_engines(
     address = await trainers[0].call("listen", (), tuple[str, int])
     tree, folder = config.model_dump(mode="json"), weights_folder(config.model, run.model)
     shared = config.schedule.colocated and rollout
-    starter = Replicas(runtime, tree, folder, address)
+    starter = Workers(runtime, tree, folder, len(ranks), address)
     engines = engines_of(config, trainers, rollouts, shared, restarts=restarts, starter=starter)
 
     def build_trainers() -> list[Coroutine[Any, Any, None]]:
@@ -174,8 +220,9 @@ async def build_engines(
     else:
         await first_error(peers, [*build_trainers(), *build_rollouts()])
     if rollout:
-        ends = [*enumerate(trainers), *enumerate(rollouts)]
-        await first_error(peers, [p.call("connect", (tree, r, address)) for r, p in ends])
+        ends = [p.call("connect", (tree, r, address)) for r, p in enumerate(trainers)]
+        ends += [starter.meet(r, p) for r, p in enumerate(rollouts)]
+        await first_error(peers, ends)
         await engines.sync.connect()
     return engines
 
@@ -195,13 +242,14 @@ def engines_of(
     not start anew there.
     """
     c, deadline_s = config.rollout, config.trainer.wait_deadline_s
+    ranks = Ranks(trainers, starter, max_restarts=config.trainer.max_restarts if restarts else 0)
     restarts = restarts and not (shared and c.engine == "vllm")
     roster = Roster(len(rollouts), max_restarts=c.max_restarts if restarts else 0)
     replicas = [RemoteRolloutEngine(peer, stall_s=c.stall_s) for peer in rollouts]
-    train, pool = RemoteTrainEngine(trainers), RolloutPool(replicas, roster, deadline_s=deadline_s)
+    train, pool = RecoveringTrainEngine(ranks), RolloutPool(replicas, roster, deadline_s=deadline_s)
     turns = turns_of(shared, pool, train)
-    sync = RosterSync(trainers, replicas, roster, deadline_s=deadline_s)
-    keeper = Keeper(roster, replicas, starter, heartbeat_s=c.heartbeat_s)
+    sync = RosterSync(ranks, replicas, roster, deadline_s=deadline_s)
+    keeper = Keeper(roster, replicas, ranks, starter, heartbeat_s=c.heartbeat_s)
     return Engines(train, pool, turns, sync, keeper)
 
 

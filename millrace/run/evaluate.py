@@ -12,6 +12,7 @@ from millrace.observe.watch import UNWATCHED, Watch
 from millrace.observe.watched import WatchedReward
 from millrace.pipeline.validation import Validator
 from millrace.ports import RolloutEngine
+from millrace.rollout.again import AskedAgain
 from millrace.run.agents import limits_of
 from millrace.run.folder import open_eval_dir
 from millrace.run.session import Session, open_session
@@ -34,7 +35,7 @@ def make_validator(s: Session, pool: RolloutEngine, watch: Watch = UNWATCHED) ->
     return Validator(
         s.problems.val,
         pool,
-        WatchedReward(s.reward, watch, "val/"),
+        AskedAgain(WatchedReward(s.reward, watch, "val/"), s.config.reward.retries),
         s.problems.chat.decode,
         params,
         kwargs.n,

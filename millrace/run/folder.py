@@ -16,7 +16,7 @@ from millrace.config.recipe import dump
 from millrace.errors import CheckpointError, bad_value
 from millrace.pipeline import ownership
 from millrace.pipeline.checkpoint import Checkpoints, verify
-from millrace.run import resume_checks
+from millrace.run import resume_checks, supervised
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,7 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
             )
     ownership.claim(path)
     notes += _lock(path)
+    supervised.tell(supervised.News(run=str(path)))
     try:
         if not (path / "history.jsonl").exists():  # no run began: its model may be stale
             ownership.remove(path / "model")

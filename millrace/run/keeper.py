@@ -1,7 +1,8 @@
-"""The keeper of the replicas: it hears which ones are lost, ends their workers and starts others.
+"""The keeper of the workers: it hears which ones are lost, ends them and starts others.
 
 waits for  heartbeats; the death of a worker; the back-off before each start
-produces   losses in the roster; new workers, STALE until a sync has proven their weights
+produces   losses in the roster; new workers, STALE until a sync has proven their weights;
+           recoveries of the trainer's ranks
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from millrace.errors import MillraceError
 from millrace.rollout.patience import RESTART
 from millrace.rollout.roster import Change, Roster, Standing
 from millrace.run.news import News
+from millrace.runtime.ranks import Ranks
 from millrace.runtime.replica import RemoteRolloutEngine
 from millrace.runtime.rpc import Peer
 from millrace.waits.registry import as_actor, current, doing, within
 
 _STRIKES = 3
 """A replica that misses this many heartbeats is lost."""
+_RANK_STRIKES = 8
+"""The same for a rank of the trainer. Its restart costs more, and it works in larger pieces."""
 _FIRST_STRIKES = 30
 """The same while a worker starts: a large import can stop its heartbeats for seconds."""
 
@@ -39,18 +43,20 @@ class Starter(Protocol):
 
 
 class Keeper:
-    """Keeps the replicas of a run going while the body of `async with` runs."""
+    """Keeps the replicas and the ranks of a run going while the body of `async with` runs."""
 
     def __init__(
         self,
         roster: Roster,
         engines: Sequence[RemoteRolloutEngine],
+        ranks: Ranks,
         starter: Starter,
         *,
         heartbeat_s: float,
     ) -> None:
-        self.news = News(roster, engines)
+        self.news = News(roster, engines, ranks)
         self.roster = roster
+        self._ranks = ranks
         self._engines = engines
         self._starter = starter
         self._heartbeat_s = heartbeat_s
@@ -68,23 +74,26 @@ class Keeper:
         self._ends.enter_context(self.roster.told(self._changed))
         for i, engine in enumerate(self._engines):
             self._follow(i, engine.peer, self.roster.incarnation(i))
+        self._ranks.follow(self._begin)
         self._begin(self._listen(), "heartbeats")
         return self
 
     async def __aexit__(self, *error: Any) -> None:
         """End all tasks. Workers that end from now on are no loss. Raises the error of a task."""
         self._ends.close()
+        self._ranks.follow(None)
         for engine in self._engines:
             engine.peer.on_death = lambda reason: None
         for task in [*self._tasks]:
             task.cancel()
         await self._group.__aexit__(*error)
 
-    def _begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         with within(self._root):  # Whoever sees a loss does not wait for its repair.
             task = self._group.create_task(work, name=name)
         self._tasks.add(task)  # `__aexit__` ends it
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _follow(self, replica: int, peer: Peer, incarnation: int) -> None:
         """Let the death of a worker be the loss of its replica."""
@@ -107,12 +116,15 @@ class Keeper:
         while True:
             await asyncio.sleep(self._heartbeat_s)
             serving = [self._engines[i].peer for i in self.roster.present]
-            peers = [*serving, *self._starting.values()]
-            strikes = {p: strikes.get(p, 0) + 1 if p.beats == beats.get(p) else 0 for p in peers}
-            beats = {p: p.beats for p in peers}
-            for peer, missed in strikes.items():
-                most = _STRIKES if peer in serving else _FIRST_STRIKES
-                if missed >= most:
+            limits = dict.fromkeys(
+                [*self._starting.values(), *self._ranks.starting], _FIRST_STRIKES
+            )
+            limits |= dict.fromkeys(self._ranks.peers, _RANK_STRIKES)
+            limits |= dict.fromkeys(serving, _STRIKES)
+            strikes = {p: strikes.get(p, 0) + 1 if p.beats == beats.get(p) else 0 for p in limits}
+            beats = {p: p.beats for p in limits}
+            for peer, most in limits.items():
+                if strikes[peer] >= most:
                     peer.mark_dead(
                         f"worker {peer.name} fell silent: no heartbeat for "
                         f"{most * self._heartbeat_s:g} s (rollout.heartbeat_s)"

@@ -1,4 +1,4 @@
-"""What users see of replicas that come and go: notes in the progress, and figures in the rows."""
+"""What users see of workers that come and go: notes in the progress, and figures in the rows."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from millrace.rollout.roster import Change, Roster, Standing
+from millrace.runtime.ranks import Ranks
 from millrace.runtime.replica import RemoteRolloutEngine
 
 
 class News:
     """A listener of the roster. `note` prints a line for each loss and each recovery."""
 
-    def __init__(self, roster: Roster, engines: Sequence[RemoteRolloutEngine]) -> None:
+    def __init__(
+        self, roster: Roster, engines: Sequence[RemoteRolloutEngine], ranks: Ranks
+    ) -> None:
         self.note: Callable[[str], None] = lambda text: None
-        self._roster, self._engines = roster, engines
+        self._roster, self._engines, self._ranks = roster, engines, ranks
         self._lost_at: dict[int, float] = {}
         """When each replica that does not serve was lost."""
         self._healed_s: list[float] = []
@@ -46,7 +49,22 @@ class News:
         self.note(f"{told}; {follows}")
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of the replicas for a row, from the first loss on."""
+        """Return the figures for a row, of each side from its first loss on."""
+        return self._trainers() | self._replicas()
+
+    def _trainers(self) -> dict[str, float]:
+        ranks = self._ranks
+        if not ranks.losses:
+            return {}
+        seconds, ranks.seconds = ranks.seconds, []
+        return {
+            "trainer/lost": float(ranks.losses),
+            "trainer/restarts": float(ranks.restarts),
+            "trainer/replayed_steps": float(ranks.replayed),
+            **({"trainer/recovery_s": max(seconds)} if seconds else {}),
+        }
+
+    def _replicas(self) -> dict[str, float]:
         roster = self._roster
         if not roster.losses:
             return {}

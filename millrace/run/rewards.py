@@ -14,6 +14,7 @@ from millrace.errors import bad_value
 from millrace.pipeline import ownership
 from millrace.rewards.mix import RunReward
 from millrace.rewards.sources import scorer_of
+from millrace.rewards.start import Launcher
 from millrace.runtime.local import visible_gpus
 from millrace.types import Prompt
 
@@ -40,10 +41,21 @@ def make_reward(config: Config) -> RunReward:
             names = _gpus_for(f"{section}.model", part.model, config, gpus, free)
             environments[section] = [{"CUDA_VISIBLE_DEVICES": name} for name in names]
         _check_path(f"{section}.model.path", part.model.path)
-    reward = RunReward(_with_models(config.reward, placed), environments)
+    launchers = {
+        section: _isolated(section, part.function)
+        for section, part in config.reward.parts.items()
+        if part.sandbox
+    }
+    reward = RunReward(_with_models(config.reward, placed), environments, launchers)
     if config.agents.player:
         reward.first = partial(scorer_line, config.agents, config.reward)
     return reward
+
+
+def _isolated(section: str, function: str) -> Launcher:
+    from millrace.run.reward_sandbox import Isolated
+
+    return Isolated(section, function)
 
 
 def scorer_line(agents: AgentConfig, reward: RewardConfig, prompt: Prompt) -> str:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from millrace.config import Config, TrainerConfig
@@ -18,6 +19,7 @@ from millrace.pipeline import journal
 from millrace.pipeline.checkpoint import Checkpoints, read_manifest
 from millrace.pipeline.journal import NoJournal
 from millrace.pipeline.journal_file import FORMAT, Batch, Header
+from millrace.pipeline.replay import Replay
 from millrace.ports import Agent
 from millrace.rewards.mix import RunReward
 from millrace.rollout.episode import SingleTurn
@@ -35,7 +37,7 @@ from millrace.schedule.ledger import Ledger
 from millrace.sync.background import abandonable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Session:
     """The parts that every step of a run uses."""
 
@@ -48,7 +50,7 @@ class Session:
     agent: Agent = field(default_factory=SingleTurn)
     """Who plays the episodes."""
 
-    @property
+    @cached_property
     def checkpoints(self) -> Checkpoints:
         return Checkpoints(self.run.path, keep=self.config.trainer.max_ckpt_to_keep)
 
@@ -66,10 +68,23 @@ class Session:
         tasks: asyncio.TaskGroup,
         synced: Callable[[Batch], None] = lambda batch: None,
     ) -> AsyncIterator[NoJournal]:
-        """Keep the journal of an attempt. `ledger` follows what earlier attempts left."""
+        """Keep the journal of an attempt. `ledger` follows what earlier attempts left.
+
+        Lost ranks of the trainer are recovered from it.
+        """
         journal = await asyncio.to_thread(self._journal, ledger, attempt, synced)
         writer = tasks.create_task(journal.run(), name="journal")
-        yield journal
+        past = Replay(
+            self.checkpoints,
+            journal,
+            self.problems.train,
+            version=ledger.version,
+            horizon=self.derived.lr_horizon,
+            origin=self.run.resume_from,
+            fresh=not self.config.sft.steps,
+        )
+        with self.engines.train.ranks.recalled(past):
+            yield journal
         writer.cancel()
 
     def _journal(self, ledger: Ledger, attempt: int, synced: Callable[[Batch], None]) -> NoJournal:

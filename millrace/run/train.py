@@ -27,12 +27,14 @@ from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.validation import Result
+from millrace.rollout.again import AskedAgain
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
+from millrace.run import supervised
 from millrace.run.agents import limits_of
 from millrace.run.engines import WatchedEngines
 from millrace.run.evaluate import make_validator
@@ -216,7 +218,7 @@ def record_of(s: Session, ledger: Ledger, attempt: int) -> Recorder:
         tools=not isinstance(s.agent, SingleTurn),
     )
     counts = read_manifest(checkpoint).counts if checkpoint else {}
-    return Recorder(
+    recorder = Recorder(
         s.run.path,
         attempt,
         ledger,
@@ -227,6 +229,10 @@ def record_of(s: Session, ledger: Ledger, attempt: int) -> Recorder:
         s.progress.note,
         s.problems.chat.decode,
     )
+    supervised.tell(supervised.News(attempt=attempt, version=ledger.version))
+    if why := supervised.reason():
+        recorder.watch.at("run", "restarted", why=why)
+    return recorder
 
 
 def about(s: Session) -> About:
@@ -279,7 +285,12 @@ async def train_to_end(
         derived.versions,
         each_version="console" in c.logger,
     )
-    stop.attach(queue, c.stop_grace_s, record.abandon_validation)
+
+    def abandon() -> None:
+        record.abandon_validation()
+        s.engines.train.ranks.stop(c.stop_grace_s)
+
+    stop.attach(queue, c.stop_grace_s, abandon)
     start = clock()
     with saved_without_replicas(engines, stop):
         trained = await run_pipeline(rollouter, trainer)
@@ -326,7 +337,7 @@ def make_rollouter(s: Session, queue: SampleQueue, pool: RolloutPool) -> Rollout
     )
     roller = SampleRoller(
         s.agent,
-        WatchedReward(s.reward, queue.watch),
+        AskedAgain(WatchedReward(s.reward, queue.watch), c.reward.retries),
         s.problems.chat.decode,
         params,
         rollout.n,
@@ -349,6 +360,7 @@ def make_rollouter(s: Session, queue: SampleQueue, pool: RolloutPool) -> Rollout
         pool,
         roller,
         max_error_share=c.reward.max_error_share,
+        where=s.problems.train.where,
         dynamic_sampling=sampling if groups.enable else None,
     )
 

@@ -47,10 +47,13 @@ def visible_gpus() -> list[str]:
     return [str(i) for i, _ in enumerate(sorted(Path("/dev").glob("nvidia[0-9]*")))]
 
 
-def check_devices(sides: Sides, gpus: Sequence[str], *, rollout: bool = True) -> None:
+def check_devices(
+    sides: Sides, gpus: Sequence[str], *, rollout: bool = True, nccl: bool = True
+) -> None:
     """Raise ConfigError if this machine has too few GPUs. The message shows the arithmetic.
 
-    Without `rollout`, only the training side needs devices.
+    Without `rollout`, only the training side needs devices. CUDA_VISIBLE_DEVICES may name a GPU
+    twice. Two ranks of the trainer cannot share it, nor can two ends of `nccl`.
     """
     if sides.nodes_needed > 1 and gpus:
         rule = f"the run needs {sides.nodes_needed} nodes, and the local runtime has one"
@@ -66,6 +69,14 @@ def check_devices(sides: Sides, gpus: Sequence[str], *, rollout: bool = True) ->
         )
         fix = "mode=colocate_sync (both sides share GPUs), fewer devices, or trainer.device=cpu"
         raise bad_value("trainer.n_gpus_per_node", sides.trainer.n_gpus_per_node, rule, fix)
+    used = gpus[: needed if nccl else both[0]]
+    if len(set(used)) < len(used):
+        raise bad_value(
+            "CUDA_VISIBLE_DEVICES",
+            ",".join(gpus),
+            "two workers would use one GPU, and NCCL refuses that",
+            "sync.backend=gloo, if a rank of the trainer and replicas share it; or other GPUs",
+        )
 
 
 @dataclass(slots=True, eq=False)

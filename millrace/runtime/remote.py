@@ -86,6 +86,7 @@ async def all_of(
     peers: Sequence[Peer], method: str, args: tuple[object, ...] = (), result: object = None
 ) -> list[Any]:
     """Call a method on all peers at once. The first failure ends the call."""
+    peers = [*peers]  # the caller's list may get others meanwhile
     return await first_error(peers, [p.call(method, args, result) for p in peers])
 
 

@@ -1,7 +1,8 @@
 """A weight sync that outlasts the loss of replicas.
 
 It sends to every replica whose worker runs. If one is lost on the way, the others are connected
-anew, and the same version is sent again. A replica serves a version only after its proof.
+anew, and the same version is sent again. A replica serves a version only after its proof. If the
+trainer's ranks are lost, all replicas are connected with the new ones.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from millrace.errors import CopyGone, DeadlineError, SyncError, WorkerError
+from millrace.errors import BrokenTransfer, CopyGone, DeadlineError, SyncError, WorkerError
 from millrace.ports import TransferReport
 from millrace.rollout.patience import check, wait_for_replicas
 from millrace.rollout.roster import Roster
-from millrace.runtime.remote import wait_for_death
+from millrace.runtime.ranks import Ranks
+from millrace.runtime.remote import first_error, wait_for_death
 from millrace.runtime.replica import RemoteRolloutEngine
 from millrace.runtime.rpc import Peer
 from millrace.runtime.weight_sync import RemoteWeightSync
 from millrace.types import PolicyVersion
+
+_BREAKS = 3
+"""How often in a row a transfer may break off although everybody lives."""
 
 
 class RosterSync:
@@ -25,28 +30,41 @@ class RosterSync:
 
     def __init__(
         self,
-        trainers: Sequence[Peer],
+        ranks: Ranks,
         replicas: Sequence[RemoteRolloutEngine],
         roster: Roster,
         *,
         deadline_s: float,
     ) -> None:
         """`deadline_s` limits the wait for a replica, if there is none."""
-        self.remote = RemoteWeightSync(trainers)
-        self._trainers, self._replicas, self._roster = trainers, replicas, roster
+        self.remote = RemoteWeightSync(ranks.peers)
+        ranks.kept = lambda: self.remote.kept
+        self._ranks, self._replicas, self._roster = ranks, replicas, roster
         self._deadline_s = deadline_s
         self._members: Mapping[int, int] = {}
         """The replicas that are connected with the senders, with their incarnations."""
+        self._senders = ranks.incarnation
+        """The incarnation of the ranks with which they are connected."""
         self._sending: PolicyVersion | None = None
         self._proven: Mapping[int, int] = {}
         """The replicas that have the version of the last transfer, with their incarnations."""
+        self._breaks = 0
+        """Transfers that broke off since the last one that arrived."""
 
     async def keep(self, version: PolicyVersion) -> None:
         """Keep a version. The trainer's ranks begin to send it at once."""
         await self.connect()
-        if self._members:
-            await self.remote.keep(version)
-            self._sending = version
+        while self._members:
+            members, peers = self._members, self._peers(self._members)
+            try:
+                await self.remote.keep(version)
+            except (WorkerError, SyncError, DeadlineError) as error:
+                if not await self._explained(error, members, peers):
+                    raise
+                await self.connect()
+            else:
+                self._sending = version
+                return
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         """Send a version to every replica that runs. Wait for one if there is none.
@@ -57,7 +75,9 @@ class RosterSync:
         """
         able: list[int] | None = None
         while True:
-            sending, self._sending = self._sending == version, None
+            await self._ranks.ready()
+            old = self._senders != self._ranks.incarnation
+            sending, self._sending = self._sending == version and not old, None
             if not sending:
                 await self.connect(able)
             members, self._proven = self._members, {}
@@ -68,12 +88,12 @@ class RosterSync:
                 report = await self.remote.transfer(version)
             except CopyGone:
                 able, self._members = self.remote.having(version), {}
-            except (WorkerError, SyncError, DeadlineError):
-                if not await self._explained(members, peers):
+            except (WorkerError, SyncError, DeadlineError) as error:
+                if not await self._explained(error, members, peers):
                     raise
                 self._members = {}
             else:
-                self._proven = members
+                self._proven, self._breaks = members, 0
                 return report
 
     async def activate(self, version: PolicyVersion) -> float:
@@ -114,6 +134,8 @@ class RosterSync:
         """
         roster = self._roster
         while True:
+            await self._ranks.ready()
+            senders = self._ranks.incarnation
             check(roster)
             present = roster.present
             if able is not None:
@@ -121,15 +143,18 @@ class RosterSync:
             if not present and able is None and not roster.over:
                 await wait_for_replicas(roster, "a weight sync", self._ready, self._deadline_s)
                 continue
-            if not present or present == self._members:
+            same = present == self._members and senders == self._senders
+            if not present or same:
                 self._members = present
                 return
-            peers = self._peers(present)
+            peers, self._senders = self._peers(present), senders
             try:
+                meet = [self._ranks.starter.meet(i, peer) for i, peer in peers.items()]
+                await first_error([*peers.values()], meet)
                 await self.remote.regroup(peers)
-            except (WorkerError, SyncError, DeadlineError):
+            except (WorkerError, SyncError, DeadlineError) as error:
                 self._members = {}
-                if not await self._explained(present, peers):
+                if not await self._explained(error, present, peers):
                     raise
             else:
                 self._members = present
@@ -142,15 +167,28 @@ class RosterSync:
     def _peers(self, members: Mapping[int, int]) -> dict[int, Peer]:
         return {i: self._replicas[i].peer for i in members}
 
-    async def _explained(self, members: Mapping[int, int], peers: Mapping[int, Peer]) -> bool:
-        """Mark the members that died as lost. Return whether that explains a failure.
+    async def _explained(
+        self, error: Exception, members: Mapping[int, int], peers: Mapping[int, Peer]
+    ) -> bool:
+        """Mark the members that died as lost. Return whether the sync goes on after the error.
 
-        Raises WorkerError if a trainer rank died.
+        The loss of the trainer's ranks explains it too, once others have their place. A transfer
+        that breaks off although everybody lives is made again, a few times. Raises WorkerError if
+        the ranks are lost for good.
         """
-        await wait_for_death([*self._trainers, *peers.values()])
-        if dead := [peer.death for peer in self._trainers if peer.death]:
-            raise WorkerError(dead[0])
+        ranks = self._ranks
+        if ranks.incarnation == self._senders:
+            await wait_for_death([*ranks.peers, *peers.values()])
+        if await ranks.gone(self._senders):
+            return True
+        if ranks.death:
+            raise WorkerError(ranks.death)
         lost = {i: peer.death for i, peer in peers.items() if peer.death}
         for i, why in lost.items():
             self._roster.lose(i, members[i], why)
+        if not lost and isinstance(error, BrokenTransfer):
+            self._breaks += 1
+            if self._breaks < _BREAKS:
+                ranks.note(f"a weight transfer broke off and is made again: {error}")
+                return True
         return bool(lost)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from millrace import codec, errors
-from millrace.errors import DeadlineError, MillraceError, WorkerError
+from millrace.errors import DeadlineError, MillraceError, NoAnswer, WorkerError
 from millrace.waits.answer import Answer
 from millrace.waits.registry import waiting
 
@@ -201,7 +201,7 @@ class Peer:
         for pending in list(self._pending.values()):
             if now > pending.end and not pending.future.done():
                 text = f"{self.name} did not answer {pending.method} in time"
-                pending.future.set_exception(DeadlineError(f"{text} (trainer.wait_deadline_s)"))
+                pending.future.set_exception(NoAnswer(f"{text} (trainer.wait_deadline_s)"))
         self._watch = loop.call_later(1.0, self._expire) if self._pending else None
 
 

@@ -27,7 +27,7 @@ class RemoteWeightSync:
         self._members: Mapping[int, Peer] = {}
         self._sending: PolicyVersion | None = None
         """The version that the trainer's ranks send in the background."""
-        self._kept: PolicyVersion | None = None
+        self.kept: PolicyVersion | None = None
         """The kept version that is not live yet. The trainer's weights may be newer."""
         self._staged: dict[int, PolicyVersion | None] = {}
 
@@ -48,15 +48,15 @@ class RemoteWeightSync:
 
     async def keep(self, version: PolicyVersion) -> None:
         """Keep a version. The trainer's ranks begin to send it at once."""
-        self._kept = None
+        self.kept = None
         await all_of(self._trainers, "sender.keep", (version,))
-        self._sending = self._kept = version
+        self._sending = self.kept = version
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         if not self._members:
             raise SyncError(f"version {version} has no receiver: no replica takes part in the sync")
         sending, self._sending = self._sending, None
-        if self._kept == version and sending != version:
+        if self.kept == version and sending != version:
             if all(self._staged[i] == version for i in self._members):
                 return TransferReport(0, 0.0)
             await all_of(self._trainers, "sender.resend", (version,))
@@ -109,7 +109,7 @@ class RemoteWeightSync:
 
     def settle(self) -> None:
         """Note that the kept version is live. From now on, the trainer's weights are sent."""
-        self._kept = None
+        self.kept = None
 
     def having(self, version: PolicyVersion) -> list[int]:
         """Return the replicas that have staged a version."""

@@ -122,7 +122,7 @@ class RolloutWorker(Worker):
     """One replica of a rollout engine, and its end of the weight sync."""
 
     engine: TorchRolloutEngine | VllmRolloutEngine
-    receiver: Receiver | VllmReceiver
+    receiver: Receiver | VllmReceiver | None = None
 
     async def build(self, config: dict[str, Any], model_folder: str) -> dict[str, Any]:
         """Build this replica. Return the configuration that it was built with."""
@@ -132,15 +132,22 @@ class RolloutWorker(Worker):
         return resolved.model_dump(mode="json")
 
     async def connect(self, config: dict[str, Any], replica: int, address: tuple[str, int]) -> None:
-        """Build this replica's end of the weight sync. Its `regroup` joins the trainer ranks."""
+        """Build this replica's end of the weight sync. Its `regroup` joins the trainer ranks.
+
+        A second call leaves the lost ranks of the trainer, and meets those that have their place.
+        """
         from millrace.sync.agreement import Agreement
 
         resolved = Config.model_validate(config)
+        self._store = None
         store, agreed = (
             self._meet(address, resolved.trainer.wait_deadline_s),
             Agreement.of(resolved),
         )
         engine: Any = self.engine
+        if self.receiver is not None:
+            await self.receiver.meet(store, agreed, address)
+            return
         if resolved.rollout.engine == "vllm":
             from millrace.vllm.receiver import VllmReceiver
 

@@ -57,6 +57,10 @@ class AdaptedInbox:
         self._base_due = self._membership.join(generation, members, lacks_base=lacks)
         return self.version
 
+    def leave(self) -> None:
+        """Leave the groups. A transfer under way breaks off. This blocks."""
+        self._membership.leave()
+
     def receive(self, version: PolicyVersion) -> int:
         """Stage `version`, verify it, and return the received bytes.
 

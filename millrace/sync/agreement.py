@@ -18,6 +18,8 @@ class Agreement:
     bucket_bytes: int
     timeout_s: float
     colocated: bool
+    gloo: bool
+    """Whether GPUs send through host memory too."""
     vllm: bool
     adapter_scale: float | None
     """The scale of low-rank adapters. None if the policy has none."""
@@ -31,6 +33,7 @@ class Agreement:
             bucket_bytes=sync.bucket_mb << 20,
             timeout_s=sync.timeout_s,
             colocated=config.async_training.colocated,
+            gloo=sync.backend == "gloo",
             vllm=config.rollout.engine == "vllm",
             adapter_scale=model.lora_scale if model.lora_rank else None,
         )

@@ -317,14 +317,15 @@ class Receiver:
 
         Raises SyncError, with the first tensor that differs, if the models differ.
         """
-        specs = await asyncio.to_thread(read_specs, store)
-        compare_specs(specs, specs_of(holder.weights()), "the trainer", f"replica {replica}")
-        device = next(iter(holder.weights().values())).device
-        return cls(
-            holder,
-            await asyncio.to_thread(join_inbox, specs, store, device, replica, agreed),
-            replica,
-        )
+        return cls(holder, await _inbox_of(holder, store, replica, agreed), replica)
+
+    async def meet(self, store: Any, agreed: Agreement, address: tuple[str, int]) -> None:
+        """Leave the ranks of a lost trainer, and prepare to join those in `store`."""
+        inbox = self.__dict__.pop("inbox", None)
+        if inbox is not None:
+            await abandonable(inbox.leave)
+        del inbox  # its memory is free before the next one takes as much
+        self.inbox = await _inbox_of(self._holder, store, self._replica, agreed)
 
     async def regroup(self, generation: int, members: list[int]) -> PolicyVersion | None:
         """Leave the old groups, and join those of `generation` with the replicas `members`.
@@ -373,3 +374,12 @@ class Receiver:
         after = time.perf_counter()
         self._live = version, self.inbox.prove(self._holder.weights(), version)
         return min(paused + time.perf_counter() - after, time.perf_counter() - start)
+
+
+async def _inbox_of(
+    holder: WeightHolder, store: Any, replica: int, agreed: Agreement
+) -> Inbox | AdaptedInbox:
+    specs = await asyncio.to_thread(read_specs, store)
+    compare_specs(specs, specs_of(holder.weights()), "the trainer", f"replica {replica}")
+    device = next(iter(holder.weights().values())).device
+    return await asyncio.to_thread(join_inbox, specs, store, device, replica, agreed)

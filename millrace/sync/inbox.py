@@ -119,6 +119,10 @@ class Inbox:
         self._membership.join(generation, members)
         return self.version
 
+    def leave(self) -> None:
+        """Leave the groups. A transfer under way breaks off. This blocks."""
+        self._membership.leave()
+
     def receive(self, version: PolicyVersion) -> int:
         """Stage `version`, verify it, and return its size in bytes.
 
@@ -260,7 +264,7 @@ def wire_device(agreed: Agreement, device: torch.device) -> torch.device:
 
     NCCL refuses two ranks on one GPU, so colocated engines use host memory.
     """
-    return torch.device("cpu") if agreed.colocated else device
+    return torch.device("cpu") if agreed.colocated or agreed.gloo else device
 
 
 def _check_joined(groups: Mapping[int, Group], replica: int) -> None:

@@ -285,6 +285,10 @@ class IpcInbox:
         membership.exchange(generation, {sender: [rank_name(sender), membership.me]})
         return self.version
 
+    def leave(self) -> None:
+        """Leave the pair. A transfer under way breaks off. This blocks."""
+        self._membership.leave()
+
     def receive(self, version: PolicyVersion) -> int:
         """Verify and load `version` bucket by bucket, and return its size in bytes. This blocks."""
         with self._membership.using:

@@ -210,7 +210,7 @@ def _become(spec: dict[str, Any], program: bytes) -> None:
     os.setsid()
     kernel.end_with_parent()
     limits = {
-        resource.RLIMIT_AS: spec["memory"],
+        resource.RLIMIT_AS: spec["address"],
         resource.RLIMIT_CPU: spec["cpu"],
         resource.RLIMIT_FSIZE: spec["disk"],
         resource.RLIMIT_NOFILE: 256,

@@ -36,6 +36,8 @@ _START = (
     f"import sys; sys.path.append({_ROOT!r}); from millrace.tools.inside import main; "
     "main(int(sys.argv[1]), int(sys.argv[2]))"
 )
+_PIPES = (asyncio.subprocess.PIPE, asyncio.subprocess.PIPE, asyncio.subprocess.PIPE)
+_TALK = (asyncio.subprocess.PIPE, asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL)
 _GRACE_S = 5.0
 """Seconds that building the walls and ending the program may take beyond the wall limit."""
 _MB = 1024 * 1024
@@ -56,6 +58,8 @@ class Limits:
     """Bytes of the working folder. With the level `process`, bytes of each file."""
     output: int = 1 * _MB
     """Bytes of stdout and stderr together."""
+    address: int | None = None
+    """Bytes of address space for each process, if that is not `memory`. -1 sets no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +124,13 @@ class Sandbox:
         readable: Sequence[str] = (),
         python: str = "",
         concurrent: int = 0,
+        instead: str = "the level `process`, which guards against accidents and is no boundary",
     ) -> None:
         """Make a sandbox.
 
         `readable` names more files and folders that programs may read. `python` is the interpreter
         for sources, by default this one without its virtual environment. `concurrent` bounds the
-        programs at once, by default twice the cores.
+        programs at once, by default twice the cores. A refusal names what to take `instead`.
         """
         self.level = level
         self.limits = limits or Limits()
@@ -134,6 +139,7 @@ class Sandbox:
         self.readable = [*prefix, *readable]
         self._slots = asyncio.Semaphore(concurrent or 2 * (os.cpu_count() or 1))
         self._checked = False
+        self._instead = instead
 
     async def check(self) -> None:
         """Make a trial run. Raises SandboxRefused with the reason and the fix."""
@@ -154,8 +160,7 @@ class Sandbox:
         fix = (
             "allow unprivileged user namespaces (sysctl user.max_user_namespaces, and on Ubuntu "
             "kernel.apparmor_restrict_unprivileged_userns=0; in a container, --privileged or a "
-            "seccomp profile that allows unshare), Linux 5.12 or newer, or the level `process`, "
-            "which guards against accidents and is no boundary"
+            f"seccomp profile that allows unshare), Linux 5.12 or newer, or {self._instead}"
         )
         if self.level == "process":
             fix = "python=PATH of an interpreter that every user may read"
@@ -189,9 +194,24 @@ class Sandbox:
         The caller must call `end`. It holds no slot of `concurrent`.
         """
         await self.check()
-        return await self._start(
-            list(program), limits or self.limits, dict(files), asyncio.subprocess.DEVNULL
-        )
+        return await self._start(list(program), limits or self.limits, dict(files), _TALK)
+
+    async def hold(
+        self,
+        program: Sequence[str],
+        limits: Limits,
+        *,
+        connection: int,
+        output: int,
+        environment: Mapping[str, str],
+    ) -> Running:
+        """Start a program whose stdin is a socket. The caller reads its `output`, and calls `end`.
+
+        `environment` comes on top of the sandbox's own. Raises EpisodeError("sandbox").
+        """
+        await self.check()
+        streams = connection, output, output
+        return await self._start(list(program), limits, {}, streams, environment=environment)
 
     async def _run(
         self, argv: list[str], stdin: str, limits: Limits | None, files: dict[str, str]
@@ -203,7 +223,7 @@ class Sandbox:
         try:
             start = time.perf_counter()
             try:
-                running = await self._start(argv, limits, files, asyncio.subprocess.PIPE, folder)
+                running = await self._start(argv, limits, files, _PIPES, folder)
                 outputs, reason = await _talk(running, stdin, limits)
             finally:
                 if folder:
@@ -228,23 +248,25 @@ class Sandbox:
         argv: list[str],
         limits: Limits,
         files: dict[str, str],
-        stderr: int,
+        streams: tuple[int, int, int],
         folder: str = "",
+        environment: Mapping[str, str] | None = None,
     ) -> Running:
-        folder = folder or WORK
+        folder, (stdin, stdout, stderr) = folder or WORK, streams
         spec = {
             "level": self.level, "argv": argv, "inputs": files, "folder": folder,
             "readable": self.readable, "memory": limits.memory, "cpu": limits.cpu_s,
             "processes": limits.processes, "disk": limits.disk, "wall": limits.wall_s,
-            "files": 4096, "env": _environment(folder),
+            "files": 4096, "env": _environment(folder) | dict(environment or {}),
+            "address": limits.memory if limits.address is None else limits.address,
         }  # fmt: skip
         life_end, life = os.pipe()
         status, status_end = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", "-c", _START, str(life_end), str(status_end)),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
+                stdin=stdin,
+                stdout=stdout,
                 stderr=stderr,
                 pass_fds=(life_end, status_end),
                 start_new_session=True,

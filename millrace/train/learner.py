@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millrace.config import OptimConfig
-from millrace.errors import MillraceError
+from millrace.errors import MillraceError, NotFinite
 from millrace.train.layout import Ints
 from millrace.train.metrics import Meter
 from millrace.train.optim import lr_at
@@ -19,9 +19,6 @@ from millrace.train.packing import MicroBatch, Outputs
 from millrace.train.routing import Routed
 from millrace.train.rows import Rows
 from millrace.waits.registry import count, doing
-
-MAX_NONFINITE_STEPS = 3
-"""The run fails after this number of steps in a row without a finite loss and gradient."""
 
 LossOf = Callable[[Outputs, MicroBatch], tuple[Tensor, Tensor]]
 """(outputs, micro-batch) -> its share of the loss, and the meter's sums [S] float64."""
@@ -43,6 +40,8 @@ class Learner(ABC):
         self.steps = 0
         """Optimizer steps since `begin`, skipped ones included. The LR schedule uses this count."""
         self.nonfinite_in_a_row = 0
+        self.max_skipped_steps = 3
+        """The run ends after this number of steps in a row without a finite loss and gradient."""
         self.routed: Routed | None = None
         """The experts of all tokens in the last pass of `tokens` with the option `record`."""
 
@@ -115,7 +114,8 @@ class Learner(ABC):
         """Clip the gradients and step, or skip the step if the loss or the norm is not finite.
 
         The loss and the norm are global, so all ranks decide alike. Raises MillraceError before
-        `begin`, and after MAX_NONFINITE_STEPS steps in a row without a finite loss and gradient.
+        `begin`, and NotFinite after `max_skipped_steps` steps in a row without a finite loss and
+        gradient.
         """
         if not self.began:
             raise MillraceError(
@@ -141,9 +141,10 @@ class Learner(ABC):
             self.nonfinite_in_a_row += 1
             meter.skip_nonfinite()
         self.clear()
-        if self.nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
-            raise MillraceError(
-                f"{MAX_NONFINITE_STEPS} optimizer steps in a row had a loss of the {self.name} "
+        if self.nonfinite_in_a_row >= self.max_skipped_steps:
+            raise NotFinite(
+                f"{self.nonfinite_in_a_row} optimizer steps in a row had a loss of the {self.name} "
                 f"or a gradient that is not finite (the last: loss {values[0]}, norm {norm}). "
+                f"Limit: trainer.max_skipped_steps. "
                 f"Fix: a lower {self.name}.optim.lr, or model.dtype=float32"
             )

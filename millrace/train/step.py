@@ -59,6 +59,9 @@ class TrainSteps(ABC):
 
     async def begin(self, phase: Phase, horizon: int) -> None:
         self._seen_version = None
+        for model in (self.actor, self.critic):
+            if model is not None:
+                model.max_skipped_steps = self.config.trainer.max_skipped_steps
         self.restart(optim_of(self.config.actor.optim, self.config.sft, phase), horizon)
 
     @property

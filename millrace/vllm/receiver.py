@@ -51,6 +51,7 @@ class VllmReceiver:
     def __init__(self, engine: VllmEngine, store: Any, replica: int, agreed: Agreement) -> None:
         self._engine = engine
         self._store = store
+        self._init: dict[str, Any] = {}
         self._replica = replica
         self._shards = agreed.devices
         self._timeout_s = agreed.timeout_s
@@ -68,9 +69,16 @@ class VllmReceiver:
         agreed: Agreement,
     ) -> VllmReceiver:
         """Prepare each of vLLM's workers to receive. `regroup` joins the trainer ranks."""
+        made = cls(engine, store, replica, agreed)
+        made._init = {"replica": replica, "config": tree}
+        await made.meet(store, agreed, address)
+        return made
+
+    async def meet(self, store: Any, agreed: Agreement, address: tuple[str, int]) -> None:
+        """Leave the ranks of a lost trainer, if any, and prepare to join those at `address`."""
         host, port = address
-        await engine.join_sync({"host": host, "port": port, "replica": replica, "config": tree})
-        return cls(engine, store, replica, agreed)
+        self._store = store
+        await self._engine.join_sync({"host": host, "port": port, **self._init})
 
     async def regroup(self, generation: int, members: list[int]) -> PolicyVersion | None:
         """Leave the old groups, and join those of `generation` with the replicas `members`.

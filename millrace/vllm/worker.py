@@ -95,12 +95,16 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     def init_transfer_engine(self, init_info: StagedInit) -> None:
         """Prepare to receive from the trainer's ranks. `regroup` joins them."""
         restore_nccl_settings()
+        if (inbox := self.__dict__.pop("inbox", None)) is None:
+            self._side = start_in_worker(f"core-{get_tensor_model_parallel_rank()}")
+        else:
+            inbox.leave()  # the ranks of a lost trainer
+            inbox = self._copies = None
         agreed = Agreement.of(Config.model_validate(init_info.config))
         limit = timedelta(seconds=agreed.timeout_s)
         self._store = TCPStore(init_info.host, init_info.port, None, False, timeout=limit)
         self._replica = init_info.replica
         shard = get_tensor_model_parallel_rank()
-        self._side = start_in_worker(f"core-{shard}")
         self._key = f"millrace/sync/staged/{init_info.replica}/{shard}"
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         where = (read_specs(self._store), self._store, self.device, init_info.replica, agreed)

@@ -239,8 +239,8 @@ def _root(
     if len(nodes) == 1 and only.answer is not None:
         answer, work = only.answer, only.newest_work
         severe = answer.silent or bool(answer.dead)
-        if not waiters and only.name.startswith("rollout-"):
-            severe = False  # A lost replica: the run goes on without it, or starts it anew.
+        if not waiters and only.name.startswith(("rollout-", "trainer-")):
+            severe = False  # A lost worker: the run goes on without it, or starts it anew.
         late = answer.name == DRIVER and only.is_process and answer.late_s
         seconds = late or (work.seconds if work is not None else asked or only.seconds)
         still = answer.still_s if answer.name != DRIVER else None

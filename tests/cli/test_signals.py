@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ from rich.console import Console
 from millrace.cli import console, main
 from millrace.cli.console import open_console
 from millrace.observe.progress import Lines, Progress
+from millrace.run import supervised
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +52,27 @@ def test_a_closed_terminal_saves_once_and_a_second_signal_ends_the_run(
     assert console.stopped_by() == 129 and not ended
     run(signal.SIGTERM)
     assert ended == [143]
+
+
+def test_a_signal_that_reaches_driver_and_supervisor_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(supervised, "channel", lambda: theirs)
+    ours.send(bytes([signal.SIGINT]))
+    assert run(signal.SIGINT) == 1 and not ended
+    ours.send(bytes([signal.SIGINT] * 2))
+    run(signal.SIGINT)
+    assert ended[:1] == [130], "the second one ends the process"
+
+
+def test_the_death_of_the_supervisor_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(supervised, "channel", lambda: theirs)
+    ours.close()
+    assert run(signal.SIGCONT) == 1 and console.stopped_by() == 143
 
 
 def test_nohup_keeps_a_run_alive() -> None:

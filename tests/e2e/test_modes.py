@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 
 from millrace.pipeline.checkpoint import Checkpoints
@@ -117,6 +118,7 @@ def test_zero_staleness_is_sync_bit_for_bit(tmp_path: Path) -> None:
             await resumed_equals_uninterrupted(s, tmp_path)
             await resumed_from_the_middle_equals_uninterrupted(s, tmp_path)
             await stopped_after_its_last_step(s, tmp_path)
+            await recovered_equals_uninterrupted(s, tmp_path)
 
     asyncio.run(main())
 
@@ -188,6 +190,27 @@ async def stopped_after_its_last_step(s: runs.Session, tmp_path: Path) -> None:
     assert outcome.checkpoint == folder / "checkpoints" / "version-000008"
     again = await runs.run(s, folder, "mode=one_step_off", resume=True)
     assert again.complete and again.last is not None and again.versions == 8
+
+
+async def recovered_equals_uninterrupted(s: runs.Session, tmp_path: Path) -> None:
+    """A trainer that is killed starts anew in the same run, which ends with the same bits."""
+    expected, folder = await runs.weights(s, tmp_path / "g"), tmp_path / "killed"
+    killer = asyncio.ensure_future(kill_trainer_at_version(folder, 4))
+    await runs.run(s, folder, "mode=one_step_off", "trainer.save_freq=3")
+    await killer
+    found = await runs.weights(s, tmp_path / "h")
+    assert all((found[name] == tensor).all() for name, tensor in expected.items())
+    assert trained(folder) == trained(tmp_path / "whole")
+    rows = runs.rows(folder)
+    assert [row["version"] for row in rows] == list(range(1, 9)), "no version is made again"
+    assert rows[-1]["trainer/lost"] == s.engines.train.ranks.restarts == 1
+
+
+async def kill_trainer_at_version(folder: Path, version: int) -> None:
+    while not any(f'"version":{version},' in line for line in _lines(folder)):  # noqa: ASYNC110 - a file has no event to wait for
+        await asyncio.sleep(0.01)
+    children = psutil.Process().children()
+    next(p for p in children if p.cmdline()[-2:-1] == ["trainer"]).kill()
 
 
 async def stop_at_version(folder: Path, version: int, stop: runs.StopRequest) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -29,19 +29,10 @@ from millrace.runtime.rpc import Peer
 from millrace.schedule.ledger import Ledger, State
 from millrace.simulate.faults.scenario import draw
 from millrace.simulate.faults.world import run_world
+from tests.faults.planting import patched
+from tests.faults.recoveries import RECOVERIES
 
 Plant = Callable[[], Any]
-
-
-@contextmanager
-def _patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace an attribute of `owner` by what `make` returns for it."""
-    before = owner.__dict__[name]
-    setattr(owner, name, make(before))
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def ledger_drop() -> Any:
@@ -57,7 +48,7 @@ def ledger_drop() -> Any:
 
         return mutant
 
-    return _patched(Ledger, "drop", make)
+    return patched(Ledger, "drop", make)
 
 
 def lag_off_by_one() -> Any:
@@ -72,7 +63,7 @@ def lag_off_by_one() -> Any:
 
         return mutant
 
-    return _patched(Ledger, "can_admit", make)
+    return patched(Ledger, "can_admit", make)
 
 
 def capacity_inflated_by_a_resume() -> Any:
@@ -88,7 +79,7 @@ def capacity_inflated_by_a_resume() -> Any:
 
         return classmethod(mutant)
 
-    return _patched(Ledger, "restore", make)
+    return patched(Ledger, "restore", make)
 
 
 def lost_slot() -> Any:
@@ -101,7 +92,7 @@ def lost_slot() -> Any:
 
         return mutant
 
-    return _patched(Ledger, "can_admit", make)
+    return patched(Ledger, "can_admit", make)
 
 
 def cursor_ahead_of_consumption() -> Any:
@@ -116,7 +107,7 @@ def cursor_ahead_of_consumption() -> Any:
 
         return mutant
 
-    return _patched(Ledger, "snapshot", make)
+    return patched(Ledger, "snapshot", make)
 
 
 def swallowed_exception() -> Any:
@@ -141,8 +132,8 @@ def swallowed_exception() -> Any:
         return mutant
 
     stack = ExitStack()
-    stack.enter_context(_patched(Peer, "mark_dead", make))
-    stack.enter_context(_patched(RolloutPool, "generate", make_pool))
+    stack.enter_context(patched(Peer, "mark_dead", make))
+    stack.enter_context(patched(RolloutPool, "generate", make_pool))
     return stack
 
 
@@ -157,7 +148,7 @@ def stale_replica_serving() -> Any:
 
         return mutant
 
-    return _patched(RosterSync, "_activate", make)
+    return patched(RosterSync, "_activate", make)
 
 
 def restarted_replica_serving_at_once() -> Any:
@@ -171,7 +162,7 @@ def restarted_replica_serving_at_once() -> Any:
 
         return mutant
 
-    return _patched(Roster, "restarted", make)
+    return patched(Roster, "restarted", make)
 
 
 def restarted_replica_idle_for_ever() -> Any:
@@ -184,7 +175,7 @@ def restarted_replica_idle_for_ever() -> Any:
 
         return mutant
 
-    return _patched(Roster, "proven", make)
+    return patched(Roster, "proven", make)
 
 
 def double_commit() -> Any:
@@ -200,7 +191,7 @@ def double_commit() -> Any:
 
         return mutant
 
-    return _patched(RemoteTrainEngine, "step", make)
+    return patched(RemoteTrainEngine, "step", make)
 
 
 def final_validation_skipped() -> Any:
@@ -212,7 +203,7 @@ def final_validation_skipped() -> Any:
 
         return mutant
 
-    return _patched(RunRecord, "validate_now", make)
+    return patched(RunRecord, "validate_now", make)
 
 
 def wrong_denominator() -> Any:
@@ -228,7 +219,7 @@ def wrong_denominator() -> Any:
 
         return mutant
 
-    return _patched(metrics.VersionMetrics, "_rewards", make)
+    return patched(metrics.VersionMetrics, "_rewards", make)
 
 
 def filter_off_after_a_failover() -> Any:
@@ -242,7 +233,7 @@ def filter_off_after_a_failover() -> Any:
 
         return mutant
 
-    return _patched(Rollouter, "_finish", make)
+    return patched(Rollouter, "_finish", make)
 
 
 def pause_without_end() -> Any:
@@ -256,7 +247,7 @@ def pause_without_end() -> Any:
 
         return mutant
 
-    return _patched(Trainer, "_publish", make)
+    return patched(Trainer, "_publish", make)
 
 
 def older_checkpoint() -> Any:
@@ -265,7 +256,7 @@ def older_checkpoint() -> Any:
     def make(all_: Any) -> Any:
         return lambda self: all_(self)[:1]
 
-    return _patched(Checkpoints, "all", make)
+    return patched(Checkpoints, "all", make)
 
 
 def last_save_skipped() -> Any:
@@ -278,7 +269,7 @@ def last_save_skipped() -> Any:
 
         return mutant
 
-    return _patched(RunRecord, "checkpoint", make)
+    return patched(RunRecord, "checkpoint", make)
 
 
 def journal_replays_a_trained_sample() -> Any:
@@ -295,7 +286,7 @@ def journal_replays_a_trained_sample() -> Any:
 
         return mutant
 
-    return _patched(Past, "recall", make)
+    return patched(Past, "recall", make)
 
 
 def torn_tail_accepted() -> Any:
@@ -308,7 +299,7 @@ def torn_tail_accepted() -> Any:
 
         return mutant
 
-    return _patched(journal_file, "_payload", make)
+    return patched(journal_file, "_payload", make)
 
 
 def journal_forgets_what_it_synced() -> Any:
@@ -322,7 +313,7 @@ def journal_forgets_what_it_synced() -> Any:
 
         return mutant
 
-    return _patched(Past, "settle", make)
+    return patched(Past, "settle", make)
 
 
 MUTANTS: dict[str, Plant] = {
@@ -345,14 +336,20 @@ MUTANTS: dict[str, Plant] = {
     "journal replays a trained sample": journal_replays_a_trained_sample,
     "torn tail accepted": torn_tail_accepted,
     "journal forgets what it synced": journal_forgets_what_it_synced,
+    **RECOVERIES,
 }
 """The planted bugs by name."""
 
 
-def first_seed(plant: Plant, most: int) -> tuple[int, str] | None:
-    """Return the first seed that finds a bug, and what it says. None after `most` seeds."""
+def seeds_of(name: str, most: int) -> range:
+    """Return the seeds for a bug. Those of a recovery need worlds in which the trainer is lost."""
+    return range(3, 4 * most, 4) if name.startswith("recovery") else range(most)
+
+
+def first_seed(plant: Plant, seeds: range) -> tuple[int, str] | None:
+    """Return the first seed that finds a bug, and what it says. None if no seed does."""
     with plant():
-        for seed in range(most):
+        for seed in seeds:
             if violation := run_world(draw(seed)).violation:
                 return seed, violation
     return None
@@ -366,7 +363,7 @@ def main() -> None:
     missed = 0
     for name in options.names or MUTANTS:
         start = time.process_time()
-        found = first_seed(MUTANTS[name], options.most)
+        found = first_seed(MUTANTS[name], seeds_of(name, options.most))
         seconds = time.process_time() - start
         missed += found is None
         seeds, text = ("none", "not found") if found is None else (found[0] + 1, found[1][:70])

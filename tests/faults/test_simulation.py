@@ -20,7 +20,7 @@ from millrace.simulate.faults.disk import Died, Disk, SimPath, View, simulated_d
 from millrace.simulate.faults.scenario import KINDS, draw
 from millrace.simulate.faults.sweep import Found, run_seed, shrink, story, sweep
 from millrace.simulate.faults.world import run_world
-from tests.faults.mutants import MUTANTS, first_seed
+from tests.faults.mutants import MUTANTS, first_seed, seeds_of
 
 SEEDS = 300
 
@@ -43,7 +43,7 @@ def test_a_seed_replays_exactly() -> None:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_bug_is_found(name: str) -> None:
-    assert first_seed(MUTANTS[name], 150) is not None
+    assert first_seed(MUTANTS[name], seeds_of(name, 150)) is not None
 
 
 def test_a_broken_seed_shrinks_to_the_faults_that_it_needs() -> None:

@@ -20,7 +20,9 @@ def made(whole_group: bool = False, **sections: Any) -> Rollouter:
     config = Config.model_validate({"rollout": {"n": 4, "max_response_length": 100}, **sections})
     session: Any = SimpleNamespace(
         config=config,
-        problems=SimpleNamespace(train=[], chat=SimpleNamespace(decode=str)),
+        problems=SimpleNamespace(
+            train=SimpleNamespace(where=str), chat=SimpleNamespace(decode=str)
+        ),
         engines=SimpleNamespace(pool=None),
         reward=SimpleNamespace(whole_group=whole_group),
         agent=SingleTurn(),

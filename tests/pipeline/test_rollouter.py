@@ -171,6 +171,7 @@ def test_with_a_limit_of_zero_the_first_error_ends_the_run() -> None:
             train("async_swap", 64, Reward(lambda index, call: index == 20), max_error_share=0.0)
         )
     assert "1 of the last" in str(leaf(caught.value))
+    assert "The last error, of sample 20, prompt 20: " in str(leaf(caught.value))
 
 
 def test_another_exception_than_a_reward_error_ends_the_run_at_once() -> None:

@@ -149,11 +149,12 @@ def test_a_task_of_millrace_is_an_exact_match_whose_answer_is_the_whole_response
         Decimal("NaN"),
         Decimal("sNaN"),
         10**400,
+        -1e308,
         asyncio,
     ],
 )
 def test_what_is_no_number_is_an_error_never_a_zero(value: Any) -> None:
-    with pytest.raises(RewardError, match=r"not_a_number|not_finite|no_score"):
+    with pytest.raises(RewardError, match=r"not_a_number|not_finite|no_score|too_large"):
         to_score(value)
 
 

@@ -49,7 +49,7 @@ def test_every_scorer_of_the_table_is_built_in() -> None:
     [
         ("gsm8k", "known are openai/gsm8k, lighteval/MATH, ", "data_source: openai/gsm8k, "),
         ("mine", "no built-in scorer belongs to this data source", "reward.function=exact"),
-        ("codecontests", "does not execute the code", "reward.function=path.py:name"),
+        ("codecontests", "runs the code of its problems", "reward.function=path.py:name"),
         ("searchR1_nq", "need a search tool", "reward.function=path.py:name"),
         ("hiyouga/geometry3k", "its problems have images", "reward.function=path.py:name"),
     ],

@@ -133,6 +133,16 @@ def test_more_devices_than_the_machine_has_are_refused_with_the_arithmetic() -> 
         check_devices(config_of("trainer.n_gpus_per_node=8").sides, [str(i) for i in range(16)])
 
 
+def test_two_workers_on_one_gpu_need_gloo() -> None:
+    sides = config_of("rollout.n_gpus_per_node=2").sides
+    check_devices(sides, ["0", "0", "0"], nccl=False)
+    with pytest.raises(ConfigError, match=r"NCCL refuses that.*sync.backend=gloo"):
+        check_devices(sides, ["0", "1", "1"])
+    two = config_of("trainer.n_gpus_per_node=2").sides
+    with pytest.raises(ConfigError, match=r"two workers would use one GPU"):
+        check_devices(two, ["0", "0", "1"], nccl=False)
+
+
 def test_auto_goes_on_with_the_last_run_that_has_a_checkpoint(tmp_path: Path) -> None:
     """Skip a run that was stopped while it started, and a folder with only a warm-up."""
     checkpoint_of(tmp_path / "quickstart-1")

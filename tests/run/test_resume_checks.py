@@ -45,7 +45,7 @@ def test_the_journal_knows_which_settings_shape_samples_and_weights() -> None:
     samples, training = of()
     for key in (
         *("trainer.save_freq=7", "trainer.threads=2", "guard.enable=false"),
-        *("trainer.stall_s=9", "trainer.on_stall=stop"),
+        *("trainer.stall_s=9", "trainer.on_stall=stop", "trainer.max_restarts=9"),
         *("rollout.stall_s=9", "rollout.heartbeat_s=9", "rollout.max_restarts=9"),
     ):
         assert of(key) == (samples, training)

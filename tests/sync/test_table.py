@@ -76,6 +76,7 @@ def agreement(ranks: int, *, vllm: bool = False) -> Agreement:
         bucket_bytes=20_000,
         timeout_s=20,
         colocated=False,
+        gloo=False,
         vllm=vllm,
         adapter_scale=None,
     )

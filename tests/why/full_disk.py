@@ -18,7 +18,7 @@ from millrace.pipeline.history import History
 from millrace.pipeline.record import RunRecord
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.schedule import Schedule
-from millrace.simulate.faults.attempt import NoView
+from millrace.simulate.faults.inputs import NoView
 from millrace.waits.registry import as_actor, waiting
 from millrace.waits.side import FOLDER, Side
 

@@ -156,7 +156,7 @@ def _task_swallowed(attempt: Hung) -> Any:
 
 def _permit_leaks(attempt: Hung) -> Any:
     def make(drop: Any) -> Any:
-        return lambda self, sample_id, error: None
+        return lambda self, sample_id, prompt, error: None
 
     attempt.reward.failures = 1
     return patched(Rollouter, "_drop", make)

@@ -32,3 +32,14 @@ def test_a_restart_that_does_not_end_is_named(mode: str) -> None:
     verdict = enact(scenario(mode), at(2, die), MOST_S)[-1]
     assert verdict.state == "still" and verdict.culprit.startswith("restart of rollout-")
     assert "has been in the start of a worker" in verdict.sentence, verdict.sentence
+
+
+@pytest.mark.parametrize("mode", ["async_partial", "colocate_sync"])
+def test_a_recovery_of_the_trainer_that_does_not_end_is_named(mode: str) -> None:
+    def die(attempt: Hung) -> None:
+        attempt.start_ranks = never  # type: ignore[method-assign]
+        attempt.workers["trainer-1"].kill()
+
+    verdict = enact(scenario(mode), at(2, die), MOST_S)[-1]
+    assert verdict.state == "still" and verdict.culprit == "recovery of the trainer"
+    assert "has been in the start of the ranks" in verdict.sentence, verdict.sentence

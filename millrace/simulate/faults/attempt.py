@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
-from millrace.errors import RewardError, WorkerError
-from millrace.observe.progress import Progress, State
+from millrace.errors import WorkerError
+from millrace.observe.progress import Progress
 from millrace.observe.watch import Event, Watch
 from millrace.pipeline.checkpoint import Checkpoints, read_ledger
 from millrace.pipeline.history import History, audit
@@ -25,90 +25,27 @@ from millrace.run.stop import StopRequest
 from millrace.run.train import train_to_end
 from millrace.runtime.rpc import Peer
 from millrace.schedule.ledger import Ledger
-from millrace.simulate.faults.checks import Violation, prompt_at, score_of, text_of
+from millrace.simulate.faults.checks import Violation
 from millrace.simulate.faults.disk import Died, View
 from millrace.simulate.faults.engines import (
     FaultyRollouts,
     FaultyTrainer,
     Ranks,
+    Receiver,
     RolloutRoot,
     Sender,
     TrainerRoot,
     Wire,
 )
+from millrace.simulate.faults.inputs import NoView, Problems, Reward
 from millrace.simulate.faults.network import Link, SimWorker
 from millrace.simulate.faults.scenario import DEADLINE_S, HEARTBEAT_S, SYNC_TIMEOUT_S, Fault
 from millrace.simulate.faults.state import World
-from millrace.types import Completion, Prompt, Score
 from millrace.waits.answer import Answer, Pulse, answer_of
 from millrace.waits.registry import Registry, within
 
 EVENTS = 20_000
 """The most events of an attempt. Tasks that never wait pass it."""
-
-
-class NoView:
-    """Progress that nobody looks at."""
-
-    def open(self) -> None: ...
-
-    def update(self, state: State, event: str) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Prompts:
-    """The problems of a simulated run."""
-
-    def __len__(self) -> int:
-        return 10_000
-
-    def __getitem__(self, index: int) -> Prompt:
-        return prompt_at(index)
-
-
-class Problems:
-    """The problems and the tokenizer of a simulated run."""
-
-    def __init__(self) -> None:
-        self.train = Prompts()
-        self.val = [prompt_at(10_000 + i) for i in range(3)]
-        self.chat = self
-
-    @staticmethod
-    def decode(tokens: Any) -> str:
-        return text_of(tokens)
-
-
-class Reward:
-    """The reward of a simulated run. It can fail and hang."""
-
-    whole_group = False
-
-    def __init__(self, seconds: float) -> None:
-        self.failures = 0
-        """How many of the next calls fail."""
-        self.hangs_s = 0.0
-        """The time that the next call takes before it fails at its deadline."""
-        self.failed = False
-        self._seconds = seconds
-
-    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
-        hangs, self.hangs_s = self.hangs_s, 0.0
-        await asyncio.sleep(hangs or self._seconds)
-        if hangs or self.failures:
-            self.failures -= not hangs
-            self.failed = True
-            raise RewardError("timeout" if hangs else "raised", "a simulated fault")
-        return [Score(score_of(prompt, one.text)) for one in completions]
-
-    def take_figures(self) -> dict[str, float]:
-        return {}
-
-    async def close(self) -> None:
-        return None
 
 
 class Attempt:
@@ -124,15 +61,20 @@ class Attempt:
         self.died = asyncio.Event()
         self.stopped = False
         self.died_at = 0.0
-        """When the first worker died."""
+        """When the last fault fired that may end the attempt."""
         self.violation: Violation | None = None
         self.fired: list[Fault] = []
+        self.deadly: list[Fault] = []
+        """The fired faults that may end the attempt."""
+        self.recovers: Callable[[], bool] = lambda: False
+        """Returns whether lost ranks of the trainer must be recovered now."""
         self.reward = Reward(world.scenario.cost.reward_s)
         self.stop = StopRequest()
         self.workers: dict[str, SimWorker] = {}
         self._old: list[SimWorker] = []
-        """The workers of lost replicas."""
-        self.wire: Wire
+        """Workers that were lost."""
+        self.wires: list[Wire] = []
+        """Where the replicas meet the ranks, one for each incarnation of the trainer."""
         self._waiting = [f for f in world.scenario.faults if f.attempt == number]
         self._targets = {f.target for f in self._waiting if f.trigger.on != "time"}
         self._counts: dict[str, int] = {}
@@ -226,6 +168,9 @@ class Attempt:
         where = config, trainers, rollouts, config.schedule.colocated
         engines = engines_of(*where, restarts=True, starter=self)
         await engines.sync.connect()
+        ranks = engines.train.ranks
+        ranks.note = self.world.tell
+        self.recovers = lambda: bool(ranks.able and config.trainer.save_freq)
         progress = Progress(NoView(), "simulated", scenario.mode, lambda: 0.0)
         problems, reward = cast("Any", Problems()), cast("Any", self.reward)
         return Session(config, run, problems, engines, reward, progress)
@@ -240,40 +185,62 @@ class Attempt:
         self._start_replica(replica)
         return self.workers[name].peer
 
+    async def start_ranks(self, started: Callable[[Peer], None]) -> list[Peer]:
+        """Start all ranks of a lost trainer anew."""
+        await asyncio.sleep(self.world.scenario.start_s)
+        if self.view.dead:
+            raise WorkerError("the driver is dead")
+        self._old += self._ranks()
+        self._start_ranks()
+        for worker in self._ranks():
+            started(worker.peer)
+        return [worker.peer for worker in self._ranks()]
+
+    async def meet(self, replica: int, peer: Peer) -> None:
+        """Tell a replica at which wire it meets the present ranks."""
+        await peer.call("connect", (len(self.wires) - 1,))
+
     async def end(self, peer: Peer) -> None:
-        """End the worker of a lost replica, also if it stands still."""
-        self.workers[peer.name].kill()
+        """End a worker, also if it stands still."""
+        for worker in [*self.workers.values(), *self._old]:
+            if worker.peer is peer:
+                worker.kill()
 
     def _start_workers(self) -> None:
+        self._start_ranks()
+        for k in range(self.world.scenario.replicas):
+            self._start_replica(k)
+
+    def _start_ranks(self) -> None:
         scenario = self.world.scenario
         ranks = Ranks(scenario.ranks)
         wire = Wire(scenario.ranks, scenario.cost, SYNC_TIMEOUT_S)
-        self.wire = wire
-
+        self.wires.append(wire)
         for rank in range(scenario.ranks):
             engine = FaultyTrainer(scenario.cost, rank, ranks, self.view, scenario.write_s)
             name = f"trainer-{rank}"
             frees = scenario.seed % 2 == 0
             sender = Sender(engine, wire, name, self._seals, frees=frees)
-            self._start(name, TrainerRoot(engine, sender))
-        for k in range(scenario.replicas):
-            self._start_replica(k)
+            self._start(name, TrainerRoot(engine, sender), wire)
 
     def _start_replica(self, k: int) -> None:
         name, scenario = f"rollout-{k}", self.world.scenario
         replica = FaultyRollouts(scenario.cost, scenario.slots, self._serves(name))
-        self._start(name, RolloutRoot(replica, self.wire, name))
+        root = RolloutRoot(replica, self.wires, name)
+        self._start(name, root, root.receiver)
 
-    def _start(self, name: str, root: Any) -> None:
+    def _start(self, name: str, root: Any, wire: Wire | Receiver) -> None:
         called = self._called if name in self._targets else None
         worker = SimWorker(name, root, Link(self.world.dice), DEADLINE_S, called)
-        worker.on_death += [partial(self.wire.break_off, name), root.engine.end]
+        worker.on_death += [partial(wire.break_off, name), root.engine.end]
         worker.beat(HEARTBEAT_S)
         self.workers[name] = worker
 
     def _trainers(self) -> list[FaultyTrainer]:
-        names = sorted(name for name in self.workers if name.startswith("trainer"))
-        return [self.workers[name].root.engine for name in names]
+        return [worker.root.engine for worker in self._ranks()]
+
+    def _ranks(self) -> list[SimWorker]:
+        return [w for name, w in sorted(self.workers.items()) if name.startswith("trainer")]
 
     def _seals(self, version: int, lineage: list[int]) -> None:
         self._check(lambda: self.world.checks.sealed(version, lineage))
@@ -342,9 +309,20 @@ class Attempt:
             return
         self._waiting.remove(fault)
         self.fired.append(fault)
+        taken = sum(one.takes_ranks for one in self.fired)
+        recovers = self.recovers() and taken <= self.world.scenario.config.trainer.max_restarts
+        if not fault.survivable or (fault.takes_ranks and not recovers):
+            self.deadly.append(fault)
+            self.died_at = asyncio.get_running_loop().time()
         self.world.outcome.fired[fault.kind] += 1
         self.world.tell(f"FAULT {fault}")
         self._acts[fault.kind](self, fault)
+
+    def expect_no_recovery(self) -> None:
+        """Let the loss of ranks end the attempt: a run that stops has no time to recover them."""
+        self.recovers = lambda: False
+        self.deadly += [fault for fault in self.fired if fault.takes_ranks]
+        self.died_at = asyncio.get_running_loop().time()
 
     def kill(self) -> None:
         """Kill the driver, and with it all workers."""

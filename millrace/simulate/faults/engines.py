@@ -178,6 +178,14 @@ class Receiver:
         self._engine, self._wire, self._name = engine, wire, name
         self._staged: tuple[PolicyVersion, int] | None = None
 
+    def meet(self, wire: Wire) -> None:
+        """Leave the ranks of a lost trainer, and prepare to join others."""
+        self._wire.break_off(self._name)
+        self._wire = wire
+
+    def break_off(self, name: str) -> None:
+        self._wire.break_off(name)
+
     async def regroup(self, generation: int, members: list[int]) -> PolicyVersion | None:
         await self._wire.join(self._name, generation, members)
         return self._staged[0] if self._staged else None
@@ -203,9 +211,14 @@ class Receiver:
 class RolloutRoot:
     """The root of a simulated replica's worker."""
 
-    def __init__(self, engine: FaultyRollouts, wire: Wire, name: str) -> None:
+    def __init__(self, engine: FaultyRollouts, wires: list[Wire], name: str) -> None:
         self.engine = engine
-        self.receiver = Receiver(engine, wire, name)
+        self.receiver = Receiver(engine, wires[-1], name)
+        self._wires = wires
+
+    async def connect(self, wire: int) -> None:
+        """Prepare to join the ranks at a wire."""
+        self.receiver.meet(self._wires[wire])
 
 
 class Ranks:

@@ -21,7 +21,6 @@ def _now() -> float:
 
 def _dies(attempt: Attempt, fault: Fault) -> None:
     attempt.workers[fault.target].kill()
-    attempt.died_at = attempt.died_at or _now()
 
 
 def _freezes(*ways: int) -> Callable[[Attempt, Fault], None]:
@@ -56,8 +55,12 @@ def _reorders(link: Link, begin: bool) -> None:
     link.delay_s, link.ordered = (0.2, False) if begin else (0.0, True)
 
 
+def _breaks(attempt: Attempt, fault: Fault) -> None:
+    attempt.wires[-1].break_off(fault.target)
+
+
 def _damages(attempt: Attempt, fault: Fault) -> None:
-    attempt.wire.damage = True
+    attempt.wires[-1].damage = True
 
 
 def _loses_swap(attempt: Attempt, fault: Fault) -> None:
@@ -65,12 +68,12 @@ def _loses_swap(attempt: Attempt, fault: Fault) -> None:
 
 
 def _reward_fails(attempt: Attempt, fault: Fault) -> None:
-    attempt.world.drops = True
+    attempt.world.fails(2)
     attempt.reward.failures = 2
 
 
 def _reward_hangs(attempt: Attempt, fault: Fault) -> None:
-    attempt.world.drops = True
+    attempt.world.fails(1)
     attempt.reward.hangs_s = fault.seconds
 
 
@@ -112,6 +115,7 @@ def _cuts_power(attempt: Attempt, fault: Fault) -> None:
 
 def _stops(attempt: Attempt, fault: Fault) -> None:
     attempt.stopped = True
+    attempt.expect_no_recovery()
     attempt.stop.request()
 
 
@@ -127,6 +131,7 @@ ACTS: Mapping[str, Callable[[Attempt, Fault], None]] = {
     "partition": _freezes(),
     "partition_up": _freezes(1),
     "partition_down": _freezes(0),
+    "sync_breaks": _breaks,
     "weights_damaged": _damages,
     "swap_lost": _loses_swap,
     "reward_fails": _reward_fails,

@@ -17,6 +17,8 @@ from millrace.waits.answer import Answer, Process, Pulse, answer_of
 from millrace.waits.registry import Registry, within
 
 LATENCY_S = 0.0005
+_NEXT_S = 1e-9
+"""The time between two frames on one link. Timers of equal times fire in any order."""
 DEATH_REPORT_S = 0.05
 """The time after which the runtime reports a dead process. It first frees its memory."""
 
@@ -49,7 +51,7 @@ class Link:
         late = self._dice.random() * self.delay_s if self.delay_s else 0.0
         at = max(loop.time() + LATENCY_S + late, self._open_at[way])
         if self.ordered:
-            at = self._last[way] = max(at, self._last[way])
+            at = self._last[way] = max(at, self._last[way] + _NEXT_S)
         if at == float("inf"):
             return
         loop.call_at(at, self._deliver, way, frame, deliver)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from millrace.config import Config, recipe
+from millrace.config import Config, RewardConfig, recipe
 from millrace.config.packaged import packaged
 from millrace.schedule.modes import MODES
 from millrace.simulate.cost import CostModel
@@ -21,7 +21,7 @@ HEARTBEAT_S = 1.0
 SHORT_S = 5.0
 """A disturbance of at most this time must not end an attempt."""
 LONG_S = 500.0
-"""A disturbance of this time must end an attempt."""
+"""After a disturbance of this time, a worker is lost."""
 
 _REPLICA = (
     *("engine.generate", "engine.interrupt", "engine.stats", "engine.sleep", "engine.wake"),
@@ -59,9 +59,14 @@ class Fault:
 
     @property
     def survivable(self) -> bool:
-        """Whether the attempt must not end by it."""
-        short = self.seconds <= SHORT_S or self.target.startswith("rollout")
-        return KINDS[self.kind].survivable and short
+        """Whether the attempt must not end by it, if lost ranks are recovered."""
+        return KINDS[self.kind].survivable
+
+    @property
+    def takes_ranks(self) -> bool:
+        """Whether the trainer may be lost by it."""
+        long = self.kind == "rank_dies" or self.seconds > SHORT_S
+        return long and self.target.startswith("trainer")
 
     @property
     def loses(self) -> bool:
@@ -93,7 +98,7 @@ KINDS: dict[str, Kind] = {
     "replica_dies": Kind("replica", survivable=True),
     "replica_freezes": Kind("replica", _LENGTHS, True),
     "replica_stands_still": Kind("replica", _LENGTHS, True),
-    "rank_dies": Kind("rank"),
+    "rank_dies": Kind("rank", survivable=True),
     "rank_freezes": Kind("rank", _LENGTHS, True),
     "link_delays": Kind("worker", _SHORT, True),
     "link_duplicates": Kind("worker", _SHORT, True),
@@ -101,6 +106,7 @@ KINDS: dict[str, Kind] = {
     "partition": Kind("worker", _LENGTHS, True),
     "partition_up": Kind("worker", _LENGTHS, True),
     "partition_down": Kind("worker", _LENGTHS, True),
+    "sync_breaks": Kind("worker", survivable=True),
     "weights_damaged": Kind(),
     "swap_lost": Kind("replica"),
     "reward_fails": Kind(survivable=True),
@@ -115,6 +121,10 @@ KINDS: dict[str, Kind] = {
     "stop": Kind(triggers=("event",)),
 }
 """Every kind of fault."""
+
+_OF_RANKS = ("rank_dies", "rank_dies", "rank_freezes", "partition_up", "stop", "replica_dies")
+"""The kinds of faults in every fourth world, where the trainer is lost in the middle of its work."""
+_IN_WORK = ("engine.step", "engine.step", "engine.save", "sender.transfer", "sender.keep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +166,10 @@ def _base() -> Config:
 def draw(seed: int) -> Scenario:
     """Return the scenario of a seed."""
     dice = random.Random(seed)
-    mode, overlap = dice.choice(tuple(MODES)), dice.random() < 0.3
+    loses_ranks = seed % 4 == 3
+    mode, overlap = dice.choice(tuple(MODES)), dice.random() < (0.9 if loses_ranks else 0.3)
     config = _config(dice, mode, overlap)
+    config = config.model_copy(update={"reward": _policy(random.Random(f"reward {seed}"))})
     ranks, replicas = dice.choice((1, 1, 2)), dice.choice((1, 2, 2, 3))
     cost = CostModel(
         token_s=dice.choice((0.005, 0.01, 0.03)),
@@ -167,12 +179,19 @@ def draw(seed: int) -> Scenario:
         switch_s=0.1,
         reward_s=dice.choice((0.0, 0.2)),
     )
-    count = dice.choice((0, 1, 1, 2, 2, 3, 4))
-    faults = tuple(_fault(dice, k, ranks, replicas) for k in range(count))
+    count = dice.choice((0, 1, 1, 2, 2, 3, 4)) + loses_ranks
+    kinds = _OF_RANKS if loses_ranks else tuple(KINDS)
+    faults = tuple(_fault(dice, k, ranks, replicas, kinds) for k in range(count))
     slots, write_s = dice.choice((3, 8, 64)), dice.choice((0.0, 0.1, 1.0))
     start_s = dice.choice((0.2, 2.0, 8.0))
     seconds = write_s, start_s
     return Scenario(seed, mode, config, cost, ranks, replicas, slots, *seconds, faults)
+
+
+def _policy(dice: random.Random) -> RewardConfig:
+    """Return what happens to a score that fails: its sample is dropped, or the run, or neither."""
+    policy = {"retries": dice.choice((0, 0, 4)), "max_error_share": dice.choice((0.2, 0.2, 0.0))}
+    return _base().reward.model_copy(update=policy)
 
 
 def _config(dice: random.Random, mode: str, overlap: bool) -> Config:
@@ -217,8 +236,10 @@ def _config(dice: random.Random, mode: str, overlap: bool) -> Config:
     return base.model_copy(update=sections)
 
 
-def _fault(dice: random.Random, number: int, ranks: int, replicas: int) -> Fault:
-    kind = dice.choice(tuple(KINDS))
+def _fault(
+    dice: random.Random, number: int, ranks: int, replicas: int, kinds: tuple[str, ...]
+) -> Fault:
+    kind = dice.choice(kinds)
     can = KINDS[kind]
     role = dice.choice(("replica", "rank")) if can.target == "worker" else can.target
     target = ""
@@ -226,12 +247,12 @@ def _fault(dice: random.Random, number: int, ranks: int, replicas: int) -> Fault
     if role:
         some = ranks if role == "rank" else replicas
         target = f"{'trainer' if role == 'rank' else 'rollout'}-{dice.randrange(some)}"
-        calls = _RANK if role == "rank" else _REPLICA
+        calls = _REPLICA if role == "replica" else _IN_WORK if kinds is _OF_RANKS else _RANK
         ways.append(lambda: Trigger(dice.choice(calls), dice.choice((1, 1, 2, 3, 5))))
     for on in can.triggers:
         most = 60 if on == "disk" else 150
         ways.append(lambda on=on, most=most: Trigger(on, dice.randint(1, most)))  # type: ignore[misc]
     trigger = dice.choice(ways)()
     seconds = dice.choice(can.lengths) if can.lengths else 0.0
-    attempt = dice.randint(0, number)
+    attempt = 0 if kind.startswith("rank_") else dice.randint(0, number)
     return Fault(kind, attempt, trigger, target, seconds)

@@ -50,8 +50,7 @@ class World:
         expected = Expected(c.trainer.seed, c.rollout.n, scenario.samples, params, filters)
         self.checks = Checks(c.schedule, expected, filters)
         self.outcome = Outcome(scenario.seed)
-        self.drops = False
-        """Whether rewards failed, which drops samples."""
+        self._failing = 0
         self.rots = False
         """Whether the newest checkpoint is damaged before the next attempt."""
         self.journal_rots = False
@@ -60,6 +59,15 @@ class World:
         """Whether the disk has refused writes."""
         self.cut = False
         """Whether the power is cut before the next attempt."""
+
+    def fails(self, calls: int) -> None:
+        """Count calls of the reward that are about to fail."""
+        self._failing += calls
+
+    @property
+    def drops(self) -> bool:
+        """Whether so many rewards failed that one score may have run out of tries."""
+        return self._failing > self.scenario.config.reward.retries
 
     def tell(self, text: str) -> None:
         self.outcome.story.append(Line(asyncio.get_running_loop().time(), text))

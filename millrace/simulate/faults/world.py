@@ -113,6 +113,9 @@ async def _judge(world: World, attempt: Attempt, task: asyncio.Task[bool]) -> bo
     if error is None:
         if not (complete := task.result()) and not attempt.stopped:
             raise Violation("I6: an attempt ended early, and nobody stopped it")
+        reward = world.scenario.config.reward
+        if attempt.reward.failed and not (reward.retries or reward.max_error_share or not complete):
+            raise Violation("I6: reward.max_error_share=0, and a reward that failed ended nothing")
         await _orphans()
         world.tell("the run is complete" if complete else "the run stopped and saved")
         return complete
@@ -123,10 +126,11 @@ async def _judge(world: World, attempt: Attempt, task: asyncio.Task[bool]) -> bo
         if isinstance(cause, LedgerError) or not isinstance(cause, MillraceError):
             raise Violation(f"I6: {type(cause).__name__}: {cause}") from error
     text = f"{type(causes[0]).__name__}: {causes[0]}".partition("\n")[0]
-    deadly = [fault for fault in attempt.fired if not fault.survivable]
     rewards = sum(fault.kind.startswith("reward_") for fault in attempt.fired)
     # The rewards of two faults may be all rewards of a validation.
-    explained = deadly or (isinstance(causes[0], RewardError) and rewards > 1)
+    once = world.scenario.config.reward.max_error_share == 0
+    unscored = isinstance(causes[0], RewardError) and world.drops
+    explained = attempt.deadly or (unscored and (once or rewards > 1))
     if not explained:
         raise Violation(f"I6: no fault explains why the attempt ended: {text}") from error
     world.tell(f"the attempt ended: {text}")
@@ -137,7 +141,7 @@ async def _judge(world: World, attempt: Attempt, task: asyncio.Task[bool]) -> bo
 
 def _names_the_dead(world: World, attempt: Attempt, causes: list[BaseException]) -> None:
     """Check that an attempt in which only workers died names one of them, and soon."""
-    deadly = [fault for fault in attempt.fired if not fault.survivable]
+    deadly = attempt.deadly
     if not all(fault.kind.endswith("_dies") and fault.target for fault in deadly) or not deadly:
         return
     named = any(fault.target in str(cause) for fault in deadly for cause in causes)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from millrace.config import Config, ModelShape, OptimConfig
-from millrace.errors import CheckpointError, ConfigError, MillraceError
+from millrace.errors import CheckpointError, ConfigError, MillraceError, NotFinite
 from millrace.models.model import load_model, write_shape
 from millrace.ports import TrainBatch
 from millrace.testing import TrainCase, check_sleeping_train_engine
@@ -275,10 +275,11 @@ def test_three_bad_steps_in_a_row_end_the_run_and_two_do_not(folder: str) -> Non
         asyncio.run(engine.step(bad))
     for name, weight in engine.full_weights():
         close(weight, before[name], rtol=0, atol=0)
+    assert not engine.actor.optimizer.state, "nothing was written into the moments"
     assert asyncio.run(engine.step(batch)).totals["actor/nonfinite_steps"] == 0.0
     for _ in range(2):
         asyncio.run(engine.step(bad))
-    with pytest.raises(MillraceError, match="3 optimizer steps in a row"):
+    with pytest.raises(NotFinite, match="3 optimizer steps in a row"):
         asyncio.run(engine.step(bad))
 
 

@@ -1,0 +1,85 @@
+"""Bugs of the recovery of a lost trainer, which the simulation must find."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millrace.errors import WorkerError
+from millrace.pipeline.replay import Replay
+from millrace.ports import StepReport
+from millrace.runtime.ranks import Ranks
+from millrace.runtime.recovering import RecoveringTrainEngine
+from tests.faults.planting import patched
+
+
+def recovery_makes_a_step_twice() -> Any:
+    """A lost trainer's last step is trained again although its call is made again too."""
+
+    def make(step: Any) -> Any:
+        async def mutant(self: RecoveringTrainEngine, batch: Any) -> Any:
+            losses = self.ranks.losses
+            self.ranks.stepped(batch)
+            report = await step(self, batch)
+            if self.ranks._past is not None and losses == self.ranks.losses:
+                self.ranks._past._steps.pop()  # type: ignore[attr-defined]
+            return report
+
+        return mutant
+
+    return patched(RecoveringTrainEngine, "step", make)
+
+
+def recovery_leaves_out_a_step() -> Any:
+    """A recovery does not train the last step again."""
+
+    def make(again: Any) -> Any:
+        async def mutant(self: Replay, *args: Any) -> Any:
+            last = self._steps.pop() if self._steps else None
+            try:
+                return await again(self, *args)
+            finally:
+                if last is not None:
+                    self._steps.append(last)
+
+        return mutant
+
+    return patched(Replay, "again", make)
+
+
+def recovery_forgets_a_kept_version() -> Any:
+    """A recovery does not keep the version again that is on its way."""
+
+    def make(again: Any) -> Any:
+        async def mutant(self: Replay, engine: Any, kept: Any, keep: Any) -> Any:
+            return await again(self, engine, None, keep)
+
+        return mutant
+
+    return patched(Replay, "again", make)
+
+
+def late_answer_of_a_lost_rank() -> Any:
+    """The ranks of a recovery go on with the samples that a lost rank may not have trained."""
+
+    def make(again: Any) -> Any:
+        async def mutant(self: Ranks, call: Any) -> Any:
+            incarnation = self.incarnation
+            try:
+                return await call()
+            except WorkerError:
+                if self.able and await self.gone(incarnation):
+                    return [StepReport(1)]
+                return await again(self, call)
+
+        return mutant
+
+    return patched(Ranks, "again", make)
+
+
+RECOVERIES = {
+    "recovery makes a step twice": recovery_makes_a_step_twice,
+    "recovery leaves out a step": recovery_leaves_out_a_step,
+    "recovery forgets a kept version": recovery_forgets_a_kept_version,
+    "late answer of a lost rank": late_answer_of_a_lost_rank,
+}
+"""The planted bugs by name."""
