@@ -125,6 +125,7 @@ class Ranks:
             self._past, self._out_of_grace = None, False
             if self._end_of_grace is not None:
                 self._end_of_grace.cancel()
+                self._end_of_grace = None
 
     def follow(
         self, launch: Callable[[Coroutine[None, None, None], str], asyncio.Task[None]] | None
@@ -194,7 +195,12 @@ class Ranks:
             self._past.stepped(batch)
 
     def stop(self, grace_s: float) -> None:
-        """End a recovery that takes longer than `grace_s` from now, because the run stops."""
+        """End a recovery that takes longer than `grace_s` from now, because the run stops.
+
+        The first request counts.
+        """
+        if self._past is None or self._end_of_grace is not None:
+            return
 
         def end() -> None:
             self._out_of_grace = True

@@ -254,8 +254,11 @@ def test_bench_modes_whose_worker_dies_tells_what_it_has(tmp_path: Path) -> None
     process = runs.start_command("bench", "modes", str(runs.RECIPE), *size, *options, output=output)
     while process.poll() is None and not (folder / "figures.jsonl").exists():
         time.sleep(0.1)
-    max(psutil.Process(process.pid).children(), key=lambda p: p.memory_info().rss).kill()
-    assert process.wait(60) == 1, output.read_text()
+    try:
+        max(psutil.Process(process.pid).children(), key=lambda p: p.memory_info().rss).kill()
+        assert process.wait(60) == 1, output.read_text()
+    finally:
+        process.terminate()
     lines = output.read_text().splitlines()
     (told,) = [json.loads(line) for line in lines if line.startswith("{")]
     assert told["runs"][0]["arm"] == "async_partial 1+1" and told["complete"] is False

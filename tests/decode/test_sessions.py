@@ -73,7 +73,9 @@ def test_a_sync_after_every_token_of_three_turns_changes_nothing_but_versions(sy
     for at in range(100):
         done, cuts = episode(sync, at)
         assert done.tokens == calm.tokens
-        assert [p for s in done.segments for p in s.log_probs] == log_probs
+        found = [p for s in done.segments for p in s.log_probs]
+        # An interruption computes the prefix anew in other shapes. Some CPUs round these otherwise.
+        assert found == (log_probs if sync == "swap" else pytest.approx(log_probs, abs=1e-5))
         assert list(done.versions) == sorted(done.versions)
         mixed += set(done.versions) == {0, 1}
         cut |= cuts

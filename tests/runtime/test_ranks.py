@@ -190,6 +190,8 @@ def test_the_grace_of_a_stop_ends_with_its_run() -> None:
         ranks = ranks_of(Machine(fails=2))
         with ranks.recalled(Nothing()):
             ranks.stop(2.0)
+            ranks.stop(2.0)
+        ranks.stop(2.0)
         with ranks.recalled(Nothing()):
             ranks.lose("worker trainer-0 was killed")
             await ranks.ready()

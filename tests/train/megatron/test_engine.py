@@ -113,7 +113,7 @@ def test_a_shared_vocabulary_gives_the_results_of_a_whole_one(
     """With padded rows, a rank without rows, several chunks and a logit of -inf."""
     for rank in ranks[:2]:
         assert len(rank["heads"]) == 4
-        assert max(rank["heads"].values()) < 2e-6
+        assert max(rank["heads"].values()) < 4e-6
 
 
 def test_a_bfloat16_engine_trains_the_float32_weights_of_the_folder(
