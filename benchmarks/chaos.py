@@ -101,6 +101,7 @@ def trial(run: Run, number: int, name: str, dice: random.Random) -> Trial:
         fault.act(run, t, dice)
     except Failed as error:
         t.error = str(error)
+        run.explain()
     print(json.dumps(asdict(t)), flush=True)
     return t
 

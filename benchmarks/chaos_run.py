@@ -133,6 +133,12 @@ class Run:
         driver = next((p for p in processes(self.folder) if p["name"] == DRIVER), None)
         return ask_one(self.folder, driver) if driver is not None else []
 
+    def explain(self) -> None:
+        """Print what everybody waits for."""
+        if self.alive:
+            command = [sys.executable, "-m", "millrace", "why", str(self.folder), "--full"]
+            subprocess.run(command, cwd=ROOT, timeout=60, stdin=subprocess.DEVNULL)
+
     def tree(self) -> list[psutil.Process]:
         """Return the driver and all processes that it started."""
         assert self.driver is not None

@@ -166,13 +166,20 @@ class Checkpoints:
     def supersede(self, version: PolicyVersion) -> None:
         """Rename the checkpoints newer than `version`, from which a run resumes.
 
-        They belong to a superseded history, or they are broken.
+        They belong to a superseded history, or they are broken. LATEST names the newest of the
+        others, or is removed.
         """
         with ownership.disk_errors(self.folder):
-            for path in self.all():
-                if int(path.name.rpartition("-")[2]) > version:
-                    number = sum(1 for _ in self.folder.glob(f"superseded-*-{path.name}")) + 1
-                    path.rename(self.folder / f"superseded-{number}-{path.name}")
+            folders = {path: int(path.name.rpartition("-")[2]) for path in self.all()}
+            if not (newer := [path for path, number in folders.items() if number > version]):
+                return
+            if rest := [path for path in folders if path not in newer]:
+                _write_atomically(self.folder / "LATEST", rest[-1].name)
+            else:
+                (self.folder / "LATEST").unlink(missing_ok=True)
+            for path in newer:
+                number = sum(1 for _ in self.folder.glob(f"superseded-*-{path.name}")) + 1
+                path.rename(self.folder / f"superseded-{number}-{path.name}")
 
     def newest(self) -> tuple[Path | None, list[str]]:
         """Return the newest complete checkpoint, and the errors of newer ones.

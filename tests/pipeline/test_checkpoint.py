@@ -348,8 +348,11 @@ def test_going_on_from_an_older_checkpoint_sets_aside_those_of_the_history_that_
     assert checkpoints.all() == [older]
     aside = {p.name for p in checkpoints.folder.iterdir() if p.name.startswith("superseded")}
     assert aside == {"superseded-1-version-000004", "superseded-1-version-000005"}
+    assert (checkpoints.folder / "LATEST").read_text() == older.name
     saved = save(run_dir, 3, keep=1)
     assert newest(run_dir) == (saved, [])
+    checkpoints.supersede(0)
+    assert not checkpoints.all() and not (checkpoints.folder / "LATEST").exists()
 
 
 def test_a_checkpoint_survives_being_copied_elsewhere(run_dir: Path, tmp_path: Path) -> None:
