@@ -38,6 +38,7 @@ _START = (
 )
 _PIPES = (asyncio.subprocess.PIPE, asyncio.subprocess.PIPE, asyncio.subprocess.PIPE)
 _TALK = (asyncio.subprocess.PIPE, asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL)
+_SILENT = "its watcher ended without a word"
 _GRACE_S = 5.0
 """Seconds that building the walls and ending the program may take beyond the wall limit."""
 _MB = 1024 * 1024
@@ -233,7 +234,7 @@ class Sandbox:
             self._slots.release()
         words, (out, err) = outputs
         if "status" not in words and not reason:
-            raise EpisodeError("sandbox", words.get("failed", "its watcher ended without a word"))
+            raise EpisodeError("sandbox", words.get("failed", _SILENT))
         status = words.get("status", -signal.SIGKILL)
         reason = reason or words.get("reason", "") or _reason(status)
         return Result(
@@ -281,10 +282,9 @@ class Sandbox:
         try:
             await asyncio.wait_for(asyncio.to_thread(_write_all, life, line), _GRACE_S)
         except (TimeoutError, BrokenPipeError) as error:
-            words = await running.end()
-            raise EpisodeError(
-                "sandbox", words.get("failed", f"it did not start: {error}")
-            ) from None
+            words, slow = await running.end(), isinstance(error, TimeoutError)
+            told = f"it did not start within {_GRACE_S:g} s" if slow else _SILENT
+            raise EpisodeError("sandbox", words.get("failed", told)) from None
         return running
 
 
