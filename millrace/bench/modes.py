@@ -82,6 +82,7 @@ QUIET = [
 ]
 QUIET += ["data.val_files=[]", "trainer.logger=[]", "guard.enable=false"]
 QUIET += ["report.trace=false", "report.samples=0"]
+QUIET += ["trainer.mirror=''"]
 QUIET += ["trainer.max_restarts=0", "rollout.max_restarts=0"]  # No figure has a recovery in it.
 
 

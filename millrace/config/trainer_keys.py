@@ -110,6 +110,12 @@ class TrainerConfig(Section):
     """
     max_ckpt_to_keep: int = Field(2, ge=1)
     """Number of checkpoints to keep. The oldest one is deleted first."""
+    mirror: str = ""
+    """Address where a copy of each checkpoint goes, such as s3://bucket/runs/mine.
+
+    Any address of fsspec works; S3 needs millrace[s3]. Keys come from the environment alone. With
+    resume=auto, a run without its own checkpoints fetches the newest one from there.
+    """
     resume: str = "never"
     """Which checkpoint the run resumes from: never, auto, or the folder of a checkpoint.
 
@@ -206,6 +212,14 @@ class TrainerConfig(Section):
             )
         if self.gpus_in_node and self.n_gpus_per_node > self.gpus_in_node:
             raise too_many_devices("trainer", self.n_gpus_per_node, self.gpus_in_node)
+
+        if self.mirror and not re.fullmatch(r"[a-z][a-z0-9+]*://[^\s@]+", self.mirror):
+            raise bad_value(
+                "trainer.mirror",
+                re.sub(r"//[^/]*@", "//...@", self.mirror),
+                "must be an address without a user and a password",
+                "an address such as s3://bucket/runs/mine, with its keys in the environment",
+            )
 
     def _check_address(self) -> None:
         if "://" in self.ray_address:

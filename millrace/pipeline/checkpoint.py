@@ -19,6 +19,7 @@ import hashlib
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -63,12 +64,16 @@ class Manifest(msgspec.Struct, frozen=True):
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, run_dir: Path, *, keep: int) -> None:
+    def __init__(
+        self, run_dir: Path, *, keep: int, offer: Callable[[Path], None] = lambda folder: None
+    ) -> None:
+        """`offer` gets each complete checkpoint, in a thread. It may be deleted after that."""
         self.folder = run_dir / "checkpoints"
         self.using = asyncio.Lock()
         """Held by whoever completes a checkpoint, or reads one that must stay."""
         self._run_dir = run_dir
         self._keep = keep
+        self._offer = offer
 
     async def save(self, snapshot: LedgerSnapshot, engine: TrainEngine) -> Path:
         """Write one checkpoint. A crash at any moment leaves the previous one intact."""
@@ -143,6 +148,7 @@ class Checkpoints:
         temporary.rename(final)
         _sync(self.folder)
         _write_atomically(self.folder / "LATEST", final.name)
+        self._offer(final)
         ownership.remove(_replaced(final))
         kept = self.all()
         for old in kept[: -self._keep]:

@@ -17,6 +17,7 @@ _PLACES_OF_TRAINING = (
 _PLACES_OF_ROLLOUTS = ("nnodes", "n_gpus_per_node", "heartbeat_s", "stall_s", "max_restarts")
 _RECORDS = (
     *("save_freq", "async_save", "save_last", "max_ckpt_to_keep", "journal", "resume", "run_dir"),
+    "mirror",
     *("logger", "project_name", "prometheus_port", "test_freq", "val_before_train"),
 )
 WITHOUT_EFFECT_ON_WEIGHTS = (

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from millrace.config import Config
 from millrace.config.recipe import dump
-from millrace.errors import CheckpointError, bad_value
+from millrace.errors import CheckpointError, MillraceError, bad_value
 from millrace.pipeline import ownership
-from millrace.pipeline.checkpoint import Checkpoints, verify
+from millrace.pipeline.checkpoint import Checkpoints, read_manifest, verify
 from millrace.run import resume_checks, supervised
+from millrace.run.store import Store, fetch, open_store, unusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class RunDir:
     """Messages for the user, such as damaged checkpoints that were skipped."""
     made: tuple[Path, ...] = ()
     """Folders that this run made. The run's own folder comes first."""
+    store: Store | None = None
+    """The place of trainer.mirror."""
 
     @property
     def model(self) -> Path:
@@ -69,6 +72,7 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
         notes += resume_checks.check(config, checkpoint)
     if path is not None:
         _check_new(config, path)
+    store = open_store(config, path, checkpoint)
     made = _missing(path) if path else ()
     if path is None:
         path = _next(root, config.name)
@@ -81,6 +85,13 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
     ownership.claim(path)
     notes += _lock(path)
     supervised.tell(supervised.News(run=str(path)))
+    if store is not None:
+        try:
+            checkpoint, told = _mirrored(config, store, path, checkpoint)
+        except MillraceError:
+            RunDir(path, None, made=made).discard()
+            raise
+        notes += told
     try:
         if not (path / "history.jsonl").exists():  # no run began: its model may be stale
             ownership.remove(path / "model")
@@ -89,7 +100,24 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
         _take_model(checkpoint, path)
     except OSError as error:
         raise ownership.unwritable(path, error) from None
-    return RunDir(path, checkpoint, tuple(notes), made)
+    return RunDir(path, checkpoint, tuple(notes), made, store)
+
+
+def _mirrored(
+    config: Config, store: Store, path: Path, checkpoint: Path | None
+) -> tuple[Path | None, list[str]]:
+    """Take the place of trainer.mirror for this run, and a newer checkpoint from there."""
+    try:
+        store.claim(path)
+    except Exception as error:
+        raise unusable(store.address, error) from error
+    if config.trainer.resume != "auto":
+        return checkpoint, []
+    after = -1 if checkpoint is None else read_manifest(checkpoint).version
+    fetched, notes = fetch(store, path, after)
+    if fetched is None:
+        return checkpoint, notes
+    return fetched, notes + resume_checks.check(config, fetched)
 
 
 def _check_new(config: Config, path: Path) -> None:

@@ -29,6 +29,7 @@ from millrace.run.digests import digests
 from millrace.run.engines import Engines, open_engines, open_runtime
 from millrace.run.folder import RunDir, open_run_dir, release
 from millrace.run.machine import check_machine, check_shape
+from millrace.run.mirror import Mirror, open_mirror
 from millrace.run.problems import Problems
 from millrace.run.rewards import make_reward, open_caches
 from millrace.run.stall import watched
@@ -49,10 +50,13 @@ class Session:
     progress: Progress
     agent: Agent = field(default_factory=SingleTurn)
     """Who plays the episodes."""
+    mirror: Mirror | None = None
+    """Copies checkpoints to another place."""
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.run.path, keep=self.config.trainer.max_ckpt_to_keep)
+        keep, mirror = self.config.trainer.max_ckpt_to_keep, self.mirror
+        return Checkpoints(self.run.path, keep=keep, **({"offer": mirror.offer} if mirror else {}))
 
     @property
     def derived(self) -> Derived:
@@ -174,8 +178,10 @@ async def open_session(
         )
         async with AsyncExitStack() as stack:
             agent, runtime = await _enter(stack, *parts, run, progress, config.trainer)
+            copies = open_mirror(run.store, config.trainer, run.path, progress)
+            mirror = await stack.enter_async_context(copies)
             async with open_engines(runtime, config, run, rollout, trains, progress) as engines:
-                yield Session(config, run, problems, engines, reward, progress, agent)
+                yield Session(config, run, problems, engines, reward, progress, agent, mirror)
     finally:
         await reward.close()
         if run is not None:

@@ -200,7 +200,8 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
 
 def figures(s: Session) -> dict[str, float]:
     """Return the figures of a row that the loops do not know."""
-    return s.reward.take_figures() | s.engines.keeper.news.figures()
+    copies = s.mirror.figures() if s.mirror is not None else {}
+    return s.reward.take_figures() | s.engines.keeper.news.figures() | copies
 
 
 def record_of(s: Session, ledger: Ledger, attempt: int) -> Recorder:

@@ -207,7 +207,7 @@ ABSENT: dict[str, Absent] = {
     "skip.async_rollout.enable": Absent("rollouts from a file", "leave the key out"),
     "skip.rollout.enable": Absent("rollouts from a file", "leave the key out"),
     "skip.rollout_tq.enable": Absent("rollouts from a file", "leave the key out"),
-    "trainer.default_hdfs_dir": Absent("checkpoints in HDFS", "trainer.run_dir on a mounted disk"),
+    "trainer.default_hdfs_dir": Absent("checkpoints in HDFS", "trainer.mirror=hdfs://HOST/FOLDER"),
     "trainer.esi_redundant_time": Absent(
         "a save before the lease of a node ends", "SIGTERM, which always saves"
     ),
