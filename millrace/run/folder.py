@@ -72,7 +72,7 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
         notes += resume_checks.check(config, checkpoint)
     if path is not None:
         _check_new(config, path)
-    store = open_store(config, path, checkpoint)
+    store = open_store(config.trainer, path, checkpoint)
     made = _missing(path) if path else ()
     if path is None:
         path = _next(root, config.name)
@@ -87,7 +87,9 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
     supervised.tell(supervised.News(run=str(path)))
     if store is not None:
         try:
-            checkpoint, told = _mirrored(config, store, path, checkpoint)
+            checkpoint, told = _mirrored(store, path, checkpoint, auto=resume == "auto")
+            if told and checkpoint is not None:
+                notes += resume_checks.check(config, checkpoint)
         except MillraceError:
             RunDir(path, None, made=made).discard()
             raise
@@ -104,20 +106,18 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
 
 
 def _mirrored(
-    config: Config, store: Store, path: Path, checkpoint: Path | None
+    store: Store, path: Path, checkpoint: Path | None, *, auto: bool
 ) -> tuple[Path | None, list[str]]:
     """Take the place of trainer.mirror for this run, and a newer checkpoint from there."""
     try:
         store.claim(path)
     except Exception as error:
         raise unusable(store.address, error) from error
-    if config.trainer.resume != "auto":
+    if not auto:
         return checkpoint, []
     after = -1 if checkpoint is None else read_manifest(checkpoint).version
     fetched, notes = fetch(store, path, after)
-    if fetched is None:
-        return checkpoint, notes
-    return fetched, notes + resume_checks.check(config, fetched)
+    return fetched or checkpoint, notes
 
 
 def _check_new(config: Config, path: Path) -> None:

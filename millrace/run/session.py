@@ -171,16 +171,16 @@ async def open_session(
         end = config.end_note(len(problems.train), trained_by(run.resume_from))
         if end and trains and rollout:
             progress.note(end)
-        tokenizer = problems.chat.tokenizer
+        tokens = problems.chat.tokenizer
         parts = (
-            open_agent(config.agents, config.rollout, tokenizer, run.path, progress.note),
+            open_agent(config.agents, config.rollout, tokens, run.path, progress.note),
             open_runtime(config, run, rollout=rollout),
         )
         async with AsyncExitStack() as stack:
             agent, runtime = await _enter(stack, *parts, run, progress, config.trainer)
             copies = open_mirror(run.store, config.trainer, run.path, progress)
-            mirror = await stack.enter_async_context(copies)
-            async with open_engines(runtime, config, run, rollout, trains, progress) as engines:
+            engines_ = open_engines(runtime, config, run, rollout, trains, progress)
+            async with copies as mirror, engines_ as engines:
                 yield Session(config, run, problems, engines, reward, progress, agent, mirror)
     finally:
         await reward.close()

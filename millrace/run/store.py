@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from millrace.config import Config
+from millrace.config import TrainerConfig
 from millrace.errors import CheckpointError, ConfigError, bad_value
 from millrace.pipeline import ownership
 from millrace.pipeline.checkpoint import Manifest, read_manifest, verify
@@ -146,13 +146,15 @@ class Store:
         self._fs.pipe_file(target, data)
 
 
-def open_store(config: Config, folder: Path | None, checkpoint: Path | None) -> Store | None:
+def open_store(
+    trainer: TrainerConfig, folder: Path | None, checkpoint: Path | None
+) -> Store | None:
     """Return the place of trainer.mirror, or None if the run has none. Writes nothing.
 
     `folder` is the run's folder if it is known, and `checkpoint` the one it resumes from. Raises
     ConfigError if the place cannot be read, or belongs to another run.
     """
-    if not (address := config.trainer.mirror):
+    if not (address := trainer.mirror):
         return None
     store = Store(address)
     try:
@@ -163,7 +165,7 @@ def open_store(config: Config, folder: Path | None, checkpoint: Path | None) -> 
         rule = "the place is not empty, and no run of millrace made it"
         raise bad_value(KEY, address, rule, "a new or an empty place")
     mine = _id_of(folder)
-    fresh = config.trainer.resume == "auto" and not mine and checkpoint is None
+    fresh = trainer.resume == "auto" and not mine and checkpoint is None
     if owner and owner != mine and not fresh:
         raise bad_value(
             KEY,
@@ -195,7 +197,9 @@ def fetch(store: Store, folder: Path, after: int) -> tuple[Path | None, list[str
             try:
                 found = store.get(version, target)
             except CheckpointError as error:
-                notes.append(f"skipped a damaged checkpoint: {error}")
+                notes.append(
+                    f"skipped a damaged checkpoint: version {version} of the mirror: {error}"
+                )
             else:
                 notes.append(f"fetched {found.name} from {store.address}")
                 return found, notes
