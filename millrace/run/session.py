@@ -162,10 +162,8 @@ async def open_session(
             run.discard()
             raise
         if problems.train.filtered:
-            progress.note(
-                f"left out {problems.train.filtered} prompts that are longer than "
-                "rollout.max_prompt_length"
-            )
+            found = f"left out {problems.train.filtered} prompts that are longer than "
+            progress.note(f"{found}rollout.max_prompt_length")
         if trains:
             progress.note(f"run folder: {run.path}")
         end = config.end_note(len(problems.train), trained_by(run.resume_from))

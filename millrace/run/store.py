@@ -82,7 +82,7 @@ class Store:
             self._copy(folder / name, f"{self._at(version)}/{name}", manifest.files[name].bytes)
         last = folder / "manifest.json"
         self._copy(last, f"{self._at(version)}/manifest.json", last.stat().st_size)
-        self._write(posixpath.join(self._folder, "LATEST"), folder.name.encode())
+        self._write(posixpath.join(self._folder, "LATEST"), f"version-{version:06d}".encode())
         kept = [v for v in self.versions() if v <= version][-keep:]
         for other in self._all():
             if other not in kept:
