@@ -87,7 +87,10 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
     supervised.tell(supervised.News(run=str(path)))
     if store is not None:
         try:
+            before = checkpoint
             checkpoint, told = _mirrored(store, path, checkpoint, auto=resume == "auto")
+            if before is None and checkpoint is not None:
+                notes.clear()  # They say that the run starts from the beginning.
             if told and checkpoint is not None:
                 notes += resume_checks.check(config, checkpoint)
         except MillraceError:

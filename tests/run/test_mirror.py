@@ -126,6 +126,7 @@ def test_another_machine_resumes_from_the_newest_whole_copy(tmp_path: Path) -> N
     opened = open_run_dir(config(place, other, "trainer.resume=auto"))
     release(other)
     assert opened.resume_from == other / "checkpoints" / "version-000004"
+    assert not any("from the beginning" in note for note in opened.notes)
     assert any("version 5 of the mirror" in n and "skipped a damaged" in n for n in opened.notes)
     assert (opened.resume_from / "engine" / "weights").read_text() == "4"
     assert (other / "model" / "config.json").exists() == (run / "model" / "config.json").exists()
