@@ -20,6 +20,9 @@ from millrace.run import resume_checks, supervised
 from millrace.run.store import Store, fetch, open_store, unusable
 
 
+_FROM_THE_BEGINNING = ("so the run starts from the beginning", "so a new run starts")
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     """A run's folder, and the checkpoint that the run resumes from, if any."""
@@ -90,7 +93,7 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
             before = checkpoint
             checkpoint, told = _mirrored(store, path, checkpoint, auto=resume == "auto")
             if before is None and checkpoint is not None:
-                notes.clear()  # They say that the run starts from the beginning.
+                notes = [n for n in notes if not n.endswith(_FROM_THE_BEGINNING)]
             if told and checkpoint is not None:
                 notes += resume_checks.check(config, checkpoint)
         except MillraceError:
