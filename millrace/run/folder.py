@@ -19,7 +19,6 @@ from millrace.pipeline.checkpoint import Checkpoints, read_manifest, verify
 from millrace.run import resume_checks, supervised
 from millrace.run.store import Store, fetch, open_store, unusable
 
-
 _FROM_THE_BEGINNING = ("so the run starts from the beginning", "so a new run starts")
 
 
