@@ -114,7 +114,7 @@ INSTALL = {
     "openai": "pip install 'openai>=3'",
     "peft": "pip install 'peft>=0.17'",
     "prometheus_client": "pip install 'prometheus_client>=0.20'",
-    "ray": "pip install 'ray>=2.50'",
+    "ray": "pip install 'ray>=2.60'",
     "textarena": "pip install 'textarena>=0.7.4'",
     "trackio": "pip install 'trackio>=0.43'",
     "vllm": "make gpu on a machine with GPUs, or its CPU build as docs/vllm.md says",
