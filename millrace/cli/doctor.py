@@ -43,6 +43,7 @@ _NEEDED = {
     "psutil": "5.9",
     "safetensors": "0.5",
     "datasets": "3",
+    "fsspec": "2024.6",
     "tensorboard": "2.18",
     "plotly": "6",
     "math-verify": "0.8",
@@ -61,7 +62,8 @@ _OPTIONAL = {
     "openai": ("3", INSTALL["openai"], "reward.judge, agents.program"),
     "peft": ("0.17", INSTALL["peft"], "model.lora_rank"),
     "prometheus_client": ("0.20", INSTALL["prometheus_client"], "trainer.logger=prometheus"),
-    "ray": ("2.50", INSTALL["ray"], "trainer.runtime=ray"),
+    "ray": ("2.60", INSTALL["ray"], "trainer.runtime=ray"),
+    "s3fs": ("2024.6", INSTALL["s3fs"], "trainer.mirror=s3://..."),
     "sqlalchemy": ("2", INSTALL["mlflow-skinny"], "trainer.logger=mlflow with a local database"),
     "textarena": ("0.7.4", INSTALL["textarena"], "agents.environment=textarena:NAME"),
     "trackio": ("0.43", INSTALL["trackio"], "trainer.logger=trackio"),
@@ -85,6 +87,7 @@ def run() -> list[Check]:
         _shared_memory(),
         *_disks(),
         _ports(),
+        _ray_token(),
         _files(),
     ]
 
@@ -205,6 +208,23 @@ def _ports() -> Check:
             "allow connections to 127.0.0.1",
         )
     return Check("ports", "good", f"loopback connects (tried port {port})")
+
+
+def _ray_token() -> Check:
+    """Check the user's own settings for Ray. A cluster that a run starts has its own token."""
+    name = "Ray's token"
+    if _version("ray") is None:
+        return Check(name, "absent", "no Ray")
+    mode = os.environ.get("RAY_AUTH_MODE", "")
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if path.is_file() and path.stat().st_mode & 0o077:
+        return Check(name, "warning", f"other users may read {path}", f"chmod 600 {path}")
+    if mode != "token" and (mode or not (os.environ.get("RAY_AUTH_TOKEN") or path.is_file())):
+        found = "none for a cluster of yours; a cluster that a run starts makes its own"
+        joins = "RAY_ADDRESS" in os.environ
+        fix = "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, also for `ray start` on every node"
+        return Check(name, "warning" if joins else "absent", found, fix)
+    return Check(name, "good", "set; a cluster that a run starts makes its own")
 
 
 def _files() -> Check:

@@ -83,17 +83,21 @@ class WatchedEngines:
 
 @asynccontextmanager
 async def open_runtime(
-    config: Config, run: RunDir, *, rollout: bool = True
+    config: Config,
+    run: RunDir,
+    *,
+    rollout: bool = True,
+    note: Callable[[str], None] = lambda text: None,
 ) -> AsyncIterator[Runtime]:
     """Open the runtime that the configuration names, and close it with its workers at exit.
 
-    A runtime is imported only when it is used.
+    A runtime is imported only when it is used. `note` gets what its user should know.
     """
     runtime: Any
     if config.trainer.runtime == "ray":
         from millrace.runtime.ray import RayRuntime
 
-        runtime = await RayRuntime.open(config.sides, run.logs)
+        runtime = await RayRuntime.open(config.sides, run.logs, note)
     else:
         from millrace.runtime.local import LocalRuntime, check_devices, visible_gpus
 

@@ -172,7 +172,7 @@ async def open_session(
         tokens = problems.chat.tokenizer
         parts = (
             open_agent(config.agents, config.rollout, tokens, run.path, progress.note),
-            open_runtime(config, run, rollout=rollout),
+            open_runtime(config, run, rollout=rollout, note=progress.note),
         )
         async with AsyncExitStack() as stack:
             agent, runtime = await _enter(stack, *parts, run, progress, config.trainer)

@@ -1,4 +1,4 @@
-"""Workers as Ray actors in a placement group. Only this file and ray_host.py import Ray.
+"""Workers as Ray actors in a placement group. Only ray*.py import Ray.
 
 Frames travel through two actor methods, `push` and a long poll `pull`. A step's hundreds of
 requests therefore cost a few Ray calls. A bundle is one node's share of both sides, and
@@ -16,6 +16,7 @@ import math
 import os
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -39,6 +40,7 @@ except ImportError as error:
     raise MissingDependency(f"trainer.runtime=ray needs Ray. Fix: {INSTALL['ray']}.") from error
 
 from millrace.runtime.ray_host import BEAT, WHY, RayHost
+from millrace.runtime.ray_token import NO_TOKEN, asks_for_token, forget_token, fresh_token
 
 GOODBYE_S = 5.0
 START_DEADLINE_S = 180.0
@@ -65,15 +67,17 @@ class _Share:
     gpus: list[str]  # in the form of CUDA_VISIBLE_DEVICES
     has_folder: bool
     cores: int
+    asks_for_token: bool
 
 
 def _inspect_share(folder: str) -> _Share:
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids().get("GPU", [])
-    return _Share(ray.util.get_node_ip_address(), gpus, os.path.isdir(folder), os.cpu_count() or 1)
+    cores, has_folder = os.cpu_count() or 1, os.path.isdir(folder)
+    return _Share(ray.util.get_node_ip_address(), gpus, has_folder, cores, asks_for_token())
 
 
-def _join(options: dict[str, Any]) -> None:
+def _join(options: dict[str, Any], token: contextlib.AbstractContextManager[None]) -> None:
     """Call ray.init with SIGTERM and SIGHUP blocked. The processes that Ray starts inherit that.
 
     Ray itself blocks SIGINT. These signals reach every process of a run, and the driver alone acts
@@ -81,7 +85,9 @@ def _join(options: dict[str, Any]) -> None:
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
-        ray.init(**options)
+        with token:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            ray.init(**options)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -119,15 +125,17 @@ class RayRuntime:
         self._closing = False
 
     @classmethod
-    async def open(cls, sides: Sides, log_dir: Path) -> RayRuntime:
+    async def open(
+        cls, sides: Sides, log_dir: Path, note: Callable[[str], None] = lambda text: None
+    ) -> RayRuntime:
         """Join the cluster at trainer.ray_address, or start one on this machine. Reserve devices.
 
+        A cluster that starts here has a token of its own. `note` hears of one that asks for none.
         Raise ConfigError if no cluster answers, if it lacks the devices, or if a node does not see
         the run's folder.
         """
         address = sides.trainer.ray_address
         owns_cluster = not address and not ray.is_initialized()
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {
             "log_to_driver": False,
             "configure_logging": False,
@@ -156,7 +164,8 @@ class RayRuntime:
                 "the HOST:PORT that `ray start --head` printed",
             ) from error
         try:
-            await asyncio.to_thread(_join, options)
+            token = fresh_token() if owns_cluster else contextlib.nullcontext()
+            await asyncio.to_thread(_join, options, token)
             _restore_sigterm()
         except (ConnectionError, ray.exceptions.AuthenticationError) as error:
             fix = (
@@ -169,6 +178,8 @@ class RayRuntime:
         try:
             await runtime._reserve()
             await runtime._inspect(log_dir.resolve())
+            if not all(share.asks_for_token for share in runtime._shares):
+                note(NO_TOKEN)
         except BaseException:
             await runtime.close()
             raise
@@ -365,3 +376,4 @@ class RayRuntime:
             remove_placement_group(self._group)
         if self._owns_cluster:
             await asyncio.to_thread(ray.shutdown)
+            forget_token()

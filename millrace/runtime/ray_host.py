@@ -10,6 +10,7 @@ import ray
 
 from millrace.runtime.address import listening_at
 from millrace.runtime.host import Host
+from millrace.runtime.ray_token import hide_token
 from millrace.runtime.worker import make_worker
 from millrace.waits import kernel
 from millrace.waits.answer import Answer
@@ -25,6 +26,7 @@ class RayHost:
     """The actor: a Host with Ray as its transport. `serve` runs as long as the actor lives."""
 
     def __init__(self, name: str, role: str, loopback: bool, gpus: list[str]) -> None:
+        hide_token()
         if gpus:  # CUDA is not initialized yet
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         os.environ |= listening_at("127.0.0.1" if loopback else ray.util.get_node_ip_address())

@@ -26,7 +26,9 @@ from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
 from millrace.run.train import Outcome, run_training
 from millrace.runtime import ray as ray_runtime
+from millrace.runtime import ray_token
 from millrace.runtime.ray import RayRuntime
+from millrace.runtime.ray_token import NO_TOKEN
 from tests.e2e import runs
 from tests.runtime.test_placement import config
 
@@ -37,7 +39,8 @@ def cluster() -> Iterator[Cluster]:
 
     Each has one CPU. They have 4 and 2 GPUs that exist only for Ray.
     """
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    ray_token._read_environment()
     head = {
         "num_cpus": 1,
         "num_gpus": 4,
@@ -50,6 +53,8 @@ def cluster() -> Iterator[Cluster]:
     yield two
     ray.shutdown()
     two.shutdown()
+    del os.environ["RAY_AUTH_MODE"]
+    ray_token.forget_token()
 
 
 @asynccontextmanager
@@ -57,7 +62,9 @@ async def opened(
     cluster: Cluster, folder: Path, *sides: tuple[int, int], **other: Any
 ) -> AsyncIterator[RayRuntime]:
     c = config(*sides, runtime="ray", ray_address=cluster.address, **other)
-    runtime = await RayRuntime.open(c.sides, folder)
+    notes: list[str] = []
+    runtime = await RayRuntime.open(c.sides, folder, notes.append)
+    assert notes == [NO_TOKEN], "the cluster of this test has no token"
     try:
         yield runtime
     finally:
