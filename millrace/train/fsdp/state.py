@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
 from millrace.config import Config
 from millrace.errors import CheckpointError
@@ -24,6 +23,7 @@ from millrace.train.fsdp.lora import StartPolicy
 from millrace.train.fsdp.trainable import Trainable
 from millrace.train.hf_folder import write_model
 from millrace.train.optim import apply_settings
+from millrace.train.state_reader import load_state
 from millrace.train.state_writer import StateWriter, expect_one_process
 
 
@@ -102,7 +102,7 @@ def load(engine: Restorable, folder: str) -> None:
         )
     state = _state(engine)
     expect_one_process()
-    load_checkpoint(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    load_state(state, folder, no_dist=not dist.is_initialized())
     if engine.base_sum is not None and state["base"].item() != engine.base_sum:
         raise CheckpointError(
             f"{folder} has adapters of another base than the weights in {engine.model_folder}. "

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
 from millrace.config import Config
 from millrace.errors import CheckpointError
@@ -21,6 +20,7 @@ from millrace.train.megatron.shape import Shape
 from millrace.train.megatron.trainable import MegatronTrainable, Passes
 from millrace.train.megatron.weights import is_copy, parameters
 from millrace.train.optim import adamw
+from millrace.train.state_reader import load_state
 from millrace.train.state_writer import StateWriter, expect_one_process
 
 WEIGHT = "model.model.{}"
@@ -93,7 +93,7 @@ def load(engine: Restorable, folder: str) -> None:
         )
     state = _state(engine, saving=False)
     expect_one_process()
-    load_checkpoint(state, checkpoint_id=folder)
+    load_state(state, folder)
     actor = engine.actor
     for slot, boxes in _slots(engine, actor, copies=True):
         for box in boxes[:1]:
