@@ -34,6 +34,8 @@ _CLASSES = {
     "torch": frozenset({"Size"}),
     "torch.serialization": frozenset({"_get_layout"}),
     "collections": frozenset({"OrderedDict"}),
+    "pathlib": frozenset({"PosixPath", "WindowsPath"}),
+    "pathlib._local": frozenset({"PosixPath", "WindowsPath"}),  # Python 3.13
 }
 """The classes and functions that an index may name, by their modules. It may name dtypes too."""
 _FIX = "Fix: a checkpoint that this run made, or millrace export of it by those who made it"
