@@ -195,7 +195,7 @@ async def stopped_after_its_last_step(s: runs.Session, tmp_path: Path) -> None:
 async def recovered_equals_uninterrupted(s: runs.Session, tmp_path: Path) -> None:
     """A trainer that is killed starts anew in the same run, which ends with the same bits."""
     expected, folder = await runs.weights(s, tmp_path / "g"), tmp_path / "killed"
-    killer = asyncio.ensure_future(kill_trainer_at_version(folder, 4))
+    killer = asyncio.ensure_future(kill_trainer_at_version(folder, 4, saved=3))
     await runs.run(s, folder, "mode=one_step_off", "trainer.save_freq=3")
     await killer
     found = await runs.weights(s, tmp_path / "h")
@@ -206,8 +206,18 @@ async def recovered_equals_uninterrupted(s: runs.Session, tmp_path: Path) -> Non
     assert rows[-1]["trainer/lost"] == s.engines.train.ranks.restarts == 1
 
 
-async def kill_trainer_at_version(folder: Path, version: int) -> None:
-    while not any(f'"version":{version},' in line for line in _lines(folder)):  # noqa: ASYNC110 - a file has no event to wait for
+async def kill_trainer_at_version(folder: Path, version: int, *, saved: int) -> None:
+    """Kill the trainer at `version`, once the checkpoint of `saved` is whole.
+
+    Without that checkpoint, the new trainer would begin from the model's folder. The start
+    weights of this test are not in that folder.
+    """
+    newest = folder / "checkpoints" / f"version-{saved:06d}" / "manifest.json"
+
+    def reached() -> bool:
+        return newest.exists() and any(f'"version":{version},' in x for x in _lines(folder))
+
+    while not reached():  # noqa: ASYNC110 - a file has no event to wait for
         await asyncio.sleep(0.01)
     children = psutil.Process().children()
     next(p for p in children if p.cmdline()[-2:-1] == ["trainer"]).kill()
