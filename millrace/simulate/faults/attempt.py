@@ -219,8 +219,7 @@ class Attempt:
         for rank in range(scenario.ranks):
             engine = FaultyTrainer(scenario.cost, rank, ranks, self.view, scenario.write_s)
             name = f"trainer-{rank}"
-            frees = scenario.seed % 2 == 0
-            sender = Sender(engine, wire, name, self._seals, frees=frees)
+            sender = Sender(engine, wire, name, self._seals)
             self._start(name, TrainerRoot(engine, sender), wire)
 
     def _start_replica(self, k: int) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -20,6 +21,8 @@ from millrace.simulate.engines import SimRolloutEngine, SimTrainEngine
 from millrace.simulate.faults.disk import SimPath, View
 from millrace.types import PolicyVersion, SamplingParams, Segment, Tokens
 from millrace.waits.registry import count, doing, gauge, waiting
+
+T = TypeVar("T")
 
 Lineage = list[int]
 """The ids of the samples that trained the weights, in order."""
@@ -36,6 +39,8 @@ class Parcel:
     weights: int
     sent: int
     """The sender's checksum. Damage on the way changes `weights` alone."""
+    staged: asyncio.Future[bool]
+    """Whether the receiver has staged the version whole."""
 
 
 class Groups:
@@ -66,7 +71,7 @@ class Wire:
         self.damage = False
         """Whether the next parcel loses a bit."""
         self._ranks = [f"trainer-{r}" for r in range(ranks)]
-        self._cost, self._timeout_s = cost, timeout_s
+        self.transfer_s, self._timeout_s = cost.transfer_s, timeout_s
         self._groups: dict[int, Groups] = {}
         self._joined: dict[str, int] = {}
 
@@ -92,34 +97,47 @@ class Wire:
             absent = ", ".join(sorted({*groups.ends} - groups.here))
             raise SyncError(f"{absent} did not come within sync.timeout_s") from None
 
-    async def send(self, name: str, weights: int) -> TransferReport:
-        await asyncio.sleep(self._cost.transfer_s)
-        groups = self._of(name)
+    async def send(self, name: str, weights: int) -> bool:
+        """Send to every replica of the group. Return whether all of them staged the version.
+
+        As with real groups, a send ends only once every replica has taken part in it.
+        """
+        await asyncio.sleep(self.transfer_s)
+        groups, loop, parcels = self._of(name), asyncio.get_running_loop(), []
         for end, box in groups.boxes.items():
             if end not in self._ranks:
                 wrong, self.damage = self.damage, False
-                box.put_nowait(Parcel(weights ^ wrong, weights))
-        return TransferReport(8, self._cost.transfer_s)
+                parcels.append(Parcel(weights ^ wrong, weights, loop.create_future()))
+                box.put_nowait(parcels[-1])
+        return all(await self._unbroken(groups, asyncio.gather(*(p.staged for p in parcels))))
 
     async def receive(self, name: str, version: PolicyVersion) -> int:
         """Return the weights that arrive. Raises SyncError if they break off or are damaged."""
         groups = self._of(name)
-        arrive = asyncio.ensure_future(self._parcels(groups.boxes[name], version))
+        arrival = asyncio.ensure_future(self._parcels(groups.boxes[name], version))
+        parcels = await self._unbroken(groups, arrival)
+        whole = all(p.weights == p.sent for p in parcels)
+        for parcel in parcels:
+            if not parcel.staged.done():
+                parcel.staged.set_result(whole)
+        if not whole:
+            raise SyncError(f"{name}: received weights of version {version} are not the trainer's")
+        return parcels[0].weights
+
+    async def _unbroken(self, groups: Groups, work: asyncio.Future[T]) -> T:
+        """Return the result of `work`. Raises BrokenTransfer if the groups break before."""
         broken = asyncio.ensure_future(groups.broken.wait())
         try:
             async with asyncio.timeout(self._timeout_s):
-                await asyncio.wait([arrive, broken], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([work, broken], return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             raise BrokenTransfer("a transfer broke off: timed out (sync.timeout_s)") from None
         finally:
-            arrive.cancel()
+            work.cancel()
             broken.cancel()
-        if not arrive.done() or arrive.cancelled():
+        if not work.done() or work.cancelled():
             raise BrokenTransfer("a weight transfer broke off: connection closed by peer")
-        parcels = arrive.result()
-        if any(p.weights != p.sent for p in parcels):
-            raise SyncError(f"{name}: received weights of version {version} are not the trainer's")
-        return parcels[0].weights
+        return work.result()
 
     async def _parcels(self, box: asyncio.Queue[Parcel], version: PolicyVersion) -> list[Parcel]:
         parcels = []
@@ -312,17 +330,11 @@ class Sender:
         wire: Wire,
         name: str,
         seals: Callable[[PolicyVersion, Lineage], None],
-        *,
-        frees: bool,
     ) -> None:
-        """`seals` sees each version and the samples that trained its weights.
-
-        With `frees`, the copy of a kept version is gone as soon as it is sent.
-        """
-        self._frees = frees
+        """`seals` sees each version and the samples that trained its weights."""
         self._engine, self._wire, self._name, self._seals = engine, wire, name, seals
         self._kept: tuple[PolicyVersion, int] | None = None
-        self._sending: asyncio.Future[TransferReport] | None = None
+        self._sending: asyncio.Future[None] | None = None
 
     async def regroup(self, generation: int, members: list[int]) -> None:
         if self._sending is not None:
@@ -332,7 +344,8 @@ class Sender:
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         self._seals(version, self._engine.lineage)
-        return await self._wire.send(self._name, checksum(self._engine.lineage))
+        await self._wire.send(self._name, checksum(self._engine.lineage))
+        return TransferReport(8, self._wire.transfer_s)
 
     async def keep(self, version: PolicyVersion) -> None:
         await self.sent()
@@ -348,11 +361,10 @@ class Sender:
     def _start(self, weights: int) -> None:
         self._sending = asyncio.ensure_future(self._send(weights))
 
-    async def _send(self, weights: int) -> TransferReport:
-        report = await self._wire.send(self._name, weights)
-        if self._frees:
+    async def _send(self, weights: int) -> None:
+        """Send the copy, and free it once all replicas have the version."""
+        if await self._wire.send(self._name, weights):
             self._kept = None
-        return report
 
     async def sent(self) -> None:
         if self._sending is not None:

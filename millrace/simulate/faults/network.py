@@ -134,16 +134,19 @@ class SimWorker:
         """End the process at once. The runtime reports its death a little later."""
         if self.dead:
             return
-        self.dead = self.link.closed = True
-        for act in self.on_death:
-            act()
-        self._ended.set()
+        self._end()
         text = f"worker {self.name} {reason}; its log is {self.name}.log"
         asyncio.get_running_loop().call_later(DEATH_REPORT_S, self.peer.mark_dead, text)
 
     async def close(self) -> None:
         """End the process at the end of a run, and wait for the end."""
-        self.dead = self.link.closed = True
-        self._ended.set()
+        if not self.dead:
+            self._end()
         self.peer.mark_dead("the run is over")
         await asyncio.wait([self._task])
+
+    def _end(self) -> None:
+        self.dead = self.link.closed = True
+        for act in self.on_death:
+            act()
+        self._ended.set()
