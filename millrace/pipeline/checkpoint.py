@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from millrace import codec
-from millrace.errors import CheckpointError
+from millrace.errors import CheckpointError, DiskError
 from millrace.pipeline import journal, ownership
 from millrace.ports import TrainEngine
 from millrace.schedule.ledger import LedgerSnapshot
@@ -197,6 +197,8 @@ class Checkpoints:
             for path in reversed(self.all()):
                 try:
                     verify(path)
+                except DiskError:
+                    raise
                 except CheckpointError as error:
                     errors.append(str(error))
                 else:
@@ -205,14 +207,21 @@ class Checkpoints:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of a checkpoint. Raises CheckpointError if there is none."""
+    """Return the manifest of a checkpoint.
+
+    Raises CheckpointError if there is none, and DiskError if the disk cannot be read.
+    """
     manifest_file = path / "manifest.json"
-    if not path.exists():
-        raise CheckpointError("no such folder")
-    if not manifest_file.is_file():
-        raise CheckpointError(f"{path}: no manifest.json: not a checkpoint, or an incomplete one")
+    with ownership.disk_errors(path):
+        if not path.exists():
+            raise CheckpointError("no such folder")
+        if not manifest_file.is_file():
+            raise CheckpointError(
+                f"{path}: no manifest.json: not a checkpoint, or an incomplete one"
+            )
+        data = manifest_file.read_bytes()
     try:
-        return msgspec.json.decode(manifest_file.read_bytes(), type=Manifest)
+        return msgspec.json.decode(data, type=Manifest)
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{manifest_file}: not readable: {error}") from error
 
@@ -234,7 +243,8 @@ def verify(path: Path) -> Manifest:
 
 def read_ledger(path: Path) -> LedgerSnapshot:
     """Return the ledger's snapshot of a verified checkpoint."""
-    data = (path / "ledger.json").read_bytes()
+    with ownership.disk_errors(path):
+        data = (path / "ledger.json").read_bytes()
     if b'"slots":' not in data[:_HEAD]:  # older checkpoints call the slots "held"
         data = data[:_HEAD].replace(b',"held":[', b',"slots":[', 1) + data[_HEAD:]
     try:

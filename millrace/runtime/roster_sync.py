@@ -43,6 +43,8 @@ class RosterSync:
         self._deadline_s = deadline_s
         self._members: Mapping[int, int] = {}
         """The replicas that are connected with the senders, with their incarnations."""
+        self._peers: Mapping[int, Peer] = {}
+        """The workers of these incarnations. A replica may have another one meanwhile."""
         self._senders = ranks.incarnation
         """The incarnation of the ranks with which they are connected."""
         self._sending: PolicyVersion | None = None
@@ -55,7 +57,7 @@ class RosterSync:
         """Keep a version. The trainer's ranks begin to send it at once."""
         await self.connect()
         while self._members:
-            members, peers = self._members, self._peers(self._members)
+            members, peers = self._members, self._peers
             try:
                 await self.remote.keep(version)
             except (WorkerError, SyncError, DeadlineError) as error:
@@ -80,10 +82,9 @@ class RosterSync:
             sending, self._sending = self._sending == version and not old, None
             if not sending:
                 await self.connect(able)
-            members, self._proven = self._members, {}
+            members, peers, self._proven = self._members, self._peers, {}
             if not members:
                 return TransferReport(0, 0.0)
-            peers = self._peers(members)
             try:
                 report = await self.remote.transfer(version)
             except CopyGone:
@@ -147,7 +148,8 @@ class RosterSync:
             if not present or same:
                 self._members = present
                 return
-            peers, self._senders = self._peers(present), senders
+            peers = {i: self._replicas[i].peer for i in present}
+            self._peers, self._senders = peers, senders
             try:
                 meet = [self._ranks.starter.meet(i, peer) for i, peer in peers.items()]
                 await first_error([*peers.values()], meet)
@@ -163,9 +165,6 @@ class RosterSync:
     def _ready(self) -> bool:
         check(self._roster)
         return bool(self._roster.present) or self._roster.over
-
-    def _peers(self, members: Mapping[int, int]) -> dict[int, Peer]:
-        return {i: self._replicas[i].peer for i in members}
 
     async def _explained(
         self, error: Exception, members: Mapping[int, int], peers: Mapping[int, Peer]

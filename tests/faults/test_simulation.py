@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from millrace.errors import CheckpointError
-from millrace.pipeline.checkpoint import Checkpoints
+from millrace.errors import CheckpointError, DiskError
+from millrace.pipeline.checkpoint import Checkpoints, read_ledger, read_manifest
 from millrace.pipeline.history import History
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.schedule import Schedule
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimTrainEngine
 from millrace.simulate.faults.disk import Died, Disk, SimPath, View, simulated_disk
-from millrace.simulate.faults.scenario import KINDS, draw
+from millrace.simulate.faults.scenario import KINDS, Fault, Trigger, draw
 from millrace.simulate.faults.sweep import Found, run_seed, shrink, story, sweep
 from millrace.simulate.faults.world import run_world
 from tests.faults.mutants import MUTANTS, first_seed, seeds_of
@@ -46,6 +48,29 @@ def test_a_seed_replays_exactly() -> None:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_bug_is_found(name: str) -> None:
     assert first_seed(MUTANTS[name], seeds_of(name, 150)) is not None
+
+
+def test_a_replica_that_comes_back_during_a_slow_keep_is_connected_anew() -> None:
+    """Its sync is with the worker that was lost, and not with the one of now."""
+    slow = Fault("rank_freezes", 0, Trigger("sender.keep", 1), "trainer-0", 5.0)
+    dies = Fault("replica_dies", 0, Trigger("time", 3.4), "rollout-0")
+    outcome = run_world(replace(draw(12871), replicas=1, ranks=1, start_s=0.2, faults=(slow, dies)))
+    told = [line.text for line in outcome.story]
+    assert not outcome.violation and outcome.attempts == 1, told
+    assert outcome.fired == {"rank_freezes": 1, "replica_dies": 1} and "rollout-0 is live" in told
+
+
+def test_a_disk_that_cannot_be_read_is_a_disk_error_and_no_damaged_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(self: Path) -> bytes:
+        raise OSError(5, "Input/output error", str(self))
+
+    (tmp_path / "manifest.json").write_text("{}")
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    for read in (read_manifest, read_ledger):
+        with pytest.raises(DiskError, match="Input/output error"):
+            read(tmp_path)
 
 
 def test_a_broken_seed_shrinks_to_the_faults_that_it_needs() -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -109,13 +109,12 @@ class Wire:
                 wrong, self.damage = self.damage, False
                 parcels.append(Parcel(weights ^ wrong, weights, loop.create_future()))
                 box.put_nowait(parcels[-1])
-        return all(await self._unbroken(groups, asyncio.gather(*(p.staged for p in parcels))))
+        return all(await self._unbroken(groups, _staged(parcels)))
 
     async def receive(self, name: str, version: PolicyVersion) -> int:
         """Return the weights that arrive. Raises SyncError if they break off or are damaged."""
         groups = self._of(name)
-        arrival = asyncio.ensure_future(self._parcels(groups.boxes[name], version))
-        parcels = await self._unbroken(groups, arrival)
+        parcels = await self._unbroken(groups, self._parcels(groups.boxes[name], version))
         whole = all(p.weights == p.sent for p in parcels)
         for parcel in parcels:
             if not parcel.staged.done():
@@ -124,20 +123,21 @@ class Wire:
             raise SyncError(f"{name}: received weights of version {version} are not the trainer's")
         return parcels[0].weights
 
-    async def _unbroken(self, groups: Groups, work: asyncio.Future[T]) -> T:
+    async def _unbroken(self, groups: Groups, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`. Raises BrokenTransfer if the groups break before."""
-        broken = asyncio.ensure_future(groups.broken.wait())
+        task = asyncio.ensure_future(work)
+        tasks: list[asyncio.Future[Any]] = [task, asyncio.ensure_future(groups.broken.wait())]
         try:
             async with asyncio.timeout(self._timeout_s):
-                await asyncio.wait([work, broken], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             raise BrokenTransfer("a transfer broke off: timed out (sync.timeout_s)") from None
         finally:
-            work.cancel()
-            broken.cancel()
-        if not work.done() or work.cancelled():
+            for one in tasks:
+                one.cancel()
+        if not task.done() or task.cancelled():
             raise BrokenTransfer("a weight transfer broke off: connection closed by peer")
-        return work.result()
+        return task.result()
 
     async def _parcels(self, box: asyncio.Queue[Parcel], version: PolicyVersion) -> list[Parcel]:
         parcels = []
@@ -153,6 +153,10 @@ class Wire:
         if groups is None or groups.broken.is_set():
             raise BrokenTransfer("a weight transfer broke off: connection closed by peer")
         return groups
+
+
+async def _staged(parcels: Sequence[Parcel]) -> list[bool]:
+    return [await parcel.staged for parcel in parcels]
 
 
 class FaultyRollouts(SimRolloutEngine):

@@ -134,7 +134,8 @@ async def _judge(world: World, attempt: Attempt, task: asyncio.Task[bool]) -> bo
     if not explained:
         raise Violation(f"I6: no fault explains why the attempt ended: {text}") from error
     world.tell(f"the attempt ended: {text}")
-    _names_the_dead(world, attempt, causes)
+    if not unscored:  # The reward may end an attempt while a worker is brought back.
+        _names_the_dead(world, attempt, causes)
     await _orphans()
     return False
 
