@@ -20,7 +20,7 @@ from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimRolloutEngine, SimTrainEngine
 from millrace.simulate.faults.disk import SimPath, View
 from millrace.types import PolicyVersion, SamplingParams, Segment, Tokens
-from millrace.waits.registry import count, doing, gauge, waiting
+from millrace.waits.registry import Wait, count, doing, gauge, waiting
 
 T = TypeVar("T")
 
@@ -97,8 +97,8 @@ class Wire:
             absent = ", ".join(sorted({*groups.ends} - groups.here))
             raise SyncError(f"{absent} did not come within sync.timeout_s") from None
 
-    async def send(self, name: str, weights: int) -> bool:
-        """Send to every replica of the group. Return whether all of them staged the version.
+    async def send(self, name: str, version: PolicyVersion, weights: int) -> bool:
+        """Send a version to every replica of the group. Return whether all of them staged the version.
 
         As with real groups, a send ends only once every replica has taken part in it.
         """
@@ -109,7 +109,8 @@ class Wire:
                 wrong, self.damage = self.damage, False
                 parcels.append(Parcel(weights ^ wrong, weights, loop.create_future()))
                 box.put_nowait(parcels[-1])
-        return all(await self._unbroken(groups, _staged(parcels)))
+        with _member("rollout-*", self._ranks.index(name), version):
+            return all(await self._unbroken(groups, _staged(parcels)))
 
     async def receive(self, name: str, version: PolicyVersion) -> int:
         """Return the weights that arrive. Raises SyncError if they break off or are damaged."""
@@ -142,8 +143,7 @@ class Wire:
     async def _parcels(self, box: asyncio.Queue[Parcel], version: PolicyVersion) -> list[Parcel]:
         parcels = []
         for rank in range(len(self._ranks)):
-            whom, sync = f"trainer-{rank}", f"the weight sync of trainer rank {rank}"
-            with waiting(whom, f"bucket 1 of version {version}", sync, version):
+            with _member(f"trainer-{rank}", rank, version):
                 parcels.append(await box.get())
         return parcels
 
@@ -153,6 +153,11 @@ class Wire:
         if groups is None or groups.broken.is_set():
             raise BrokenTransfer("a weight transfer broke off: connection closed by peer")
         return groups
+
+
+def _member(whom: str, rank: int, version: PolicyVersion) -> Wait:
+    sync = f"the weight sync of trainer rank {rank}"
+    return waiting(whom, f"bucket 1 of version {version}", sync, version)
 
 
 async def _staged(parcels: Sequence[Parcel]) -> list[bool]:
@@ -348,26 +353,26 @@ class Sender:
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         self._seals(version, self._engine.lineage)
-        await self._wire.send(self._name, checksum(self._engine.lineage))
+        await self._wire.send(self._name, version, checksum(self._engine.lineage))
         return TransferReport(8, self._wire.transfer_s)
 
     async def keep(self, version: PolicyVersion) -> None:
         await self.sent()
         self._seals(version, self._engine.lineage)
         self._kept = version, checksum(self._engine.lineage)
-        self._start(self._kept[1])
+        self._start(*self._kept)
 
     async def resend(self, version: PolicyVersion) -> None:
         if self._kept is None or self._kept[0] != version:
             raise CopyGone(f"version {version} cannot be sent again: its copy is gone")
-        self._start(self._kept[1])
+        self._start(*self._kept)
 
-    def _start(self, weights: int) -> None:
-        self._sending = asyncio.ensure_future(self._send(weights))
+    def _start(self, version: PolicyVersion, weights: int) -> None:
+        self._sending = asyncio.ensure_future(self._send(version, weights))
 
-    async def _send(self, weights: int) -> None:
+    async def _send(self, version: PolicyVersion, weights: int) -> None:
         """Send the copy, and free it once all replicas have the version."""
-        if await self._wire.send(self._name, weights):
+        if await self._wire.send(self._name, version, weights):
             self._kept = None
 
     async def sent(self) -> None:
