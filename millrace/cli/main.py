@@ -48,6 +48,7 @@ from millrace.cli.import_verl import import_verl
 from millrace.cli.keep_going import KeepGoing, Restarts, keep_going
 from millrace.cli.query import query
 from millrace.cli.report import report_page
+from millrace.cli.scale import scale
 from millrace.cli.serve import serve
 from millrace.cli.simulate import simulate
 from millrace.cli.watch import watch
@@ -75,6 +76,7 @@ app.command()(import_verl)
 app.command()(watch)
 app.command()(why)
 app.command()(serve)
+app.command()(scale)
 app.command()(simulate)
 app.command()(query)
 app.command("report")(report_page)

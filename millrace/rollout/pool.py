@@ -37,7 +37,7 @@ class RolloutPool:
         *,
         deadline_s: float = _DEADLINE_S,
     ) -> None:
-        self.engines = engines
+        self.engines = [*engines]
         self.roster = Roster(len(engines)) if roster is None else roster
         self.deadline_s = deadline_s
         self._loads = [0] * len(engines)
@@ -47,6 +47,12 @@ class RolloutPool:
         """The newest totals of each replica. Those of a lost one still count."""
         self._interruptions = 0
         self._waiting: set[asyncio.Event] = set()
+
+    def add(self, engine: Replica) -> None:
+        """Take a further replica. It serves once the roster says that it is LIVE."""
+        self.engines.append(engine)
+        self._loads.append(0)
+        self._last.append(RolloutStats())
 
     async def generate(
         self, tokens: Tokens, params: SamplingParams, session: str

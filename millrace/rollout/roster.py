@@ -1,7 +1,7 @@
 """The roster: which replicas serve, as a pure state machine without a clock and without tasks.
 
     LIVE -> LOST -> STALE -> LIVE        LOST -> RETIRED
-    STALE -> LOST
+    STALE -> LOST                        any -> LEFT -> STALE
 
 | state | meaning |
 |---|---|
@@ -9,6 +9,7 @@
 | LOST | it died, fell silent or stood still; its worker is ended and started anew |
 | STALE | its worker runs again; it serves nothing until a sync has proven its weights |
 | RETIRED | it was lost too often in a row; the run goes on without it |
+| LEFT | a user took it out of the run; it is not started anew |
 
 Each start of a worker is an incarnation of its replica. News of an older incarnation change
 nothing.
@@ -32,6 +33,7 @@ class Standing(StrEnum):
     LOST = "lost"
     STALE = "stale"
     RETIRED = "retired"
+    LEFT = "left"
 
 
 PRESENT = (Standing.LIVE, Standing.STALE)
@@ -67,8 +69,7 @@ class Roster:
         self.max_restarts = max_restarts
         self.saves = False
         """Whether the run saves before it ends, once every replica is given up."""
-        self.losses = 0
-        self.restarts = 0
+        self.losses = self.restarts = self.joined = self.left = 0
         self._entries = [_Entry() for _ in range(count)]
         self._listeners: list[Listener] = []
 
@@ -96,6 +97,25 @@ class Roster:
         entry = self._expect(replica, Standing.LOST)
         entry.incarnation += 1
         self.restarts += 1
+        self._move(replica, Standing.STALE)
+        return entry.incarnation
+
+    def leave(self, replica: int) -> None:
+        """Take a replica out of the run. This is no loss."""
+        self._entries[replica].why = "a user took it out of the run"
+        self.left += 1
+        self._move(replica, Standing.LEFT)
+
+    def join(self, replica: int) -> int:
+        """Note that the worker of a new replica runs. Return its incarnation.
+
+        The replica is one that left, or the next number.
+        """
+        if replica == len(self._entries):
+            self._entries.append(_Entry(Standing.LEFT, incarnation=-1))
+        entry = self._expect(replica, Standing.LEFT)
+        entry.incarnation, entry.failures, entry.why = entry.incarnation + 1, 0, ""
+        self.joined += 1
         self._move(replica, Standing.STALE)
         return entry.incarnation
 
@@ -143,7 +163,8 @@ class Roster:
     @property
     def over(self) -> bool:
         """Whether every replica is given up."""
-        return bool(self._entries) and len(self.ids(Standing.RETIRED)) == len(self._entries)
+        gone = self.ids(Standing.RETIRED, Standing.LEFT)
+        return bool(self._entries) and len(gone) == len(self._entries)
 
     def backoff_s(self, replica: int) -> float:
         """Return the seconds to wait before the next start: 1, 2, 4 and so on."""

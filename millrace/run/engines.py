@@ -21,6 +21,7 @@ from millrace.run import keeper
 from millrace.run.folder import RunDir
 from millrace.run.keeper import Keeper
 from millrace.run.problems import weights_folder
+from millrace.run.scaling import Scaler, limit_of
 from millrace.runtime import ranks as ranks_
 from millrace.runtime.ranks import Ranks
 from millrace.runtime.recovering import RecoveringTrainEngine
@@ -29,6 +30,7 @@ from millrace.runtime.replica import RemoteRolloutEngine
 from millrace.runtime.roster_sync import RosterSync
 from millrace.runtime.rpc import Peer, Runtime
 from millrace.types import PolicyVersion
+from millrace.waits.side import FOLDER
 
 T = TypeVar("T")
 Address = tuple[str, int]
@@ -47,6 +49,7 @@ class Engines:
     turns: Turns
     sync: RosterSync
     keeper: Keeper
+    scaler: Scaler
 
     def watched(self, watch: Watch) -> WatchedEngines:
         """Return the engines of a run that `watch` sees. Replica i is the track `rollout-i`."""
@@ -56,6 +59,7 @@ class Engines:
             self.pool.roster,
             deadline_s=self.pool.deadline_s,
         )
+        self.scaler.tell(lambda i, engine: pool.add(WatchedReplica(engine, f"rollout-{i}", watch)))
         turns = turns_of(isinstance(self.turns, SharedTurns), pool, self.train)
         return WatchedEngines(watch, self.train, pool, turns, WatchedSync(self.sync, watch))
 
@@ -181,6 +185,9 @@ async def open_engines(
     engines = await build_engines(runtime, config, run, rollout=rollout, restarts=restarts)
     engines.keeper.news.note = engines.train.ranks.note = progress.note
     engines.train.folder = run.path
+    if restarts:
+        engines.scaler.note = progress.note
+        engines.keeper.scaling = engines.scaler.serve(run.path / FOLDER)
     async with engines.keeper:
         yield engines
 
@@ -254,7 +261,9 @@ def engines_of(
     turns = turns_of(shared, pool, train)
     sync = RosterSync(ranks, replicas, roster, deadline_s=deadline_s)
     keeper = Keeper(roster, replicas, ranks, starter, heartbeat_s=c.heartbeat_s)
-    return Engines(train, pool, turns, sync, keeper)
+    scaler = Scaler(keeper, replicas, limit_of(config.sides))
+    scaler.tell(lambda i, engine: pool.add(engine))
+    return Engines(train, pool, turns, sync, keeper, scaler)
 
 
 async def _build(worker: Peer, tree: dict[str, Any], *where: Any) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Protocol
 
-from millrace.errors import MillraceError
+from millrace.errors import MillraceError, ReplicaLost
 from millrace.rollout.patience import RESTART
 from millrace.rollout.roster import Change, Roster, Standing
 from millrace.run.news import News
@@ -22,6 +22,9 @@ from millrace.runtime.replica import RemoteRolloutEngine
 from millrace.runtime.rpc import Peer
 from millrace.waits.registry import as_actor, current, doing, within
 
+_GOODBYE_S = 30.0
+"""How long a replica that leaves may take to give its requests back. Validations end first."""
+_AGAIN_S = 0.1
 _STRIKES = 3
 """A replica that misses this many heartbeats is lost."""
 _RANK_STRIKES = 8
@@ -60,9 +63,12 @@ class Keeper:
         self._engines = engines
         self._starter = starter
         self._heartbeat_s = heartbeat_s
+        self.scaling: Coroutine[Any, Any, None] | None = None
+        """Serves requests for another number of replicas, once the keeper runs."""
+        self.running = False
         self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._healing: set[int] = set()
+        self._healing: dict[int, asyncio.Task[None]] = {}
         self._starting: dict[int, Peer] = {}
         """The workers whose engines are being built."""
         self._ends = ExitStack()
@@ -70,17 +76,21 @@ class Keeper:
 
     async def __aenter__(self) -> Keeper:
         await self._group.__aenter__()
+        self.running = True
         self._ends.enter_context(self.roster.told(self.news))
         self._ends.enter_context(self.roster.told(self._changed))
         for i, engine in enumerate(self._engines):
             self._follow(i, engine.peer, self.roster.incarnation(i))
-        self._ranks.follow(self._begin)
-        self._begin(self._listen(), "heartbeats")
+        self._ranks.follow(self.begin)
+        self.begin(self._listen(), "heartbeats")
+        if self.scaling is not None:
+            self.begin(self.scaling, "scaling")
         return self
 
     async def __aexit__(self, *error: Any) -> None:
         """End all tasks. Workers that end from now on are no loss. Raises the error of a task."""
         self._ends.close()
+        self.running = False
         self._ranks.follow(None)
         for engine in self._engines:
             engine.peer.on_death = lambda reason: None
@@ -88,7 +98,37 @@ class Keeper:
             task.cancel()
         await self._group.__aexit__(*error)
 
-    def _begin(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    async def join(self, replica: int, take: Callable[[Peer], None]) -> None:
+        """Start the worker of a replica that joins. `take` puts it into its engine.
+
+        It is STALE until a sync has proven its weights.
+        """
+        try:
+            start = self._starter.start(replica, partial(self._starting.__setitem__, replica))
+            peer = await start
+        finally:
+            self._starting.pop(replica, None)
+        take(peer)
+        self._follow(replica, peer, self.roster.join(replica))
+
+    async def leave(self, replica: int) -> None:
+        """Take a replica out of the run. Its requests go on elsewhere with their tokens."""
+        self.roster.leave(replica)
+        if (heal := self._healing.pop(replica, None)) is not None:
+            heal.cancel()
+            await asyncio.wait([heal])
+        engine = self._engines[replica]
+        peer = engine.peer
+        with suppress(ReplicaLost, TimeoutError):
+            async with asyncio.timeout(_GOODBYE_S):
+                while engine.requests:  # A request may arrive after the interruption.
+                    await engine.interrupt()
+                    await asyncio.sleep(_AGAIN_S)
+        peer.mark_dead("left: a user took the replica out of the run")
+        await self._starter.end(peer)
+
+    def begin(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run `work` until its end, or until the keeper's end."""
         with within(self._root):  # Whoever sees a loss does not wait for its repair.
             task = self._group.create_task(work, name=name)
         self._tasks.add(task)  # `__aexit__` ends it
@@ -135,9 +175,9 @@ class Keeper:
             peer = self._engines[change.replica].peer
             peer.mark_dead(change.why)
             if change.replica not in self._healing:
-                self._healing.add(change.replica)
                 heal = as_actor(f"{RESTART}{change.replica}", self._heal(change.replica, peer))
-                self._begin(heal, f"heal-{change.replica}")
+                task = self.begin(heal, f"heal-{change.replica}")
+                self._healing[change.replica] = task
 
     async def _heal(self, replica: int, lost: Peer) -> None:
         """End a lost worker, and start others until one runs or the replica is given up."""
@@ -156,7 +196,7 @@ class Keeper:
                 continue
             finally:
                 self._starting.pop(replica, None)
-            self._healing.discard(replica)
+            self._healing.pop(replica, None)
             self._engines[replica].renew(peer)
             self._follow(replica, peer, self.roster.restarted(replica))
             return

@@ -20,16 +20,28 @@ class News:
         self._roster, self._engines, self._ranks = roster, engines, ranks
         self._lost_at: dict[int, float] = {}
         """When each replica that does not serve was lost."""
+        self._joined_at: dict[int, float] = {}
+        """When the worker of each replica that joins was there."""
         self._healed_s: list[float] = []
         """Seconds from a loss until the replica served again, since the last row."""
 
     def __call__(self, change: Change) -> None:
         replica, now = change.replica, asyncio.get_running_loop().time()
-        if change.to is Standing.LIVE:
+        if change.to is Standing.LEFT:
+            self._lost_at.pop(replica, None)
+            self._joined_at.pop(replica, None)
+            self.note(f"replica rollout-{replica} left the run")
+        elif change.to is Standing.LIVE and replica in self._joined_at:
+            seconds = now - self._joined_at.pop(replica)
+            self.note(f"replica rollout-{replica} serves, {seconds:.1f} s after its worker came")
+        elif change.to is Standing.STALE and replica not in self._lost_at:
+            self._joined_at[replica] = now
+        elif change.to is Standing.LIVE:
             seconds = now - self._lost_at.pop(replica, now)
             self._healed_s.append(seconds)
             self.note(f"replica rollout-{replica} serves again, {seconds:.1f} s after its loss")
         elif change.to is not Standing.STALE:
+            self._joined_at.pop(replica, None)
             self._lost(change, again=replica in self._lost_at)
             self._lost_at.setdefault(replica, now)
 
@@ -43,7 +55,7 @@ class News:
         if change.to is Standing.LOST:
             follows = f"restart in {roster.backoff_s(replica):g} s"
         else:
-            left = len(roster) - len(roster.ids(Standing.RETIRED))
+            left = len(roster) - len(roster.ids(Standing.RETIRED, Standing.LEFT))
             with_whom = f"the run goes on with {left} of {len(roster)} replicas"
             follows = f"it is given up; {with_whom if left else 'no replica is left'}"
         self.note(f"{told}; {follows}")
@@ -66,12 +78,15 @@ class News:
 
     def _replicas(self) -> dict[str, float]:
         roster = self._roster
-        if not roster.losses:
+        scaled = roster.joined + roster.left
+        if not (roster.losses or scaled):
             return {}
         healed, self._healed_s = self._healed_s, []
+        moves = {"replicas/joined": float(roster.joined), "replicas/left": float(roster.left)}
         return {
             "replicas/live": float(len(roster.live)),
             "replicas/lost": float(roster.losses),
             "replicas/restarts": float(roster.restarts),
+            **(moves if scaled else {}),
             **({"replicas/heal_s": max(healed)} if healed else {}),
         }

@@ -152,7 +152,11 @@ class LocalRuntime:
         self._tasks.add(task)  # the task ends with the process, and `close` awaits it
         task.add_done_callback(self._tasks.discard)
         self._workers.append(worker)
-        await peer.call("ping", deadline_s=START_DEADLINE_S)
+        try:
+            await peer.call("ping", deadline_s=START_DEADLINE_S)
+        except BaseException:  # also a cancellation: nobody else knows of this process
+            await self.end(peer)
+            raise
         return peer
 
     def _beat(self, fd: int) -> dict[str, str]:

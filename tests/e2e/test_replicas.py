@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import psutil
 import pytest
 
 from millrace.config import recipe
+from millrace.report.accounts.lines import read
 from millrace.rollout.roster import Standing
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
@@ -83,3 +87,49 @@ def test_a_run_heals_a_replica_that_is_killed_and_one_that_stands_still(tmp_path
     assert any("worker rollout-1 fell silent: no heartbeat for 1.5 s" in note for note in told)
     assert sum("serves again" in note for note in told) == 2
     assert runs.rows(tmp_path / "run")[-1]["replicas/live"] == 2
+
+
+def scale(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return runs.command("scale", str(folder), *arguments, "--json", timeout=60)
+
+
+def test_replicas_join_and_leave_a_running_run(tmp_path: Path) -> None:
+    """One replica, then two, then the first again. The requests of the leaver go on elsewhere."""
+    folder, keys = tmp_path / "run", ["rollout.total_rollout_steps=100000", "trainer.threads=1"]
+    train = runs.start_command(*runs.small(folder, *keys), output=tmp_path / "out")
+    try:
+        while not (folder / "metrics.jsonl").exists() or not runs.rows(folder):
+            assert train.poll() is None, (tmp_path / "out").read_text()
+            time.sleep(0.05)
+        for refused, why in (("rollout=0", "from 1 on"), ("trainer=2", "only the replicas")):
+            done = scale(folder, refused)
+            assert done.returncode == 2 and why in done.stderr and "Traceback" not in done.stderr
+        grown = runs.last_json(scale(folder, "rollout=2").stdout)
+        assert (grown["before"], grown["after"], grown["serving"]) == (1, 2, True)
+        assert grown["seconds"] < 20
+        shrunk = runs.last_json(scale(folder, "rollout=1").stdout)
+        assert (shrunk["before"], shrunk["after"], shrunk["error"]) == (2, 1, "")
+        version = runs.rows(folder)[-1]["version"]
+        while runs.rows(folder)[-1]["version"] < version + 2:
+            assert train.poll() is None
+            time.sleep(0.05)
+        train.send_signal(signal.SIGTERM)
+        train.wait(60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(train.pid, signal.SIGKILL)
+    told = (tmp_path / "out").read_text()
+    assert "replica rollout-1 serves, " in told and "replica rollout-1 left the run" in told
+    assert "was lost" not in told, "a leaver is no loss"
+    row = runs.rows(folder)[-1]
+    assert (row["replicas/live"], row["replicas/joined"], row["replicas/left"]) == (1, 1, 1)
+    assert row["replicas/lost"] == 0
+    found = runs.audit(folder)
+    assert (found["lost"], found["trained_twice"], found["dropped"]) == (0, 0, {})
+    last = read(folder)[-1]
+    assert sum(last.tokens.values()) == last.generated
+    seconds = {track: sum(device.seconds.values()) for track, device in last.devices.items()}
+    assert seconds["rollout-0"] == pytest.approx(last.seconds, rel=1e-6)
+    assert 0 < seconds["rollout-1"] < last.seconds, "it came later, and left earlier"
+    gone = scale(folder, "rollout=2")
+    assert gone.returncode == 2 and "the run does not run" in gone.stderr

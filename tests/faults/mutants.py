@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import count, islice
 from typing import Any
 
 from millrace.errors import WorkerError
@@ -31,6 +32,7 @@ from millrace.simulate.faults.scenario import draw
 from millrace.simulate.faults.world import run_world
 from tests.faults.planting import patched
 from tests.faults.recoveries import RECOVERIES
+from tests.faults.scalings import SCALINGS
 
 Plant = Callable[[], Any]
 
@@ -337,16 +339,24 @@ MUTANTS: dict[str, Plant] = {
     "torn tail accepted": torn_tail_accepted,
     "journal forgets what it synced": journal_forgets_what_it_synced,
     **RECOVERIES,
+    **SCALINGS,
 }
 """The planted bugs by name."""
 
 
-def seeds_of(name: str, most: int) -> range:
-    """Return the seeds for a bug. Those of a recovery need worlds in which the trainer is lost."""
+def seeds_of(name: str, most: int) -> Sequence[int]:
+    """Return the seeds for a bug.
+
+    Those of a recovery need worlds in which the trainer is lost, and those of a joiner or a leaver
+    need worlds in which a user asks for another number of replicas.
+    """
+    if name.startswith(("joiner", "leaver")):
+        scales = (k for k in count() if any("scale" in fault.kind for fault in draw(k).faults))
+        return [*islice(scales, most)]
     return range(3, 4 * most, 4) if name.startswith("recovery") else range(most)
 
 
-def first_seed(plant: Plant, seeds: range) -> tuple[int, str] | None:
+def first_seed(plant: Plant, seeds: Iterable[int]) -> tuple[int, str] | None:
     """Return the first seed that finds a bug, and what it says. None if no seed does."""
     with plant():
         for seed in seeds:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from millrace.observe.watch import Event
 from millrace.report.accounts.devices import DeviceAccount
 from millrace.report.accounts.flow import FlowAccount
@@ -48,3 +50,23 @@ def test_an_idle_replica_waits_for_tools_only_if_sessions_have_any() -> None:
 
     assert waits(tools=True) == {"generate": 1.0, "wait_tools": 2.0, "wait_rewards": 4.0}
     assert waits(tools=False) == {"generate": 1.0, "wait_rewards": 6.0}
+
+
+def test_the_seconds_of_a_replica_count_from_its_join_until_it_leaves() -> None:
+    flow, schedule = FlowAccount(0.0), Schedule(ppo_mini_batch_size=1)
+    account = DeviceAccount(0.0, schedule, flow, trainers=1, replicas={"rollout-0": 2})
+    for time, track, name, phase in (
+        (0.0, "rollout-0", "request", "begin"),
+        (3.0, "rollout-1", "replica_stale", "at"),
+        (4.0, "rollout-1", "request", "begin"),
+        (6.0, "rollout-1", "request", "end"),
+        (7.0, "rollout-1", "replica_left", "at"),
+        (9.0, "rollout-1", "replica_stale", "at"),
+        (10.0, "rollout-0", "replica_stale", "at"),
+    ):
+        account(Event(time, track, name, phase, "0/0"))  # type: ignore[arg-type]
+    found: dict[str, Any] = {
+        track: (n, dict(seconds)) for track, (n, seconds) in account.seconds(12.0).items()
+    }
+    assert found["rollout-0"] == (2, {"generate": 12.0})
+    assert found["rollout-1"] == (2, {"generate": 2.0, "other": 5.0})

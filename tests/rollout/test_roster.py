@@ -9,6 +9,7 @@ import pytest
 from millrace.rollout.roster import PRESENT, Change, Roster, Standing
 
 LIVE, LOST, STALE, RETIRED = Standing.LIVE, Standing.LOST, Standing.STALE, Standing.RETIRED
+LEFT = Standing.LEFT
 LEGAL = {
     (LIVE, LOST),
     (STALE, LOST),
@@ -16,6 +17,8 @@ LEGAL = {
     (LOST, STALE),
     (STALE, LIVE),
     *((state, RETIRED) for state in (LIVE, LOST, STALE)),
+    *((state, LEFT) for state in (LIVE, LOST, STALE, RETIRED)),
+    (LEFT, STALE),
 }
 
 
@@ -29,6 +32,7 @@ def test_any_events_in_any_order_make_legal_moves_alone(seed: int) -> None:
         i = change.replica
         assert (before[i], change.to) in LEGAL and roster.state(i) is change.to
         row[i] += change.to in (LOST, RETIRED)
+        row[i] = 0 if change.to is LEFT or before[i] is LEFT else row[i]
         assert (row[i] > most) is (change.to is RETIRED)
         before[i] = change.to
         changes.append(change)
@@ -37,7 +41,16 @@ def test_any_events_in_any_order_make_legal_moves_alone(seed: int) -> None:
         for _ in range(60):
             i, age = dice.randrange(count), dice.choice((0, 0, 0, 1))
             state, incarnation, was = roster.state(i), roster.incarnation(i) - age, len(changes)
-            match dice.randrange(4):
+            match dice.randrange(6):
+                case 4 if state is LEFT:
+                    assert roster.join(i) == incarnation + age + 1
+                case 4:
+                    with pytest.raises(ValueError, match=f"is {state}, expected left"):
+                        roster.join(i)
+                case 5 if state is not LEFT and dice.random() < 0.3:
+                    roster.leave(i)
+                case 5:
+                    continue
                 case 0:
                     counts = roster.lose(i, incarnation, "why")
                     assert counts is (state in PRESENT and not age)
@@ -56,10 +69,10 @@ def test_any_events_in_any_order_make_legal_moves_alone(seed: int) -> None:
                     with pytest.raises(ValueError, match=f"is {state}, expected lost"):
                         roster.start_failed(i, "why")
             if age:
-                assert len(changes) == was or state is LOST
+                assert len(changes) == was or state is LOST or changes[-1].to in (LEFT, STALE)
             assert [*roster.present] == [k for k in range(count) if before[k] in PRESENT]
             assert roster.starved is (LIVE not in before and STALE in before)
-            assert roster.over is (set(before) == {RETIRED})
+            assert roster.over is (set(before) <= {RETIRED, LEFT})
             away = [k for k in range(count) if before[k] is not LIVE]
             assert all(f"rollout-{k} is {before[k]}" in roster.describe() for k in away)
     assert not roster._listeners
@@ -79,3 +92,15 @@ def test_the_back_off_doubles_and_begins_again_once_a_version_was_served() -> No
         roster.proven(0, roster.restarted(0) if roster.state(0) is LOST else 9)
     roster.lose(0, 9, "why")
     assert roster.backoff_s(0) == 1
+
+
+def test_a_replica_joins_with_the_next_number_or_with_the_one_that_left() -> None:
+    roster, changes = Roster(1), list[Change]()
+    with roster.told(changes.append):
+        assert roster.join(1) == 0 and roster.present == {0: 0, 1: 0} and roster.live == [0]
+        assert roster.proven(1, 0) and roster.live == [0, 1]
+        roster.leave(0)
+        assert not roster.lose(0, 0, "its process ended") and not roster.proven(0, 0)
+        assert roster.join(0) == 1
+    assert [(c.replica, c.to) for c in changes] == [(1, STALE), (1, LIVE), (0, LEFT), (0, STALE)]
+    assert (roster.joined, roster.left, roster.losses) == (2, 1, 0)

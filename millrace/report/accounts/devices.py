@@ -58,9 +58,10 @@ class Clock:
 class _Replica:
     """One replica. It works, or it is in the state that all idle replicas share."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, idle_before: Seconds) -> None:
+        """`idle_before` has the seconds of the shared state until now."""
         self._requests = {"generate": 0, "validate": 0}
-        self._work, self._idle, self._idle_before = Clock(now, "idle"), Seconds(), Seconds()
+        self._work, self._idle, self._idle_before = Clock(now, "idle"), Seconds(), idle_before
 
     def change(self, event: Event, idle: Clock) -> None:
         """Count a request. `idle` is the clock of the shared state."""
@@ -113,7 +114,9 @@ class DeviceAccount:
         self._limit, self._retired, self._tools = limit, retired, tools
         self._trainer, self._steps, self._moved = Clock(now, "other"), Seconds(), Seconds()
         self._idle = Clock(now, "other")
-        self._replicas = {track: _Replica(now) for track in replicas}
+        self._replicas = {track: _Replica(now, Seconds()) for track in replicas}
+        self._left: dict[str, Seconds] = {}
+        """The seconds of replicas until they left the run."""
         self._pauses, self._number_idle = 0, len(replicas)
 
     def __call__(self, event: Event) -> None:
@@ -127,12 +130,29 @@ class DeviceAccount:
             self._trainer.switch(event.time, event.name)
         elif event.name == "relabelled":
             self._relabel(event)
+        elif event.name in ("replica_stale", "replica_left"):
+            self._scale(event)
         elif event.name == "stepped":
             self._steps.update(event.facts["report"].seconds)
         elif event.name == "pause":
             self._pauses += 1 if event.phase == "begin" else -1
         if self._number_idle:  # Else nobody is in this state, and its clock may be late.
             self._idle.switch(event.time, self._idle_state())
+
+    def _scale(self, event: Event) -> None:
+        """Count the seconds of a replica from its join on, until it leaves."""
+        idle, track = self._idle.until(event.time), event.track
+        if event.name == "replica_left":
+            replica = self._replicas.pop(track)
+            self._left[track] = self._left.get(track, Seconds()) + replica.until(event.time, idle)
+            self._number_idle -= replica.idle
+        elif track not in self._replicas:
+            if not self._number_idle:  # Nobody was in this state, and its clock is late.
+                self._idle.switch(event.time, "other")
+                idle = self._idle.until(event.time)
+            self._devices.setdefault(track, next(iter(self._devices.values())))
+            self._replicas[track] = _Replica(event.time, idle)
+            self._number_idle += 1
 
     def _relabel(self, event: Event) -> None:
         """Move seconds of the trainer to another state, at most as many as the first one has.
@@ -173,6 +193,9 @@ class DeviceAccount:
             track: (self._devices[track], replica.until(now, idle))
             for track, replica in self._replicas.items()
         }
+        for track, seconds in self._left.items():
+            more = tracks[track][1] if track in tracks else Seconds()
+            tracks[track] = self._devices[track], seconds + more
         if self._schedule.colocated:
             return {
                 f"shared-{i}": (count, self._split(seconds))

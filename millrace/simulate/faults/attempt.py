@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
-from millrace.errors import WorkerError
+from millrace.errors import MillraceError, WorkerError
 from millrace.observe.progress import Progress
 from millrace.observe.watch import Event, Watch
 from millrace.pipeline.checkpoint import Checkpoints, read_ledger
@@ -16,9 +16,10 @@ from millrace.pipeline.history import History, audit
 from millrace.pipeline.journal_file import Batch
 from millrace.pipeline.record import RunRecord
 from millrace.rollout.roster import Change
-from millrace.run.engines import engines_of
+from millrace.run.engines import Engines, engines_of
 from millrace.run.evaluate import make_validator
 from millrace.run.folder import RunDir
+from millrace.run.scaling import Scaler
 from millrace.run.session import Session
 from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
@@ -79,6 +80,7 @@ class Attempt:
         self._targets = {f.target for f in self._waiting if f.trigger.on != "time"}
         self._counts: dict[str, int] = {}
         self._timers: list[asyncio.TimerHandle] = []
+        self._engines: Engines | None = None
 
     async def run(self) -> bool:
         """Run the attempt as `millrace train` does. Return whether the run is complete."""
@@ -168,6 +170,7 @@ class Attempt:
         where = config, trainers, rollouts, config.schedule.colocated
         engines = engines_of(*where, restarts=True, starter=self)
         await engines.sync.connect()
+        self._engines = engines
         ranks = engines.train.ranks
         ranks.note = self.world.tell
         self.recovers = lambda: bool(ranks.able and config.trainer.save_freq)
@@ -175,13 +178,25 @@ class Attempt:
         problems, reward = cast("Any", Problems()), cast("Any", self.reward)
         return Session(config, run, problems, engines, reward, progress)
 
+    def scale(self, more: int) -> None:
+        """Ask for more or fewer replicas, as `millrace scale` does."""
+
+        async def ask(scaler: Scaler) -> None:
+            try:
+                await scaler.scale(len(scaler.members) + more)
+            except MillraceError as error:
+                self.world.tell(f"no other number of replicas: {error}")
+
+        if self._engines is not None and self._engines.keeper.running:
+            self._engines.keeper.begin(ask(self._engines.scaler), "scaling")
+
     async def start(self, replica: int, started: Callable[[Peer], None]) -> Peer:
         """Start the worker of a lost replica anew."""
         await asyncio.sleep(self.world.scenario.start_s)
         if self.view.dead:
             raise WorkerError("the driver is dead")
         name = f"rollout-{replica}"
-        self._old.append(self.workers[name])
+        self._old += [self.workers[name]] if name in self.workers else []
         self._start_replica(replica)
         return self.workers[name].peer
 

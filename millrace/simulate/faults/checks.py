@@ -321,7 +321,7 @@ class Checks:
         self._stale.pop(name, None)
         if change.to is Standing.STALE:
             self._stale[name] = 0
-        elif change.to is not Standing.LIVE:
+        elif change.to in (Standing.LOST, Standing.RETIRED):
             self._lost[name] += 1
             explained = self._lost[name] <= faults[name]
             self._true("I6", explained, f"{name} was lost without a fault: {change.why}")

@@ -119,6 +119,13 @@ def _stops(attempt: Attempt, fault: Fault) -> None:
     attempt.stop.request()
 
 
+def _scales(more: int) -> Callable[[Attempt, Fault], None]:
+    def act(attempt: Attempt, fault: Fault) -> None:
+        attempt.scale(more)
+
+    return act
+
+
 ACTS: Mapping[str, Callable[[Attempt, Fault], None]] = {
     "replica_dies": _dies,
     "replica_freezes": _freezes(),
@@ -144,4 +151,6 @@ ACTS: Mapping[str, Callable[[Attempt, Fault], None]] = {
     "driver_dies": _kills,
     "power_cut": _cuts_power,
     "stop": _stops,
+    "scale_up": _scales(1),
+    "scale_down": _scales(-1),
 }

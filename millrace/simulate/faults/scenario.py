@@ -119,8 +119,12 @@ KINDS: dict[str, Kind] = {
     "driver_dies": Kind(triggers=("disk", "event", "event")),
     "power_cut": Kind(triggers=("disk", "disk", "event")),
     "stop": Kind(triggers=("event",)),
+    "scale_up": Kind(survivable=True),
+    "scale_down": Kind(survivable=True),
 }
-"""Every kind of fault."""
+"""Every kind of fault, and the wishes of a user for more or fewer replicas."""
+_SCALES = ("scale_up", "scale_down")
+_DRAWN = tuple(kind for kind in KINDS if kind not in _SCALES)
 
 _OF_RANKS = ("rank_dies", "rank_dies", "rank_freezes", "partition_up", "stop", "replica_dies")
 """The kinds of faults in every fourth world, where the trainer is lost in the middle of its work."""
@@ -180,12 +184,21 @@ def draw(seed: int) -> Scenario:
         reward_s=dice.choice((0.0, 0.2)),
     )
     count = dice.choice((0, 1, 1, 2, 2, 3, 4)) + loses_ranks
-    kinds = _OF_RANKS if loses_ranks else tuple(KINDS)
+    kinds = _OF_RANKS if loses_ranks else _DRAWN
     faults = tuple(_fault(dice, k, ranks, replicas, kinds) for k in range(count))
+    if not config.schedule.colocated:
+        faults += _scales(random.Random(f"scale {seed}"))
     slots, write_s = dice.choice((3, 8, 64)), dice.choice((0.0, 0.1, 1.0))
     start_s = dice.choice((0.2, 2.0, 8.0))
     seconds = write_s, start_s
     return Scenario(seed, mode, config, cost, ranks, replicas, slots, *seconds, faults)
+
+
+def _scales(dice: random.Random) -> tuple[Fault, ...]:
+    """Return the moments at which a user asks for another number of replicas, in some worlds."""
+    count = dice.choice((0, 0, 0, 0, 1, 2, 3))
+    moments = [(dice.choice((0, 0, 1)), dice.uniform(0.0, 10.0)) for _ in range(count)]
+    return tuple(Fault(dice.choice(_SCALES), k, Trigger("time", at)) for k, at in moments)
 
 
 def _policy(dice: random.Random) -> RewardConfig:

@@ -1,0 +1,95 @@
+"""`millrace scale`: another number of replicas for a running run."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+import uuid
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from millrace.cli.console import Json, report
+from millrace.errors import DeadlineError, MillraceError, bad_value
+from millrace.run.scaling import ANSWER, REQUEST, Reply, Request, write
+from millrace.waits import kernel
+from millrace.waits.ask import gone, processes
+from millrace.waits.graph import DRIVER
+from millrace.waits.side import FOLDER
+
+_POLL_S = 0.1
+_ANSWER_S = 120.0
+"""How long the start and the end of workers may take."""
+
+
+def scale(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a running run")],
+    change: Annotated[str, typer.Argument(metavar="rollout=N", help="The number of replicas")],
+    wait: Annotated[bool, typer.Option(help="Wait until the new replicas serve.")] = True,
+    deadline: Annotated[float, typer.Option(min=1, help="Seconds to wait until they serve.")] = 300,
+    json_: Json = False,
+) -> None:
+    """Change the number of rollout replicas of a running run. Nothing else restarts.
+
+    A replica that joins serves from the next weight sync on. A resumed run starts with the number
+    of its configuration.
+
+    Example: millrace scale runs/quickstart-1 rollout=2
+    """
+    count = count_of(change)
+    check_running(run)
+    request = Request(uuid.uuid4().hex, count, deadline if wait else 0.0)
+    folder = run / FOLDER
+    file = folder / f"{request.id}{REQUEST}"
+    write(file, request)
+    if wait:
+        typer.echo(f"asked for {count} replicas. They serve from a weight sync on ...", err=True)
+    reply = wait_for(file, deadline + _ANSWER_S)
+    if reply.error:
+        raise MillraceError(reply.error)
+    text = f"scaled from {reply.before} to {reply.after} replicas after {reply.seconds:.1f} s"
+    if not reply.serving:
+        text += ". Not all of them serve yet: they begin at a weight sync (`millrace watch`)"
+    report(json_, msgspec.to_builtins(reply), text)
+
+
+def count_of(change: str) -> int:
+    """Return N of `rollout=N`."""
+    key, _, value = change.partition("=")
+    if key != "rollout":
+        raise bad_value(key, value, "only the replicas of a running run can change", "rollout=2")
+    if not re.fullmatch("[0-9]{1,4}", value) or int(value) < 1:
+        raise bad_value(key, value, "the number of replicas is an integer from 1 on", "rollout=2")
+    return int(value)
+
+
+def check_running(run: Path) -> None:
+    """Raise ConfigError unless the driver of the run lives on this machine."""
+    if not (run / ".millrace-run").exists():
+        raise bad_value(
+            "RUN", str(run), "is not a run folder", "a folder such as runs/quickstart-1"
+        )
+    driver = next((p for p in processes(run) if p["name"] == DRIVER), None)
+    if driver is not None and driver["host"] != socket.gethostname():
+        rule = f"the driver runs on {driver['host']}"
+        raise bad_value("RUN", str(run), rule, f"`millrace scale {run}` there")
+    if driver is None or gone(kernel.look([driver["pid"]])[driver["pid"]]):
+        raise bad_value("RUN", str(run), "the run does not run", "the folder of a running run")
+
+
+def wait_for(file: Path, deadline_s: float) -> Reply:
+    """Wait for the driver's answer to the request in `file`."""
+    end, answer = time.monotonic() + deadline_s, file.with_suffix(ANSWER)
+    while time.monotonic() < end:
+        if answer.exists():
+            reply = msgspec.json.decode(answer.read_bytes(), type=Reply)
+            answer.unlink()
+            return reply
+        if not file.parent.exists():
+            raise MillraceError("the run has ended before it answered")
+        time.sleep(_POLL_S)
+    file.unlink(missing_ok=True)
+    raise DeadlineError(f"the driver did not answer within {deadline_s:g} s. See `millrace why`")
