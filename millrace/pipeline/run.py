@@ -27,12 +27,17 @@ async def run_pipeline(rollouter: Rollouter, trainer: Trainer) -> bool:
         roster.told(lambda change: trainer.queue.wake_all()),
     ):
         async with asyncio.TaskGroup() as tasks:
-            producer = tasks.create_task(as_actor("rollouter", rollouter.run()), name="rollouter")
+            producer = tasks.create_task(_roll(rollouter), name="rollouter")
             await as_actor("trainer", trainer.run())
             if not trainer.queue.ledger.done():
                 await as_actor("trainer", trainer.stop())
             producer.cancel()
     return trainer.queue.ledger.done()
+
+
+async def _roll(rollouter: Rollouter) -> None:
+    """Run the rollout loop. A task that is cancelled before it begins has made no coroutine."""
+    await as_actor("rollouter", rollouter.run())
 
 
 @contextmanager
