@@ -44,15 +44,18 @@ def scale(
     request = Request(uuid.uuid4().hex, count, deadline if wait else 0.0)
     folder = run / FOLDER
     file = folder / f"{request.id}{REQUEST}"
-    write(file, request)
+    try:
+        write(file, request)
+    except OSError as error:
+        raise MillraceError(f"{file}: {error.strerror}. The run may have ended") from error
     if wait:
-        typer.echo(f"asked for {count} replicas. They serve from a weight sync on ...", err=True)
+        typer.echo(f"waiting until {count} replicas serve ...", err=True)
     reply = wait_for(file, deadline + _ANSWER_S)
     if reply.error:
         raise MillraceError(reply.error)
     text = f"scaled from {reply.before} to {reply.after} replicas after {reply.seconds:.1f} s"
     if not reply.serving:
-        text += ". Not all of them serve yet: they begin at a weight sync (`millrace watch`)"
+        text += ". Not all of them serve yet: they begin at a weight sync"
     report(json_, msgspec.to_builtins(reply), text)
 
 

@@ -63,6 +63,8 @@ def test_the_seconds_of_a_replica_count_from_its_join_until_it_leaves() -> None:
         (7.0, "rollout-1", "replica_left", "at"),
         (9.0, "rollout-1", "replica_stale", "at"),
         (10.0, "rollout-0", "replica_stale", "at"),
+        (10.0, "rollout-3", "replica_left", "at"),
+        (11.0, "rollout-2", "request", "begin"),
     ):
         account(Event(time, track, name, phase, "0/0"))  # type: ignore[arg-type]
     found: dict[str, Any] = {
@@ -70,3 +72,5 @@ def test_the_seconds_of_a_replica_count_from_its_join_until_it_leaves() -> None:
     }
     assert found["rollout-0"] == (2, {"generate": 12.0})
     assert found["rollout-1"] == (2, {"generate": 2.0, "other": 5.0})
+    assert found["rollout-2"] == (2, {"generate": 1.0}), "it joined before the watch"
+    assert "rollout-3" not in found

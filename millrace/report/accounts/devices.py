@@ -121,6 +121,8 @@ class DeviceAccount:
 
     def __call__(self, event: Event) -> None:
         if event.name == "request":
+            if event.phase == "begin" and event.track not in self._replicas:
+                self._join(event)  # It joined before the run had its watch.
             replica = self._replicas.get(event.track)
             if replica is not None:
                 before = replica.idle
@@ -130,8 +132,10 @@ class DeviceAccount:
             self._trainer.switch(event.time, event.name)
         elif event.name == "relabelled":
             self._relabel(event)
-        elif event.name in ("replica_stale", "replica_left"):
-            self._scale(event)
+        elif event.name == "replica_stale" and event.track not in self._replicas:
+            self._join(event)
+        elif event.name == "replica_left" and event.track in self._replicas:
+            self._leave(event)
         elif event.name == "stepped":
             self._steps.update(event.facts["report"].seconds)
         elif event.name == "pause":
@@ -139,20 +143,20 @@ class DeviceAccount:
         if self._number_idle:  # Else nobody is in this state, and its clock may be late.
             self._idle.switch(event.time, self._idle_state())
 
-    def _scale(self, event: Event) -> None:
-        """Count the seconds of a replica from its join on, until it leaves."""
-        idle, track = self._idle.until(event.time), event.track
-        if event.name == "replica_left":
-            replica = self._replicas.pop(track)
-            self._left[track] = self._left.get(track, Seconds()) + replica.until(event.time, idle)
-            self._number_idle -= replica.idle
-        elif track not in self._replicas:
-            if not self._number_idle:  # Nobody was in this state, and its clock is late.
-                self._idle.switch(event.time, "other")
-                idle = self._idle.until(event.time)
-            self._devices.setdefault(track, next(iter(self._devices.values())))
-            self._replicas[track] = _Replica(event.time, idle)
-            self._number_idle += 1
+    def _join(self, event: Event) -> None:
+        """Count the seconds of a replica from now on."""
+        if not self._number_idle:  # Nobody was in this state, and its clock is late.
+            self._idle.switch(event.time, "other")
+        self._devices.setdefault(event.track, next(iter(self._devices.values()), 1))
+        self._replicas[event.track] = _Replica(event.time, self._idle.until(event.time))
+        self._number_idle += 1
+
+    def _leave(self, event: Event) -> None:
+        """Keep the seconds of a replica that leaves."""
+        replica, track = self._replicas.pop(event.track), event.track
+        seconds = replica.until(event.time, self._idle.until(event.time))
+        self._left[track] = self._left.get(track, Seconds()) + seconds
+        self._number_idle -= replica.idle
 
     def _relabel(self, event: Event) -> None:
         """Move seconds of the trainer to another state, at most as many as the first one has.

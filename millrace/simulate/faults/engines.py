@@ -98,7 +98,7 @@ class Wire:
             raise SyncError(f"{absent} did not come within sync.timeout_s") from None
 
     async def send(self, name: str, version: PolicyVersion, weights: int) -> bool:
-        """Send a version to every replica of the group. Return whether all of them staged the version.
+        """Send a version to every replica of the group. Return whether all of them staged it.
 
         As with real groups, a send ends only once every replica has taken part in it.
         """
