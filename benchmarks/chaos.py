@@ -123,6 +123,8 @@ def main() -> None:
     options = arguments()
     if not options.here:
         isolated()
+    if "vllm" in (options.recipe or ""):
+        Run.patience = 4  # On a CPU, its engines take half a minute to start.
     wanted = options.faults.split(",")
     names = [n for n in FAULTS if options.faults == "all" or any(w in n for w in wanted)]
     with serving() as options.tools:

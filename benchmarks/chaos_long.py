@@ -158,8 +158,8 @@ def learn(names: Sequence[str], options: argparse.Namespace) -> list[Trial]:
     """Train whole runs of every seed, with each fault in turn and without faults."""
     trials: list[Trial] = []
     ends: dict[bool, list[float]] = {False: [], True: []}
-    for seed in range(options.seeds):
-        for faulty in (False, True):
+    for faulty in (True, False):
+        for seed in range(options.seeds):
             dice = random.Random(seed)
             keys = [*LEARNING, f"trainer.seed={seed}", f"trainer.runtime={options.runtime}"]
             name = options.recipe or "quickstart"
@@ -169,9 +169,7 @@ def learn(names: Sequence[str], options: argparse.Namespace) -> list[Trial]:
             for fault in names if faulty else ():
                 trials.append(trial(run, len(trials) + 1, fault, dice))
             ends[faulty].append(end_of(run))
-            wrong = close(run)
-            if trials:
-                trials[-1].error += wrong
+            trials[-1].error += close(run)
             print(f"seed {seed}, faults: {faulty}, mean@1 {ends[faulty][-1]:.3f}", flush=True)
     calm, hurt = ends[False], ends[True]
     print(

@@ -37,6 +37,9 @@ class Failed(Exception):
 class Run:
     """A run of `millrace train` in one folder, over all of its attempts."""
 
+    patience = 1.0
+    """Times every limit of a wait."""
+
     def __init__(self, folder: Path, recipe: str, keys: Sequence[str], tools: Tools) -> None:
         self.folder, self.orders = folder / "run", folder / "orders"
         self.orders.mkdir(parents=True)
@@ -79,6 +82,7 @@ class Run:
 
     def until(self, ready: Callable[[], bool], what: str, limit_s: float) -> float:
         """Wait for something. Return the time. Raises Failed if the run ends or time is up."""
+        limit_s *= self.patience
         end = time.monotonic() + limit_s
         while not ready():
             if not self.alive:
