@@ -35,7 +35,7 @@ def told(name: str) -> str:
 def replica_kill(run: Run, t: Trial, dice: random.Random) -> None:
     name, pid = one(run, "rollout", dice)
     since, during = len(run.lines), run.busy()
-    t.fired(signalled(pid, signal.SIGKILL), during)
+    t.fired(f"{name}: {signalled(pid, signal.SIGKILL)}", during)
     t.seen(run.line(f"{told(name)} was lost", since, 20))
     t.healed(run.line(f"{told(name)} serves again", since, HEAL_S))
 
@@ -44,7 +44,7 @@ def replica_stop(run: Run, t: Trial, dice: random.Random) -> None:
     """The process stands still, and goes on after it was replaced, if it still lives."""
     name, pid = one(run, "rollout", dice)
     since, during = len(run.lines), run.busy()
-    t.fired(signalled(pid, signal.SIGSTOP), during)
+    t.fired(f"{name}: {signalled(pid, signal.SIGSTOP)}", during)
     t.seen(run.line(f"{told(name)} was lost", since, 20))
     t.healed(run.line(f"{told(name)} serves again", since, HEAL_S))
     if alive(pid):
@@ -62,7 +62,7 @@ def replica_kill_in_sync(run: Run, t: Trial, dice: random.Random) -> None:
     while not any(w in during for w in ("receiver", "sender")) and time.monotonic() < end:
         time.sleep(POLL_S)
         during = run.busy()
-    t.fired(signalled(pid, signal.SIGKILL), during)
+    t.fired(f"{name}: {signalled(pid, signal.SIGKILL)}", during)
     t.seen(run.line(f"{told(name)} was lost", since, 20))
     t.healed(run.line(f"{told(name)} serves again", since, HEAL_S))
 
