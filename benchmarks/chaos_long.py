@@ -25,7 +25,7 @@ KEYS = [
     "sft.steps=100", "rollout.total_rollout_steps=100000000", "data.val_files=[]",
     "rollout.test_freq=0", "trainer.val_before_train=false", "rollout.n_gpus_per_node=2",
     "trainer.save_freq=5", "trainer.max_ckpt_to_keep=3", "actor.optim.lr_scheduler_type=constant", "trainer.threads=1",
-    "report.enable=false",
+    "report.enable=false", "report.trace_mb=64", "report.samples_mb=64",
 ]  # fmt: skip
 OWN = {
     "quickstart": [
