@@ -76,7 +76,7 @@ class Pair:
         self._cases += 1
         for pipe in self._pipes:
             pipe.send((self._cases, function, args, keys))
-        self._wait(f"case {self._cases}", limit_s)
+        self._wait(function.__name__, limit_s)
         return [
             torch.load(_result(self._folder, self._cases, rank), "cpu", weights_only=False)
             for rank in range(RANKS)
