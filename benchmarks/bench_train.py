@@ -33,9 +33,12 @@ TINY = (
     *("model.shape.hidden_size=64", "model.shape.num_hidden_layers=2"),
     *("model.shape.num_attention_heads=4", "model.shape.intermediate_size=128"),
     *("model.shape.vocab_size=64", "model.dtype=float32", "model.compile=false"),
-    *("trainer.device=cpu", "rollout.engine=torch", "trainer.threads=1"),
+    *("rollout.engine=torch", "trainer.threads=1"),
 )
-"""A shape for the test of this file on a CPU."""
+"""A shape for the test of this file on a CPU, where Megatron needs the shim of the tests:
+
+PYTHONPATH=tests/train/megatron/site:. python benchmarks/bench_train.py shapes --tiny --gpus 2 --length 32
+"""
 TWO = ("trainer.n_gpus_per_node=2",)
 
 
@@ -217,7 +220,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--gpus", type=int, default=0, help="0 asks torch")
     parser.add_argument("--only", default="", help="arms whose name has this text")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, for a CPU")
     parser.add_argument("--json", default="", help="file that gets one line for each arm")
     options = parser.parse_args()
     if not options.gpus:

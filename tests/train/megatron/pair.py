@@ -10,7 +10,9 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -159,6 +161,11 @@ def _serve(rank: int, folder: str, device: str, pipe: Connection, log: str) -> N
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=300)
         )
-        torch.save(function(*args, rank=rank, **keys), _result(folder, number, rank))
-        dist.destroy_process_group()
+        try:
+            torch.save(function(*args, rank=rank, **keys), _result(folder, number, rank))
+            dist.destroy_process_group()
+        finally:
+            if sys.exc_info()[0] is not None:  # an orderly exit could wait for the other rank
+                traceback.print_exc()
+                os._exit(1)
         pipe.send(None)
