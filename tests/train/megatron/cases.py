@@ -163,7 +163,7 @@ def gradient_case(model: str = "") -> tuple[Rows, Any]:
 
 def weighted(outputs: Outputs, micro: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """A loss of log-probs and entropies whose weights differ by token."""
-    factors = 0.1 + torch.sin(micro.source.double()).abs().float()
+    factors = 0.1 + torch.sin(micro.source.double()).abs().float().to(outputs[0].device)
     loss = -(outputs[0] * factors).sum() / 40 - 0.01 * outputs[1].sum()
     return loss, loss.detach().double().reshape(1)
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core")
 
-from tests.train.megatron import cases
-from tests.train.megatron.cases import CP, PLAIN, PP, Case
+from tests.train.megatron import cases, weight_cases
+from tests.train.megatron.cases import CP, PLAIN, PP, TP, Case
 from tests.train.megatron.checks import check_half, check_like_plain
 from tests.train.megatron.pair import Broken, Pair
 
@@ -71,3 +71,6 @@ def test_the_cases_of_gpus_run_here_too(pair: Pair, folder: str) -> None:
     half = cases.run_half(Case("llama", ranks=1), folder, 0)
     found = pair.run(cases.run_half, case, folder, device="cpu", limit_s=60)
     check_half(found, half, plain)
+    args = (folder, "llama", [PP, TP, PP], "float32")
+    for rank in pair.run(weight_cases.run_states, *args, device="cpu", limit_s=60):
+        assert rank["got"]["metrics"] == rank["want"]["metrics"]

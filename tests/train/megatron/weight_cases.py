@@ -77,7 +77,7 @@ def run_rank(rank: int, folder: str) -> None:
             if dtype == "float32":
                 state = f"{folder}/{model} state of fsdp"
                 run_again(folder, model, chain[0], state, f"{state} again", rank)
-            results[f"{model} {dtype}"] = run_states(rank, folder, model, chain, dtype)
+            results[f"{model} {dtype}"] = run_states(folder, model, chain, dtype, rank)
     torch.save(results, f"{folder}/weights-{rank}.pt")
     dist.destroy_process_group()
 
@@ -242,11 +242,11 @@ def run_again(
 
 
 def run_states(
-    rank: int,
     folder: str,
     model: str,
     chain: list[dict[str, Any]],
     dtype: str,
+    rank: int,
     device: str = "cpu",
 ) -> dict[str, Any]:
     """Return the weights and metrics of a step before and after a way through all shapes."""
