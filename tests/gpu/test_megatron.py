@@ -129,7 +129,7 @@ def test_a_state_goes_through_other_shapes_bit_for_bit(
     model: str, dtype: str, pair: Pair, folder: str, tmp_path: Path
 ) -> None:
     chain = CHAINS[model, dtype]
-    rest = {"device": "cuda", "limit_s": 2 * LIMIT_S}
+    rest: Any = {"device": "cuda", "limit_s": 2 * LIMIT_S}
     found = pair.run(weight_cases.run_states, folder, model, chain, dtype, **rest)
     first = read(f"{folder}/{model} {dtype} state 0", tmp_path / "first")
     check_same_state(first, read(found[0]["last"], tmp_path / "last"))
@@ -152,7 +152,7 @@ def test_a_state_of_the_fsdp_engine_loads_in_another_shape(
     asyncio.run(engine.step(cases.batches()[0]))
     asyncio.run(engine.save(f"{tmp_path}/fsdp"))
     asyncio.run(engine.close())
-    keys = {"device": "cuda", "limit_s": LIMIT_S}
+    keys: Any = {"device": "cuda", "limit_s": LIMIT_S}
     again = f"{tmp_path}/again"
     pair.run(weight_cases.run_again, folder, "qwen2", TP, f"{tmp_path}/fsdp", again, **keys)
     check_same_state(read(f"{tmp_path}/fsdp", tmp_path / "a"), read(again, tmp_path / "b"))
