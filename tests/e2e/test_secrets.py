@@ -76,7 +76,12 @@ def start(home: Path, *overrides: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "millrace", "train", str(home / "canary.yaml"), *overrides]
     variables = os.environ | CANARIES | {"WANDB_MODE": "offline", "HOME": str(home)}
     return subprocess.Popen(
-        command, cwd=home, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=home,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        umask=0o077,
     )
 
 
@@ -88,6 +93,7 @@ def millrace(home: Path, *arguments: str) -> bytes:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         check=False,
+        umask=0o077,
     ).stdout
 
 
@@ -130,10 +136,22 @@ def leaks(where: str, data: bytes) -> list[str]:
 
 def test_no_file_of_a_run_and_no_line_that_it_prints_has_a_secret(run: Ended) -> None:
     assert run.code == 0, run.output.decode()
-    found = {where: data for where, data in texts(run.folder)}
+    found = dict(texts(run.folder))
     assert any("report" in where for where in found) and any("wandb" in where for where in found)
     assert MARK.encode() in run.output, "the errors of the reward are told"
-    assert [*leaks("output", run.output), *(l for w, d in found.items() for l in leaks(w, d))] == []
+    assert [
+        *leaks("output", run.output),
+        *(leak for w, d in found.items() for leak in leaks(w, d)),
+    ] == []
+
+
+def test_a_run_makes_no_file_that_the_users_umask_forbids(run: Ended) -> None:
+    open_to_others = [
+        str(path)
+        for path in run.folder.rglob("*")
+        if not path.is_symlink() and path.stat().st_mode & 0o077
+    ]
+    assert open_to_others == []
 
 
 def test_the_error_of_a_run_that_fails_has_no_secret(home: Path) -> None:
