@@ -64,6 +64,23 @@ def test_an_ordinary_value_is_no_secret(text: str) -> None:
     check_secrets({"agents": {"command": text}, "model": {"override_config": {"pad_token": text}}})
 
 
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        *((name, True) for name in ("HF_TOKEN", "PGPASSWORD", "AWS_SECRET_ACCESS_KEY", "A_KEY_2")),
+        *((name, True) for name in ("MY_SECRET", "my_credentials", "DB_PASSWD", "API_KEY1")),
+        *((name, False) for name in ("TOKENIZERS_PARALLELISM", "KEYBOARD", "HOME", "SECRET_PLACE")),
+    ],
+)
+def test_a_variable_is_a_secret_by_its_name_and_length(
+    name: str, secret: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, SECRET)
+    assert redact(f"at {SECRET}") == ("at ***" if secret else f"at {SECRET}")
+    monkeypatch.setenv(name, "seven77")
+    assert redact("at seven77") == "at seven77"
+
+
 def test_the_texts_of_errors_have_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DB_PASSWORD_2", SECRET)
     monkeypatch.setenv("SHORT_TOKEN", "1234567")
