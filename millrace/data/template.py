@@ -99,28 +99,36 @@ class _Host:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
+        self._code = 0
         self._numbers: dict[str, int] = {}
         """The templates that the process has."""
 
     def __call__(self, source: str, variables: Mapping[str, Any]) -> dict[str, str]:
         with self._lock:
-            if self._connection is None:
-                self._start()
-            assert self._connection is not None
-            new = source not in self._numbers
-            number = self._numbers.get(source, len(self._numbers))
-            request = {"number": number, "source": source if new else None, "variables": variables}
-            frame = json.dumps(request).encode()
-            try:
-                send(self._connection, frame)
-                found: dict[str, str] = json.loads(receive(self._connection))
-            except (EOFError, OSError):
-                return {"unsafe": self._ended()}
-            if "unsafe" in found:
-                self._end()  # its memory may be full
-            elif new and "text" in found:
-                self._numbers[source] = number
-            return found
+            found = self._ask(source, variables)
+            if found is None and self._end() != -signal.SIGPROF:
+                found = self._ask(source, variables)  # perhaps a signal to all processes ended it
+            return found or {"unsafe": self._how_it_ended(self._end())}
+
+    def _ask(self, source: str, variables: Mapping[str, Any]) -> dict[str, str] | None:
+        """Return the answer of the process. None if it has ended, or must be."""
+        if self._connection is None:
+            self._start()
+        assert self._connection is not None
+        new = source not in self._numbers
+        number = self._numbers.get(source, len(self._numbers))
+        request = {"number": number, "source": source if new else None, "variables": variables}
+        frame = json.dumps(request).encode()
+        try:
+            send(self._connection, frame)
+            found: dict[str, str] = json.loads(receive(self._connection))
+        except (EOFError, OSError):
+            return None
+        if "unsafe" in found:
+            self._end()  # its memory may be full
+        elif new and "text" in found:
+            self._numbers[source] = number
+        return found
 
     def _start(self) -> None:
         self._connection, its = socket.socketpair()
@@ -128,7 +136,7 @@ class _Host:
         with its:
             file, fd = template_host.__file__, its.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-I", file, str(fd), json.dumps(sys.path)],
+                [sys.executable, "-I", file, str(fd), json.dumps(sys.path), str(SECONDS)],
                 pass_fds=[fd],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -137,29 +145,28 @@ class _Host:
                 start_new_session=True,
             )
 
-    def _ended(self) -> str:
-        """Return how the process ended, and forget it."""
-        code = self._end()
+    @staticmethod
+    def _how_it_ended(code: int) -> str:
         if code == -signal.SIGPROF:
             return f"it needs more than {SECONDS:g} s of a processor for one text"
         if code == -signal.SIGKILL:
             return f"it needs more than {_LONGEST_S:g} s for one text, or too much memory"
-        return f"its process ended with exit code {code}" if code >= 0 else f"signal {-code}"
+        return f"its process ended with exit code {code}"
 
     def _end(self) -> int:
-        """End the process, and return its exit code."""
+        """End the process, and return its exit code, or that of the last one."""
         process, connection = self._process, self._connection
         self._process = self._connection = None
         self._numbers.clear()
         if connection is not None:
             connection.close()
-        if process is None:
-            return 0
-        try:
-            return process.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return process.wait()
+        if process is not None:
+            try:
+                self._code = process.wait(timeout=1)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                self._code = process.wait()
+        return self._code
 
     def close(self) -> None:
         with self._lock:

@@ -110,8 +110,9 @@ def answer(jinja: Any, templates: dict[int, Any], frame: bytes) -> dict[str, str
 
 def main() -> None:
     """Serve the driver's socket until it closes."""
-    sys.path[:] = json.loads(sys.argv[2])
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    fd, path, seconds = sys.argv[1:]
+    sys.path[:] = json.loads(path)
+    connection = socket.socket(fileno=int(fd))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -120,7 +121,7 @@ def main() -> None:
         while True:
             frame = receive(connection)
             # The signal ends the process also inside of one long call of C.
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)
+            signal.setitimer(signal.ITIMER_PROF, float(seconds))
             found = answer(jinja, templates, frame)
             signal.setitimer(signal.ITIMER_PROF, 0)
             send(connection, json.dumps(found).encode())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +81,17 @@ def chat_with(source: str) -> Chat:
     return Chat(tokenizer)
 
 
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give each text half a second, so that the tests are quick."""
+    template._host.close()
+    monkeypatch.setattr(template, "SECONDS", 0.5)
+    yield
+    template._host.close()
+
+
 @pytest.mark.parametrize("name", STOPPED)
-def test_an_attack_on_time_or_memory_is_stopped(name: str) -> None:
+def test_an_attack_on_time_or_memory_is_stopped(name: str, hurried: None) -> None:
     source, word = STOPPED[name]
     begun = time.monotonic()
     with pytest.raises(MillraceError, match=rf"chat.template.*({word}).*Fix: "):
@@ -127,6 +138,19 @@ def test_the_process_of_templates_has_no_variable_of_the_user(
     assert process is not None
     assert b"canary" not in Path(f"/proc/{process.pid}/environ").read_bytes()
     assert b"canary" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_process_of_templates_is_started_anew(number: signal.Signals) -> None:
+    """A signal to every process of a run must not end the run."""
+    chat = chat_with("ok")
+    chat.render(Problem(MESSAGES, "x"))
+    first = template._host._process
+    assert first is not None
+    first.send_signal(number)
+    first.wait()
+    assert chat.render(Problem(MESSAGES, "x"))[0] == "ok"
+    assert template._host._process is not first
 
 
 def test_the_process_of_templates_ends_with_its_driver() -> None:
