@@ -32,7 +32,7 @@ STOPPED = {
     "a long product": ("{{ 'x' * 10 ** 10 }}", "memory"),
     "a wide filter": ("{{ 'x' | center(10 ** 10) }}", "memory"),
     "a wide format": ("{{ '%10000000000d' % 1 }}", "memory|overflow|too (big|large)"),
-    "doubled text": (DOUBLE + "{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}", "memory"),
+    "doubled text": (DOUBLE + "{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}", "memory|processor"),
     "a doubled list": (
         DOUBLE + "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x | tojson }}",
         "processor|memory",
@@ -42,7 +42,10 @@ STOPPED = {
         "{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}",
         "processor",
     ),
-    "much text": ("{% for a in range(50) %}{{ 'x' * 10 ** 6 }}{% endfor %}", "characters"),
+    "much text": (
+        "{% for a in range(50) %}{{ 'x' * 10 ** 6 }}{% endfor %}",
+        "characters|processor",
+    ),
     "a macro in itself": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "calls itself"),
     "brackets in brackets": ("{{ " + "(" * 50_000 + "1" + ")" * 50_000 + " }}", "nested|ended"),
     "random text": ("{{ lipsum(n=10 ** 7) }}", "processor|memory"),
