@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from millrace.agents.conversation import Conversation
-from millrace.agents.history import normal
-from millrace.agents.request import ChatRequest, ChatTurn, RequestError
+from millrace.agents.request import ChatRequest, ChatTurn, RequestError, normal
 from millrace.data.user_code import failure
 from millrace.environments.chat import ChatEnvironment, Start, Step, Tool
 from millrace.environments.deadline import deadline

@@ -15,11 +15,19 @@ from functools import partial
 from threading import Lock
 from typing import Any, Literal
 
-from millrace.agents.history import History, Node, Place, normal
+from millrace.agents.history import History, Node, Place
 from millrace.agents.memo import Memo
 from millrace.agents.parse import ToolFormat, split_thinking
 from millrace.agents.render import Renderer
-from millrace.agents.request import ChatRequest, ChatTurn, Finish, RequestError, ToolSchema
+from millrace.agents.request import (
+    ChatRequest,
+    ChatTurn,
+    Finish,
+    RequestError,
+    ToolSchema,
+    call_of,
+    normal,
+)
 from millrace.ports import PolicySession
 from millrace.types import Floats, Message, Stop, Tokens, Turn, floats_of
 
@@ -208,14 +216,8 @@ class Conversation:
                 self._session.count("tool_calls", len(parsed.calls))
                 ids = self._call_ids(turn, len(parsed.calls))
                 message["content"] = parsed.content or None
-                message["tool_calls"] = [
-                    {
-                        "id": i,
-                        "type": "function",
-                        "function": {"name": c.name, "arguments": c.arguments},
-                    }
-                    for i, c in zip(ids, parsed.calls, strict=True)
-                ]
+                calls = zip(ids, parsed.calls, strict=True)
+                message["tool_calls"] = [call_of(i, c.name, c.arguments) for i, c in calls]
             if len(parsed.calls) > 1 and not request.parallel_tool_calls:
                 self._session.count("ignored/parallel_tool_calls")
         if thinking:

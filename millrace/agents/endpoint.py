@@ -8,8 +8,8 @@ import ipaddress
 import logging
 from typing import TYPE_CHECKING
 
+from millrace.agents.request import RequestError
 from millrace.agents.service import Answer, Service, refused, too_large
-from millrace.agents.wire import Refusal
 from millrace.errors import INSTALL, MissingDependency, bad_value
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ class Endpoint:
         path = request.raw_path.partition("?")[0]
         try:
             body = await self._body(request)
-        except Refusal as refusal:
-            answer = refused(refusal, path)
+        except RequestError as error:
+            answer = refused(error, path)
             answer.headers["connection"] = "close"
         else:
             headers = {name.lower(): value for name, value in request.headers.items()}
@@ -109,7 +109,7 @@ class Endpoint:
                         raise too_large(limit)
         except TimeoutError:
             seconds = self.service.options.body_deadline_s
-            raise Refusal(
+            raise RequestError(
                 f"the body took over {seconds:g} s", status=408, code="body_deadline"
             ) from None
         return bytes(body)

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from millrace.agents.programs import Task
-from millrace.agents.wire import Body, Refusal, wrong
+from millrace.agents.request import RequestError, wrong
+from millrace.agents.wire import Body
 from millrace.errors import EpisodeError
 
 TOKEN_VARIABLE = "MILLRACE_AGENT_TOKEN"
@@ -97,13 +98,13 @@ class RemoteProgram:
         kind, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if kind.lower() == "bearer" else ""
         if not hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode()):
-            raise Refusal("the token is not valid", status=401, code="invalid_token")
+            raise RequestError("the token is not valid", status=401, code="invalid_token")
 
     async def answer(self, route: str, body: Body, headers: Mapping[str, str]) -> Body:
         if route == "/episodes/claim":
             return await self._claim(body, headers)
         if route not in ("/episodes/heartbeat", "/episodes/finish"):
-            raise Refusal("no such route", status=404, code="not_found")
+            raise RequestError("no such route", status=404, code="not_found")
         episode = self._of(body.get("api_key"))
         if route == "/episodes/heartbeat":
             self._lease(episode)
@@ -149,7 +150,9 @@ class RemoteProgram:
         if not isinstance(key, str):
             raise wrong("api_key", key, "must be the key that the claim gave")
         if (episode := self._leased.get(key)) is None:
-            raise Refusal("the lease is over: another worker has the episode", code="lease_over")
+            raise RequestError(
+                "the lease is over: another worker has the episode", code="lease_over"
+            )
         return episode
 
     def _lease(self, episode: _Episode, quiet_s: float = 0.0) -> None:
