@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import codecs
 import contextlib
+import importlib
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 from millrace.environments.chat import Start, Step, ToolError
 from millrace.environments.prompts import messages_of
-from millrace.errors import INSTALL, EpisodeError, MissingDependency
+from millrace.errors import EpisodeError, needed
 from millrace.types import Message, Prompt, Score
 
 _CONNECTION_CLOSED, _INVALID_PARAMS, _INTERNAL_ERROR = -32000, -32602, -32603
@@ -132,35 +133,28 @@ class McpConnection:
 
     def __init__(self, options: McpOptions) -> None:
         self.options = options
-        self.tools: tuple[McpTool, ...] = ()
+        self.tools: tuple[ServerTool, ...] = ()
         self.users = 0
         self.late = False
         """Whether a call missed its deadline."""
         self.lost = False
         """Whether no call is possible any more."""
         self._session: Any = None
-        self._failed: EpisodeError | None = None
         self._said = _Tail()
-        self._up = asyncio.Event()
         self._stop = asyncio.Event()
-        self._owner: asyncio.Task[None] | None = None
+        self._up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._owner = asyncio.create_task(self._own(), name=f"mcp {options.where}")
 
     @classmethod
     async def open(cls, options: McpOptions) -> McpConnection:
         """Start or reach the server, and list its tools. Raise EpisodeError if that fails."""
         _mcp()
         self = cls(options)
-        self._owner = asyncio.create_task(self._own(), name=f"mcp {options.where}")
-        up = asyncio.create_task(self._up.wait(), name="mcp is up")
         try:
-            await asyncio.wait((self._owner, up), return_when=asyncio.FIRST_COMPLETED)
+            await self._up
         except asyncio.CancelledError:
             await self.close()
             raise
-        finally:
-            up.cancel()
-        if self._failed is not None:
-            raise self._failed
         return self
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -198,13 +192,12 @@ class McpConnection:
         """End the session, and the server's process if there is one. The wait is bounded."""
         self.lost = True
         self._stop.set()
-        if self._owner is not None:
-            if not self._up.is_set():
-                self._owner.cancel()
-            _, late = await asyncio.wait((self._owner,), timeout=_CLOSE_S)
-            if late:
-                self._owner.cancel()
-                await asyncio.wait((self._owner,), timeout=_CLOSE_S)
+        if self._session is None:
+            self._owner.cancel()
+        _, late = await asyncio.wait((self._owner,), timeout=_CLOSE_S)
+        if late:
+            self._owner.cancel()
+            await asyncio.wait((self._owner,), timeout=_CLOSE_S)
 
     async def _own(self) -> None:
         options = self.options
@@ -214,19 +207,21 @@ class McpConnection:
                     await session.initialize()
                     listed = await session.list_tools()
                 self._session = session
-                self.tools = tuple(McpTool(self, t.model_dump()) for t in listed.tools)
-                self._up.set()
+                self.tools = tuple(ServerTool(t.model_dump(), self.call) for t in listed.tools)
+                if not self._up.done():
+                    self._up.set_result(None)
                 await self._stop.wait()
         except (TimeoutError, OSError, ValueError, _mcp().MCPError, ExceptionGroup) as error:
             cause = _first(error)
-            what = "is not up" if self._session is None else "was lost"
-            late = f"no answer within {options.start_deadline_s:g} s"
             slow = isinstance(cause, TimeoutError)
+            late = f"no answer within {options.start_deadline_s:g} s"
             text = late if slow else f"{type(cause).__name__}: {cause}"
-            reason = "tool_deadline" if slow else "tool_lost"
-            self._failed = self._failure(reason, f"the server {what}: {text}")
+            if not self._up.done():
+                reason = "tool_deadline" if slow else "tool_lost"
+                self._up.set_exception(self._failure(reason, f"the server is not up: {text}"))
         finally:
             self.lost = True
+            self._up.cancel()
 
     @contextlib.asynccontextmanager
     async def _transport(self) -> AsyncIterator[Any]:
@@ -251,16 +246,18 @@ class McpConnection:
         return EpisodeError(reason, f"{self.options.where}: {detail}.{last}")
 
 
-class McpTool:
-    """A tool of an MCP server."""
+class ServerTool:
+    """A tool that a server lists, in the form of MCP. `call` gets its name and the arguments."""
 
-    def __init__(self, connection: McpConnection, entry: Mapping[str, Any]) -> None:
-        self._connection = connection
+    def __init__(
+        self, entry: Mapping[str, Any], call: Callable[[str, Mapping[str, Any]], Awaitable[str]]
+    ) -> None:
         self.name = str(entry["name"])
         self.schema = function_schema(entry)
+        self._call = call
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        return await self._connection.call(self.name, arguments)
+        return await self._call(self.name, arguments)
 
 
 class _WholeLines(codecs.IncrementalDecoder):
@@ -339,13 +336,8 @@ def function_schema(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mcp() -> Any:
-    try:
-        import mcp
-        from mcp.client import streamable_http
-    except ImportError as error:
-        rule = "tools of MCP servers need the package mcp, which is missing"
-        raise MissingDependency(f"{rule}. Fix: {INSTALL['mcp']}") from error
-    del streamable_http  # it is now an attribute of mcp.client
+    mcp = needed("mcp", "a tool of an MCP server")
+    importlib.import_module("mcp.client.streamable_http")
     # The package logs what the EpisodeErrors say, and each line that a server prints.
     for name in ("mcp.client.stdio", "mcp.client.streamable_http"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

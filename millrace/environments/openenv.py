@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from millrace.environments.chat import Start, Step, Tool, ToolError
-from millrace.environments.mcp_tools import function_schema
+import msgspec
+
+from millrace.environments.chat import Start, Step, ToolError
+from millrace.environments.mcp_tools import ServerTool
 from millrace.environments.prompts import opening, seed_of
-from millrace.errors import INSTALL, ConfigError, EpisodeError, MissingDependency
+from millrace.errors import ConfigError, EpisodeError, needed
 from millrace.types import Message, Prompt, Score
+
+_Kind = TypeVar("_Kind", bound=msgspec.Struct)
+_WANTED = {"state": "state", "mcp": "mcp"}
+"""The type of the answer to a request. All others are answered by an observation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,48 @@ class OpenEnvOptions:
     """The most seconds for one answer of the server."""
     max_bytes: int = 1 << 20
     """The largest answer of the server."""
+
+    def at(self, path: str) -> str:
+        return self.url.rstrip("/") + path
+
+    def failure(self, reason: str, detail: str) -> EpisodeError:
+        return EpisodeError(f"environment_{reason}", f"{self.url}: {detail}")
+
+
+class _Part(msgspec.Struct):
+    properties: dict[str, dict[str, Any]] = {}
+
+    @property
+    def fields(self) -> set[str]:
+        return self.properties.keys() - {"metadata", "reward", "done"}
+
+    @property
+    def texts(self) -> list[str]:
+        return [name for name in self.fields if self.properties[name].get("type") == "string"]
+
+
+class _Schema(msgspec.Struct):
+    action: _Part = msgspec.field(default_factory=_Part)
+    observation: _Part = msgspec.field(default_factory=_Part)
+
+
+class _Answer(msgspec.Struct):
+    type: str
+    data: dict[str, Any]
+
+
+class _Observed(msgspec.Struct):
+    observation: dict[str, Any]
+    reward: float | None = None
+    done: bool = False
+
+
+class _Tools(msgspec.Struct):
+    tools: list[dict[str, Any]]
+
+
+class _Listed(msgspec.Struct):
+    result: _Tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +108,17 @@ class OpenEnvServer:
         """Open a socket once. Raise EpisodeError if that fails."""
         async with _failures(self.options, "connect"), _aiohttp().ClientSession() as http:
             await self.fields(http)
-            async with http.ws_connect(self.options.url.rstrip("/") + "/ws"):
+            async with http.ws_connect(self.options.at("/ws")):
                 pass
 
     async def fields(self, http: Any) -> _Fields:
         """Return the fields of the server. The first episode reads its schema."""
         if self._fields is None:
-            schema = {}
-            if self.options.action is None or self.options.observation is None:
-                schema = await _get_json(http, self.options, "/schema")
-            self._fields = _fields(self.options, schema)
+            options, schema = self.options, _Schema()
+            if options.action is None or options.observation is None:
+                raw = await _get(http, options, "/schema")
+                schema = _read(options, "/schema", raw, _Schema)
+            self._fields = _fields(options, schema)
         return self._fields
 
 
@@ -84,7 +132,7 @@ class OpenEnvironment:
     def __init__(self, server: OpenEnvServer) -> None:
         self.options = server.options
         self._server = server
-        self._http: Any = None
+        self._open = contextlib.AsyncExitStack()
         self._socket: Any = None
         self._fields = _Fields(None, None)
         self._requests = asyncio.Lock()
@@ -93,24 +141,27 @@ class OpenEnvironment:
         self._done = False
 
     async def reset(self, task: Prompt) -> Start:
-        aiohttp = _aiohttp()
+        aiohttp, options = _aiohttp(), self.options
         # Without a limit: each step has its own deadline.
-        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
-        async with _failures(self.options, "connect"):
-            self._fields = await self._server.fields(self._http)
-            self._socket = await self._http.ws_connect(
-                self.options.url.rstrip("/") + "/ws",
-                max_msg_size=self.options.max_bytes,
+        session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        http = await self._open.enter_async_context(session)
+        async with _failures(options, "connect"):
+            self._fields = await self._server.fields(http)
+            self._socket = await http.ws_connect(
+                options.at("/ws"),
+                max_msg_size=options.max_bytes,
                 timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
             )
+            self._open.push_async_callback(self._socket.close)
         wanted = task.extra_info.get("reset")
         data = {"seed": seed_of(task), **(wanted if isinstance(wanted, dict) else {})}
         text = self._observed(await self._request("reset", data))
-        tools: list[Tool] = []
+        tools: tuple[ServerTool, ...] = ()
         if self._fields.action is None:
-            listed = await self._request("mcp", _rpc("tools/list", {}))
-            tools = [OpenEnvTool(self, entry) for entry in _tools(self.options, listed)]
-        return Start(opening(task, text), tuple(tools))
+            ask = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
+            listed = _convert(options, "mcp", await self._request("mcp", ask), _Listed)
+            tools = tuple(ServerTool(entry, self.call) for entry in listed.result.tools)
+        return Start(opening(task, text), tools)
 
     async def step(self, message: Message) -> Step:
         if self._fields.action is None or self._done:
@@ -118,7 +169,7 @@ class OpenEnvironment:
         action = {self._fields.action: message.get("content") or ""}
         try:
             text = self._observed(await self._request("step", action))
-        except _Refused as refusal:  # the policy's action is wrong, and the policy may try again
+        except ToolError as refusal:  # the policy's action is wrong, and the policy may try again
             return Step(({"role": "user", "content": str(refusal)},))
         said = ({"role": "user", "content": text},) if text and not self._done else ()
         return Step(said, done=self._done)
@@ -128,10 +179,7 @@ class OpenEnvironment:
         if self._done:
             raise ToolError("the episode is over")
         action = {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)}
-        try:
-            data = await self._request("step", action)
-        except _Refused as refusal:
-            raise ToolError(str(refusal)) from None
+        data = await self._request("step", action)
         self._observed(data)
         seen = data["observation"]
         error = seen.get("error")
@@ -148,199 +196,139 @@ class OpenEnvironment:
 
     async def close(self) -> None:
         if self._socket is not None and self._broken is None:
-            aiohttp = _aiohttp()
             # A server that is gone by now does no harm: the episode has its score.
-            with contextlib.suppress(TimeoutError, OSError, aiohttp.ClientError):
+            with contextlib.suppress(TimeoutError, OSError, _aiohttp().ClientError):
                 async with asyncio.timeout(1.0):
                     await self._socket.send_json({"type": "close"})
-        if self._http is not None:
-            if self._socket is not None:
-                await self._socket.close()
-            await self._http.close()
-            self._socket = self._http = None
+        self._socket = None
+        await self._open.aclose()
 
     def _observed(self, data: dict[str, Any]) -> str:
         """Record reward and end, and return the text of an observation."""
-        seen, reward, done = data.get("observation"), data.get("reward"), data.get("done", False)
-        if not isinstance(seen, dict) or not isinstance(done, bool):
-            raise self._failure("environment_garbage", f"no observation: {_shown(data)}")
-        number = isinstance(reward, int | float) and math.isfinite(reward)
-        if reward is not None and not number:
-            raise self._failure("environment_garbage", f"the reward is {reward!r}")
-        field = self._fields.observation
+        given = _convert(self.options, "no observation", data, _Observed)
+        seen, field = given.observation, self._fields.observation
         if field is not None and field not in seen:
-            raise self._failure("environment_garbage", f"no field {field!r}: {_shown(seen)}")
-        if reward is not None:
-            self._reward = (self._reward or 0.0) + float(reward)
-        self._done = self._done or done
-        if field is None:
-            return json.dumps(seen, ensure_ascii=False) if seen else ""
-        value = seen[field]
+            raise self.options.failure("garbage", f"no field {field!r}: {_shown(seen)}")
+        if given.reward is not None:
+            self._reward = (self._reward or 0.0) + given.reward
+        self._done = self._done or given.done
+        value = seen[field] if field is not None else seen or ""
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
     async def _request(self, kind: str, data: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Send one message and return the data of the answer. Requests of one socket queue."""
+        """Send one message and return the data of the answer. Requests of one socket queue.
+
+        Raise ToolError if the server refuses the policy's action as invalid.
+        """
+        options = self.options
         async with self._requests:
             if self._broken is not None:
                 raise self._broken
             # If this call is cancelled, its answer is still to come: the socket is unusable.
-            self._broken = EpisodeError("environment_lost", f"a cancelled {kind} left the socket")
+            self._broken = options.failure("lost", f"a cancelled {kind} left the socket")
             try:
-                async with _failures(self.options, kind):
+                async with _failures(options, kind):
                     body = {"type": kind} | ({} if data is None else {"data": data})
                     await self._socket.send_json(body)
-                    answer = _message(self.options, kind, await self._socket.receive())
+                    raw = _payload(options, kind, await self._socket.receive())
+                answer = _read(options, kind, raw, _Answer)
             except EpisodeError as error:
                 self._broken = error
                 raise
             self._broken = None
-        return _data(self.options, kind, answer)
-
-    def _failure(self, reason: str, detail: str) -> EpisodeError:
-        return EpisodeError(reason, f"{self.options.url}: {detail}")
-
-
-class OpenEnvTool:
-    """A tool of an OpenEnv environment."""
-
-    def __init__(self, environment: OpenEnvironment, entry: Mapping[str, Any]) -> None:
-        self._environment = environment
-        self.name = str(entry["name"])
-        self.schema = function_schema(entry)
-
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        return await self._environment.call(self.name, arguments)
-
-
-class _Refused(Exception):
-    """The server refused an action as invalid."""
+        return _data(options, kind, answer)
 
 
 def _aiohttp() -> Any:
-    try:
-        import aiohttp
-    except ImportError as error:
-        rule = "environments on a server need the package aiohttp, which is missing"
-        raise MissingDependency(f"{rule}. Fix: {INSTALL['aiohttp']}") from error
-    return aiohttp
+    return needed("aiohttp", "an environment on a server")
 
 
 @contextlib.asynccontextmanager
 async def _failures(options: OpenEnvOptions, doing: str) -> AsyncIterator[None]:
     """Give the block the deadline of one answer, and turn its failures into EpisodeErrors."""
     aiohttp = _aiohttp()
-    where = f"{options.url}, {doing}"
     try:
         async with asyncio.timeout(options.deadline_s):
             yield
     except TimeoutError:
-        detail = f"{where}: no answer within {options.deadline_s:g} s"
-        raise EpisodeError("environment_deadline", detail) from None
+        detail = f"{doing}: no answer within {options.deadline_s:g} s"
+        raise options.failure("deadline", detail) from None
     except aiohttp.ClientResponseError as error:  # an HTTP status in place of the protocol
-        detail = f"{where}: HTTP {error.status} {error.message}"
-        raise EpisodeError("environment_error", detail) from error
+        raise options.failure("error", f"{doing}: HTTP {error.status} {error.message}") from error
     except (aiohttp.ClientError, OSError) as error:
-        detail = f"{where}: {type(error).__name__}: {error}"
-        raise EpisodeError("environment_lost", detail) from error
+        detail = f"{doing}: {type(error).__name__}: {error}"
+        raise options.failure("lost", detail) from error
 
 
-async def _get_json(http: Any, options: OpenEnvOptions, path: str) -> dict[str, Any]:
-    async with http.get(options.url.rstrip("/") + path) as response:
+async def _get(http: Any, options: OpenEnvOptions, path: str) -> bytes:
+    raw = b""
+    async with http.get(options.at(path)) as response:
         response.raise_for_status()
-        raw = await response.content.read(options.max_bytes + 1)
-        while len(raw) <= options.max_bytes and not response.content.at_eof():
-            raw += await response.content.read(options.max_bytes + 1 - len(raw))
-    return _object(options, path, raw)
+        async for piece in response.content.iter_any():
+            if len(raw := raw + piece) > options.max_bytes:
+                rule = f"an answer has over {options.max_bytes} bytes"
+                raise options.failure("garbage", f"{path}: {rule}")
+    return raw
 
 
-def _message(options: OpenEnvOptions, kind: str, message: Any) -> dict[str, Any]:
-    """Return one message of the socket as an object."""
+def _payload(options: OpenEnvOptions, kind: str, message: Any) -> str | bytes:
+    """Return the content of one message of the socket."""
     types = _aiohttp().WSMsgType
     if message.type in (types.TEXT, types.BINARY):
-        return _object(options, kind, message.data)
-    close = message.data if isinstance(message.data, int) else None
-    if close == 1009 or (message.type is types.ERROR and getattr(message.data, "code", 0) == 1009):
-        rule = f"an answer has over {options.max_bytes} bytes"
-        raise EpisodeError("environment_garbage", f"{options.url}, {kind}: {rule}")
-    if message.type is types.ERROR:
-        detail = f"{options.url}, {kind}: {message.data}"
-        raise EpisodeError("environment_garbage", detail)
-    detail = f"{options.url}, {kind}: the server closed the socket (code {close})"
-    raise EpisodeError("environment_lost", detail)
+        content: str | bytes = message.data
+        return content
+    code = message.data if isinstance(message.data, int) else getattr(message.data, "code", None)
+    reason = "garbage" if message.type is types.ERROR or code == 1009 else "lost"
+    rule = f"code {code}; an answer has {options.max_bytes} bytes at most"
+    raise options.failure(reason, f"{kind}: the socket ended: {message.data} ({rule})")
 
 
-def _object(options: OpenEnvOptions, what: str, raw: str | bytes) -> dict[str, Any]:
+def _read(options: OpenEnvOptions, what: str, raw: str | bytes, kind: type[_Kind]) -> _Kind:
     try:
-        if len(raw) > options.max_bytes:
-            raise ValueError(f"over {options.max_bytes} bytes")
-        value = json.loads(raw)
+        return msgspec.json.decode(raw, type=kind)
     except (ValueError, RecursionError) as error:
-        detail = f"{options.url}, {what}: {error}: {_shown(raw)}"
-        raise EpisodeError("environment_garbage", detail) from None
-    if not isinstance(value, dict):
-        detail = f"{options.url}, {what}: not an object: {_shown(value)}"
-        raise EpisodeError("environment_garbage", detail)
-    return value
+        raise options.failure("garbage", f"{what}: {error}: {_shown(raw)}") from None
 
 
-def _data(options: OpenEnvOptions, kind: str, answer: Mapping[str, Any]) -> dict[str, Any]:
+def _convert(options: OpenEnvOptions, what: str, value: Any, kind: type[_Kind]) -> _Kind:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise options.failure("garbage", f"{what}: {error}: {_shown(value)}") from None
+
+
+def _data(options: OpenEnvOptions, kind: str, answer: _Answer) -> dict[str, Any]:
     """Return the data of an answer of the right type."""
-    wanted = {"state": "state", "mcp": "mcp"}.get(kind, "observation")
-    data, said = answer.get("data"), answer.get("type")
-    if said == wanted and isinstance(data, dict):
+    wanted, data = _WANTED.get(kind, "observation"), answer.data
+    if answer.type == wanted:
         return data
-    where = f"{options.url}, {kind}"
-    if said != "error" or not isinstance(data, dict):
-        raise EpisodeError("environment_garbage", f"{where}: no {wanted}: {_shown(answer)}")
+    if answer.type != "error":
+        raise options.failure("garbage", f"{kind}: no {wanted}: {answer.type}: {_shown(data)}")
     code, text = data.get("code"), str(data.get("message", ""))
     if code == "VALIDATION_ERROR" and kind == "step":
-        raise _Refused(f"Invalid action: {_shown(data.get('errors') or text)}")
+        raise ToolError(f"Invalid action: {_shown(data.get('errors') or text)}")
     if code == "CAPACITY_REACHED":
         fix = "Fix: a larger max_concurrent_envs of the server, or a lower agents.max_concurrent"
-        raise EpisodeError("environment_full", f"{where}: {text}. {fix}.")
-    raise EpisodeError("environment_error", f"{where}: {code}: {_shown(text)}")
+        raise options.failure("full", f"{kind}: {text}. {fix}.")
+    raise options.failure("error", f"{kind}: {code}: {_shown(text)}")
 
 
-def _fields(options: OpenEnvOptions, schema: Mapping[str, Any]) -> _Fields:
+def _fields(options: OpenEnvOptions, schema: _Schema) -> _Fields:
     """Return the fields that the options name, or else those that the schema leaves no doubt of."""
-
-    def properties(part: str) -> dict[str, Any]:
-        value = schema.get(part)
-        found = value.get("properties") if isinstance(value, dict) else None
-        own = found if isinstance(found, dict) else {}
-        return {k: v for k, v in own.items() if k not in ("metadata", "reward", "done")}
-
-    def text(part: str) -> list[str]:
-        found = properties(part).items()
-        return [k for k, v in found if isinstance(v, dict) and v.get("type") == "string"]
-
     observation = options.observation
-    if observation is None and len(text("observation")) == 1:
-        observation = text("observation")[0]
+    if observation is None and len(schema.observation.texts) == 1:
+        observation = schema.observation.texts[0]
     if options.action is not None:
         return _Fields(options.action, observation)
-    if {"tool_name", "arguments"} <= properties("action").keys():
+    if schema.action.fields >= {"tool_name", "arguments"}:
         return _Fields(None, options.observation)
-    if len(text("action")) != 1:
+    if len(schema.action.texts) != 1:
         raise ConfigError(
             f"agents.environment = 'openenv:{options.url}': its actions have the fields "
-            f"{sorted(properties('action'))}, and no single one is a string. "
+            f"{sorted(schema.action.fields)}, and no single one is a string. "
             f"Fix: name the field of the policy's text: openenv:{options.url}?action=FIELD."
         )
-    return _Fields(text("action")[0], observation)
-
-
-def _rpc(method: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    return {"jsonrpc": "2.0", "id": 1, "method": method, "params": dict(params)}
-
-
-def _tools(options: OpenEnvOptions, answer: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    result = answer.get("result")
-    entries = result.get("tools") if isinstance(result, dict) else None
-    if isinstance(entries, list) and all(isinstance(e, dict) and e.get("name") for e in entries):
-        return entries
-    detail = f"{options.url}: no list of tools: {_shown(answer.get('error') or answer)}"
-    raise EpisodeError("environment_error", detail)
+    return _Fields(schema.action.texts[0], observation)
 
 
 def _result_text(result: Any) -> str:

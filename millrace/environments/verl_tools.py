@@ -7,6 +7,7 @@ place while such a file loads.
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,12 +33,12 @@ _PARTS = ("create_kwargs", "execute_kwargs", "release_kwargs", "calc_reward_kwar
 class Schema(SimpleNamespace):
     """A tool's schema as verl's classes read it: by attributes, or as a dict by model_dump."""
 
-    def model_dump(self, **options: Any) -> dict[str, Any]:
-        return {k: _plain(v) for k, v in vars(self).items()}
+    def model_dump(self, **options: Any) -> Any:
+        return json.loads(json.dumps(self, default=vars))
 
     @classmethod
-    def model_validate(cls, value: Mapping[str, Any]) -> Schema:
-        return cls(**{k: _attributes(v) for k, v in value.items()})
+    def model_validate(cls, value: Any) -> Any:
+        return json.loads(json.dumps(value), object_hook=lambda fields: cls(**fields))
 
 
 class ToolResponse:
@@ -258,15 +259,3 @@ def stand_ins() -> Iterator[None]:
     finally:
         for name in modules:
             sys.modules.pop(name, None)
-
-
-def _attributes(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return Schema.model_validate(value)
-    return [_attributes(v) for v in value] if isinstance(value, list) else value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Schema):
-        return value.model_dump()
-    return [_plain(v) for v in value] if isinstance(value, list) else value
