@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from millrace.agents.request import RequestError
 from millrace.agents.service import Answer, Service, refused, too_large
-from millrace.errors import INSTALL, MissingDependency, bad_value
+from millrace.errors import bad_value, needed
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -33,12 +33,9 @@ class Endpoint:
 
     async def start(self) -> None:
         """Listen. Raises ConfigError, or MissingDependency without aiohttp."""
-        try:
-            from aiohttp import web
-        except ImportError:
-            raise MissingDependency(
-                f"Agent programs over HTTP need aiohttp. Fix: {INSTALL['aiohttp']}."
-            ) from None
+        needed("aiohttp", "an agent program over HTTP")
+        from aiohttp import web
+
         if not _loopback(self._host):
             logger.warning(
                 "agents.host = %s: prompts, answers and keys travel as plain HTTP. "

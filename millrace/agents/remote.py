@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.agents.programs import Task
+from millrace.agents.programs import Task, reward_in
 from millrace.agents.request import RequestError, wrong
-from millrace.agents.wire import Body
+from millrace.agents.wire import Body, bearer_of
 from millrace.errors import EpisodeError
 
 TOKEN_VARIABLE = "MILLRACE_AGENT_TOKEN"
@@ -42,10 +42,14 @@ _TICK_S = 0.01
 @dataclass(slots=True, eq=False)
 class _Episode:
     task: Task
-    result: asyncio.Future[Any]
+    result: asyncio.Future[Body]
     timer: asyncio.TimerHandle | None = None
     signed_at: float = 0.0
     """The time of the last sign of life at the routes of claims."""
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
 
 
 class RemoteProgram:
@@ -78,10 +82,9 @@ class RemoteProgram:
         self._waiting.append(episode)
         self._more.set()
         try:
-            return await episode.result
+            return reward_in(await episode.result, task.name)
         finally:
-            if episode.timer is not None:
-                episode.timer.cancel()
+            episode.stop_timer()
             self._leased.pop(task.key, None)
             with suppress(ValueError):
                 self._waiting.remove(episode)
@@ -95,9 +98,8 @@ class RemoteProgram:
                 episode.result.set_exception(EpisodeError("agent_lost", "the run ends"))
 
     def authorise(self, headers: Mapping[str, str]) -> None:
-        kind, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip() if kind.lower() == "bearer" else ""
-        if not hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode()):
+        given = bearer_of(headers).encode("utf-8", "replace")
+        if not hmac.compare_digest(given, self.token.encode()):
             raise RequestError("the token is not valid", status=401, code="invalid_token")
 
     async def answer(self, route: str, body: Body, headers: Mapping[str, str]) -> Body:
@@ -108,11 +110,11 @@ class RemoteProgram:
         episode = self._of(body.get("api_key"))
         if route == "/episodes/heartbeat":
             self._lease(episode)
-        elif "error" in body:
-            detail = f"{episode.task.name}: {body['error']}"
-            self._finish(episode, EpisodeError("agent_raised", detail[:2000]))
         else:
-            self._finish(episode, body)
+            del body["api_key"]
+            self._leased.pop(episode.task.key, None)
+            if not episode.result.done():
+                episode.result.set_result(body)
         return {"ok": True}
 
     async def _claim(self, body: Body, headers: Mapping[str, str]) -> Body:
@@ -141,8 +143,8 @@ class RemoteProgram:
     def settle(self, answer: Body, delivered: bool) -> None:
         """Take back an episode whose claim no worker received."""
         episode = None if delivered else self._leased.pop(answer.get("api_key", ""), None)
-        if episode is not None and episode.timer is not None:
-            episode.timer.cancel()
+        if episode is not None:
+            episode.stop_timer()
             self._waiting.appendleft(episode)
             self._more.set()
 
@@ -156,8 +158,7 @@ class RemoteProgram:
         return episode
 
     def _lease(self, episode: _Episode, quiet_s: float = 0.0) -> None:
-        if episode.timer is not None:
-            episode.timer.cancel()
+        episode.stop_timer()
         left = self._lease_s - quiet_s
         episode.timer = asyncio.get_running_loop().call_later(left, self._lose, episode)
         episode.signed_at = time.monotonic() - quiet_s
@@ -168,15 +169,7 @@ class RemoteProgram:
         if quiet_s < self._lease_s - _TICK_S:
             self._lease(episode, quiet_s)
             return
-        text = f"{episode.task.name}: its worker was silent for {self._lease_s:g} s"
-        self._finish(episode, EpisodeError("agent_lost", text))
-
-    def _finish(self, episode: _Episode, result: Any) -> None:
         self._leased.pop(episode.task.key, None)
-        if episode.result.done():
-            return
-        if isinstance(result, EpisodeError):
-            episode.result.set_exception(result)
-        else:
-            result = {name: value for name, value in result.items() if name != "api_key"}
-            episode.result.set_result(result if "reward" in result else None)
+        if not episode.result.done():
+            text = f"{episode.task.name}: its worker was silent for {self._lease_s:g} s"
+            episode.result.set_exception(EpisodeError("agent_lost", text))

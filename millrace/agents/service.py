@@ -18,7 +18,7 @@ from millrace.agents import wire_chat, wire_completions, wire_messages, wire_res
 from millrace.agents.conversation import Conversation
 from millrace.agents.live import Draw, LiveEpisode, ServiceOptions, episode_over
 from millrace.agents.request import RequestError, wrong
-from millrace.agents.wire import Body, Reader, Wire
+from millrace.agents.wire import Body, Reader, Wire, bearer_of
 from millrace.ports import PolicySession
 
 DEAD_KEYS = 65_536
@@ -134,12 +134,8 @@ class Service:
         return blake2b(key.encode("utf-8", "replace"), key=self._secret, digest_size=32).digest()
 
     def _episode(self, path_key: str | None, headers: Mapping[str, str]) -> LiveEpisode:
-        kind, _, bearer = headers.get("authorization", "").partition(" ")
-        key = path_key
-        if key is None:
-            bearer = bearer.strip() if kind.lower() == "bearer" else ""
-            key = headers.get("x-api-key") or bearer
-        digest = self._digest(key)
+        own = headers.get("x-api-key") or bearer_of(headers)
+        digest = self._digest(own if path_key is None else path_key)
         known, episode = self._live.get(digest[:8], (b"", None))
         if episode is not None and hmac.compare_digest(known, digest):
             return episode

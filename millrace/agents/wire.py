@@ -214,6 +214,12 @@ def calls_of(message: Message) -> list[tuple[str, str, str]]:
     ]
 
 
+def bearer_of(headers: Mapping[str, str]) -> str:
+    """Return the key of the header `authorization`, or nothing."""
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
+
+
 def json_text(value: Any) -> str:
     """Return a value as compact JSON."""
     return msgspec.json.encode(value).decode()
