@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from millrace.environments.chat import Start, Step, ToolError
-from millrace.environments.mcp_tools import ServerTool
+from millrace.environments.mcp_connection import ServerTool
+from millrace.environments.openenv_socket import OpenEnvOptions, OpenEnvSocket, shown, web
 from millrace.environments.prompts import opening, seed_of
-from millrace.errors import ConfigError, EpisodeError, needed
+from millrace.errors import ConfigError
 from millrace.types import Message, Prompt, Score
-
-_Kind = TypeVar("_Kind", bound=msgspec.Struct)
-_WANTED = {"state": "state", "mcp": "mcp"}
-"""The type of the answer to a request. All others are answered by an observation."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpenEnvOptions:
-    """Where the server is, and how its actions and observations become text."""
-
-    url: str
-    """The address of the server, such as http://127.0.0.1:8000."""
-    action: str | None = None
-    """The field of an action that takes the policy's text. None finds it in the server's schema."""
-    observation: str | None = None
-    """The field of an observation that the policy reads.
-
-    None finds it in the server's schema. If there is no single one, the policy reads JSON.
-    """
-    deadline_s: float = 60.0
-    """The most seconds for one answer of the server."""
-    max_bytes: int = 1 << 20
-    """The largest answer of the server."""
-
-    def at(self, path: str) -> str:
-        return self.url.rstrip("/") + path
-
-    def failure(self, reason: str, detail: str) -> EpisodeError:
-        return EpisodeError(f"environment_{reason}", f"{self.url}: {detail}")
 
 
 class _Part(msgspec.Struct):
@@ -63,10 +33,22 @@ class _Schema(msgspec.Struct):
     action: _Part = msgspec.field(default_factory=_Part)
     observation: _Part = msgspec.field(default_factory=_Part)
 
-
-class _Answer(msgspec.Struct):
-    type: str
-    data: dict[str, Any]
+    def fields(self, options: OpenEnvOptions) -> _Fields:
+        """Return the fields that the options name, or those that the schema leaves no doubt of."""
+        observation = options.observation
+        if observation is None and len(self.observation.texts) == 1:
+            observation = self.observation.texts[0]
+        if options.action is not None:
+            return _Fields(options.action, observation)
+        if self.action.fields >= {"tool_name", "arguments"}:
+            return _Fields(None, options.observation)
+        if len(self.action.texts) != 1:
+            raise ConfigError(
+                f"agents.environment = 'openenv:{options.url}': its actions have the fields "
+                f"{sorted(self.action.fields)}, and no single one is a string. "
+                f"Fix: name the field of the policy's text: openenv:{options.url}?action=FIELD."
+            )
+        return _Fields(self.action.texts[0], observation)
 
 
 class _Observed(msgspec.Struct):
@@ -83,8 +65,7 @@ class _Listed(msgspec.Struct):
     result: _Tools
 
 
-@dataclass(frozen=True, slots=True)
-class _Fields:
+class _Fields(msgspec.Struct, frozen=True):
     """The fields that carry text. `action` is None if the actions are tool calls."""
 
     action: str | None
@@ -106,19 +87,17 @@ class OpenEnvServer:
 
     async def reach(self) -> None:
         """Open a socket once. Raise EpisodeError if that fails."""
-        async with _failures(self.options, "connect"), _aiohttp().ClientSession() as http:
+        async with self.options.answering("connect"), web().ClientSession() as http:
             await self.fields(http)
-            async with http.ws_connect(self.options.at("/ws")):
-                pass
+            await (await OpenEnvSocket.open(self.options, http)).close()
 
     async def fields(self, http: Any) -> _Fields:
         """Return the fields of the server. The first episode reads its schema."""
         if self._fields is None:
             options, schema = self.options, _Schema()
             if options.action is None or options.observation is None:
-                raw = await _get(http, options, "/schema")
-                schema = _read(options, "/schema", raw, _Schema)
-            self._fields = _fields(options, schema)
+                schema = options.read("/schema", await options.get(http, "/schema"), _Schema)
+            self._fields = schema.fields(options)
         return self._fields
 
 
@@ -129,37 +108,31 @@ class OpenEnvironment:
     function scores the conversation.
     """
 
+    _socket: OpenEnvSocket
+    _fields: _Fields
+
     def __init__(self, server: OpenEnvServer) -> None:
-        self.options = server.options
+        self._options = server.options
         self._server = server
         self._open = contextlib.AsyncExitStack()
-        self._socket: Any = None
-        self._fields = _Fields(None, None)
-        self._requests = asyncio.Lock()
-        self._broken: EpisodeError | None = None
         self._reward: float | None = None
         self._done = False
 
     async def reset(self, task: Prompt) -> Start:
-        aiohttp, options = _aiohttp(), self.options
         # Without a limit: each step has its own deadline.
-        session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        session = web().ClientSession(timeout=web().ClientTimeout(total=None))
         http = await self._open.enter_async_context(session)
-        async with _failures(options, "connect"):
+        async with self._options.answering("connect"):
             self._fields = await self._server.fields(http)
-            self._socket = await http.ws_connect(
-                options.at("/ws"),
-                max_msg_size=options.max_bytes,
-                timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
-            )
-            self._open.push_async_callback(self._socket.close)
+            self._socket = await OpenEnvSocket.open(self._options, http)
+        self._open.push_async_callback(self._socket.close)
         wanted = task.extra_info.get("reset")
         data = {"seed": seed_of(task), **(wanted if isinstance(wanted, dict) else {})}
-        text = self._observed(await self._request("reset", data))
+        text = self._observed(await self._socket.request("reset", data))
         tools: tuple[ServerTool, ...] = ()
         if self._fields.action is None:
             ask = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
-            listed = _convert(options, "mcp", await self._request("mcp", ask), _Listed)
+            listed = self._options.read("mcp", await self._socket.request("mcp", ask), _Listed)
             tools = tuple(ServerTool(entry, self.call) for entry in listed.result.tools)
         return Start(opening(task, text), tools)
 
@@ -168,7 +141,7 @@ class OpenEnvironment:
             return Step(done=True)
         action = {self._fields.action: message.get("content") or ""}
         try:
-            text = self._observed(await self._request("step", action))
+            text = self._observed(await self._socket.request("step", action))
         except ToolError as refusal:  # the policy's action is wrong, and the policy may try again
             return Step(({"role": "user", "content": str(refusal)},))
         said = ({"role": "user", "content": text},) if text and not self._done else ()
@@ -179,11 +152,10 @@ class OpenEnvironment:
         if self._done:
             raise ToolError("the episode is over")
         action = {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)}
-        data = await self._request("step", action)
+        data = await self._socket.request("step", action)
         self._observed(data)
         seen = data["observation"]
-        error = seen.get("error")
-        if error:
+        if error := seen.get("error"):
             raise ToolError(str(error["message"] if isinstance(error, dict) else error))
         return _result_text(seen.get("result"))
 
@@ -192,143 +164,22 @@ class OpenEnvironment:
 
     async def state(self) -> dict[str, Any]:
         """Return the server's own description of the episode's state."""
-        return await self._request("state", None)
+        return await self._socket.request("state")
 
     async def close(self) -> None:
-        if self._socket is not None and self._broken is None:
-            # A server that is gone by now does no harm: the episode has its score.
-            with contextlib.suppress(TimeoutError, OSError, _aiohttp().ClientError):
-                async with asyncio.timeout(1.0):
-                    await self._socket.send_json({"type": "close"})
-        self._socket = None
         await self._open.aclose()
 
     def _observed(self, data: dict[str, Any]) -> str:
         """Record reward and end, and return the text of an observation."""
-        given = _convert(self.options, "no observation", data, _Observed)
+        given = self._options.read("no observation", data, _Observed)
         seen, field = given.observation, self._fields.observation
         if field is not None and field not in seen:
-            raise self.options.failure("garbage", f"no field {field!r}: {_shown(seen)}")
+            raise self._options.failure("garbage", f"no field {field!r}: {shown(seen)}")
         if given.reward is not None:
             self._reward = (self._reward or 0.0) + given.reward
         self._done = self._done or given.done
         value = seen[field] if field is not None else seen or ""
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-    async def _request(self, kind: str, data: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Send one message and return the data of the answer. Requests of one socket queue.
-
-        Raise ToolError if the server refuses the policy's action as invalid.
-        """
-        options = self.options
-        async with self._requests:
-            if self._broken is not None:
-                raise self._broken
-            # If this call is cancelled, its answer is still to come: the socket is unusable.
-            self._broken = options.failure("lost", f"a cancelled {kind} left the socket")
-            try:
-                async with _failures(options, kind):
-                    body = {"type": kind} | ({} if data is None else {"data": data})
-                    await self._socket.send_json(body)
-                    raw = _payload(options, kind, await self._socket.receive())
-                answer = _read(options, kind, raw, _Answer)
-            except EpisodeError as error:
-                self._broken = error
-                raise
-            self._broken = None
-        return _data(options, kind, answer)
-
-
-def _aiohttp() -> Any:
-    return needed("aiohttp", "an environment on a server")
-
-
-@contextlib.asynccontextmanager
-async def _failures(options: OpenEnvOptions, doing: str) -> AsyncIterator[None]:
-    """Give the block the deadline of one answer, and turn its failures into EpisodeErrors."""
-    aiohttp = _aiohttp()
-    try:
-        async with asyncio.timeout(options.deadline_s):
-            yield
-    except TimeoutError:
-        detail = f"{doing}: no answer within {options.deadline_s:g} s"
-        raise options.failure("deadline", detail) from None
-    except aiohttp.ClientResponseError as error:  # an HTTP status in place of the protocol
-        raise options.failure("error", f"{doing}: HTTP {error.status} {error.message}") from error
-    except (aiohttp.ClientError, OSError) as error:
-        detail = f"{doing}: {type(error).__name__}: {error}"
-        raise options.failure("lost", detail) from error
-
-
-async def _get(http: Any, options: OpenEnvOptions, path: str) -> bytes:
-    raw = b""
-    async with http.get(options.at(path)) as response:
-        response.raise_for_status()
-        async for piece in response.content.iter_any():
-            if len(raw := raw + piece) > options.max_bytes:
-                rule = f"an answer has over {options.max_bytes} bytes"
-                raise options.failure("garbage", f"{path}: {rule}")
-    return raw
-
-
-def _payload(options: OpenEnvOptions, kind: str, message: Any) -> str | bytes:
-    """Return the content of one message of the socket."""
-    types = _aiohttp().WSMsgType
-    if message.type in (types.TEXT, types.BINARY):
-        content: str | bytes = message.data
-        return content
-    code = message.data if isinstance(message.data, int) else getattr(message.data, "code", None)
-    reason = "garbage" if message.type is types.ERROR or code == 1009 else "lost"
-    rule = f"code {code}; an answer has {options.max_bytes} bytes at most"
-    raise options.failure(reason, f"{kind}: the socket ended: {message.data} ({rule})")
-
-
-def _read(options: OpenEnvOptions, what: str, raw: str | bytes, kind: type[_Kind]) -> _Kind:
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except (ValueError, RecursionError) as error:
-        raise options.failure("garbage", f"{what}: {error}: {_shown(raw)}") from None
-
-
-def _convert(options: OpenEnvOptions, what: str, value: Any, kind: type[_Kind]) -> _Kind:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise options.failure("garbage", f"{what}: {error}: {_shown(value)}") from None
-
-
-def _data(options: OpenEnvOptions, kind: str, answer: _Answer) -> dict[str, Any]:
-    """Return the data of an answer of the right type."""
-    wanted, data = _WANTED.get(kind, "observation"), answer.data
-    if answer.type == wanted:
-        return data
-    if answer.type != "error":
-        raise options.failure("garbage", f"{kind}: no {wanted}: {answer.type}: {_shown(data)}")
-    code, text = data.get("code"), str(data.get("message", ""))
-    if code == "VALIDATION_ERROR" and kind == "step":
-        raise ToolError(f"Invalid action: {_shown(data.get('errors') or text)}")
-    if code == "CAPACITY_REACHED":
-        fix = "Fix: a larger max_concurrent_envs of the server, or a lower agents.max_concurrent"
-        raise options.failure("full", f"{kind}: {text}. {fix}.")
-    raise options.failure("error", f"{kind}: {code}: {_shown(text)}")
-
-
-def _fields(options: OpenEnvOptions, schema: _Schema) -> _Fields:
-    """Return the fields that the options name, or else those that the schema leaves no doubt of."""
-    observation = options.observation
-    if observation is None and len(schema.observation.texts) == 1:
-        observation = schema.observation.texts[0]
-    if options.action is not None:
-        return _Fields(options.action, observation)
-    if schema.action.fields >= {"tool_name", "arguments"}:
-        return _Fields(None, options.observation)
-    if len(schema.action.texts) != 1:
-        raise ConfigError(
-            f"agents.environment = 'openenv:{options.url}': its actions have the fields "
-            f"{sorted(schema.action.fields)}, and no single one is a string. "
-            f"Fix: name the field of the policy's text: openenv:{options.url}?action=FIELD."
-        )
-    return _Fields(schema.action.texts[0], observation)
 
 
 def _result_text(result: Any) -> str:
@@ -339,8 +190,3 @@ def _result_text(result: Any) -> str:
         if len(texts) == len(parts):
             return "\n".join(texts)
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-
-
-def _shown(value: object) -> str:
-    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-    return text if len(text) <= 200 else text[:197] + "..."

@@ -65,6 +65,9 @@ class TextGames:
         async with self._turn:
             return await in_thread(call, *arguments)
 
+    async def reach(self) -> None:
+        return None
+
     async def close(self) -> None:
         return None
 
