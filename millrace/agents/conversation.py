@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from functools import partial
@@ -66,8 +67,7 @@ class Conversation:
         self._said: dict[int, _Said] = {}
         self._main: Hashable = None
         self._auxiliary: set[int] = set()
-        self._twins: dict[Hashable, int] = {}  # (context, drawn tokens) -> how often
-        self._settled: set[int] = set()
+        self._twins: Counter[str] = Counter()  # digest of a thread's tokens -> how often
 
     async def chat(self, request: ChatRequest) -> ChatTurn:
         """Draw the policy's next message. The same request again is a genuine second sample.
@@ -75,8 +75,9 @@ class Conversation:
         Raise RequestError if the request cannot be served. LimitReached passes through.
         """
         messages = [normal(m) for m in request.messages]
-        auxiliary = self._is_auxiliary(request.model)
-        scope = (request.model if auxiliary else None, _digest_of_tools(request.tools))
+        model, main_models = request.model, self._main_models
+        auxiliary = bool(main_models) and bool(model) and model not in main_models
+        scope = (model if auxiliary else None, _digest_of_tools(request.tools))
         place = self._history.attach(messages, scope)
         kind = (scope, tuple(m["content"] for m in messages if m["role"] == "system"))
         if not auxiliary:
@@ -91,8 +92,10 @@ class Conversation:
         message = normal(answer.message)
         self._history.add(place, turn.number, message, (after, _digest(context.tobytes())))
         self._said[turn.number] = _Said(place.end, message, kind)
-        if auxiliary:
-            self._set_apart(turn)
+        if auxiliary:  # It is kept out of training.
+            self._auxiliary.add(turn.number)
+            self._session.count("auxiliary_turns")
+            self._session.kill(turn.number)
         return answer
 
     async def complete(
@@ -145,8 +148,7 @@ class Conversation:
     def settle(self) -> None:
         """Kill the dead turns. The episode is over."""
         for turn in self._history.dead():
-            if turn not in self._settled and turn not in self._auxiliary:
-                self._settled.add(turn)
+            if turn not in self._auxiliary:
                 self._session.kill(turn)
 
     @property
@@ -172,13 +174,12 @@ class Conversation:
         """
         if sum(len(m["content"]) for m in place.new) < _LONG:
             return self._rendered(self._renderer, place, tools)
-        return await asyncio.to_thread(self._rendered_apart, place, tools)
 
-    def _rendered_apart(
-        self, place: Place, tools: tuple[ToolSchema, ...]
-    ) -> tuple[int | None, Tokens, str | None]:
-        with _APART:
-            return self._rendered(self._renderer.twin, place, tools)
+        def apart() -> tuple[int | None, Tokens, str | None]:
+            with _APART:
+                return self._rendered(self._renderer.twin, place, tools)
+
+        return await asyncio.to_thread(apart)
 
     def _rendered(
         self, renderer: Renderer, place: Place, tools: tuple[ToolSchema, ...]
@@ -259,17 +260,8 @@ class Conversation:
         They depend on the thread's tokens, so that the order of parallel requests changes nothing.
         """
         seed = _digest(self._session.tokens(turn.number).tobytes())
-        twin = self._twins[seed] = self._twins.get(seed, -1) + 1
-        return [_short_id(f"{seed}/{twin}/{n}") for n in range(count)]
-
-    def _set_apart(self, turn: Turn) -> None:
-        """Keep an auxiliary turn out of training."""
-        self._auxiliary.add(turn.number)
-        self._session.count("auxiliary_turns")
-        self._session.kill(turn.number)
-
-    def _is_auxiliary(self, model: str) -> bool:
-        return bool(self._main_models) and bool(model) and model not in self._main_models
+        self._twins[seed] += 1
+        return [_short_id(f"{seed}/{self._twins[seed] - 1}/{n}") for n in range(count)]
 
 
 @dataclass(frozen=True, slots=True)

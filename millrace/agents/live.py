@@ -189,13 +189,13 @@ class LiveEpisode:
             ) from None
 
     async def _turn(self, draw: Draw, index: int) -> None:
-        prompt, request = draw.asked.prompt, draw.asked.request
+        asked, prompt = draw.asked, draw.asked.prompt
         if prompt is None:
-            draw.turns[index] = await self.talk.chat(request)
+            draw.turns[index] = await self.talk.chat(asked)
             return
         tokens = self.talk.encode(prompt) if isinstance(prompt, str) else prompt
         draw.turns[index] = await self.talk.complete(
-            tokens, max_tokens=request.max_tokens, stop=request.stop
+            tokens, max_tokens=asked.max_tokens, stop=asked.stop
         )
 
     def result(self, draw: Draw) -> Drawn:
@@ -209,8 +209,7 @@ class LiveEpisode:
         if draw.asked.continued:
             self.responses[f"resp_{draw.nonce}"] = (*draw.asked.continued, turns[0].message)
         # A record of a long conversation is small: a retry brings the messages again.
-        request = replace(draw.asked.request, messages=())
-        draw.asked = replace(draw.asked, request=request, continued=())
+        draw.asked = replace(draw.asked, messages=(), continued=())
         return Drawn(draw.asked, draw.nonce, draw.created, turns, self._prompt, self.talk.decode)
 
     def _prompt(self, turn: ChatTurn) -> Tokens:

@@ -196,7 +196,7 @@ class Service:
         if asked.n > options.max_in_flight:
             raise wrong("n", asked.n, f"must be at most {options.max_in_flight}")
         if counting:
-            return _answer(200, {"input_tokens": episode.talk.count(asked.request)})
+            return _answer(200, {"input_tokens": episode.talk.count(asked)})
         draw = episode.join(digest, _retries(headers), asked)
         try:
             patience = options.keepalive_s if asked.stream else None

@@ -38,12 +38,11 @@ _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(ChatRequest):
     """What a client asked for, in any wire format."""
 
-    request: ChatRequest
-    """The conversation and its limits. /v1/completions has no messages: see `prompt`."""
     prompt: Tokens | str | None = None
+    """What /v1/completions continues. It has no messages."""
     n: int = 1
     stream: bool = False
     usage: bool = False
@@ -149,11 +148,17 @@ class Reader:
         if kind is not None and kind != neutral:
             self.ignore(name, fix)
 
-    def ignore_sampling(self) -> None:
-        """Note every sampling field that differs from the run's distribution."""
+    def ignore_hints(self, response_format: Any = None) -> None:
+        """Note what cannot be honoured without another distribution than the run's."""
         for name, values in self._neutral.items():
             if name in self.body and self.body[name] not in values:
                 self.ignore(name, f"the run's own value is {values[:1] or None}; leave it out")
+
+        self.ignore_unless("tool_choice", self.body.get("tool_choice"), "auto", "let it choose")
+        fix = "ask for JSON in the prompt"
+        self.ignore_unless("response_format", response_format, "text", fix)
+        if self.body.get("top_logprobs"):
+            self.ignore("top_logprobs", "ask for log-probs alone, at /v1/chat/completions")
 
     def refuse(self, *names: str) -> None:
         """Raise RequestError if a field is used that nothing here serves."""
@@ -227,7 +232,7 @@ def json_text(value: Any) -> str:
 
 def head_of(drawn: Drawn, prefix: str, kind: str) -> Body:
     """Return the first fields of an answer or chunk of chat and completions."""
-    model = drawn.asked.request.model
+    model = drawn.asked.model
     number = f"{prefix}-{drawn.nonce}"
     return {"id": number, "object": kind, "created": drawn.created, "model": model}
 

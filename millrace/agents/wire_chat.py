@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from millrace.agents import wire
-from millrace.agents.request import ChatRequest, ChatTurn, normal
+from millrace.agents.request import ChatTurn, normal
 from millrace.agents.wire import Asked, Body, Count, Drawn, Reader
 from millrace.agents.wire import openai_problem as problem
 from millrace.agents.wire import openai_trouble as trouble
@@ -47,25 +47,18 @@ class _Body(Common, kw_only=True):
 
 def read(reader: Reader) -> Asked:
     """Return what a body of /v1/chat/completions asks for."""
-    body, given = reader.into(_Body), reader.body
+    body = reader.into(_Body)
     messages = tuple(normal(m, f"messages[{k}]") for k, m in enumerate(body.messages))
     reader.refuse("functions", "audio", "modalities", "prediction", "web_search_options")
-    reader.ignore_sampling()
-    reader.ignore_unless("tool_choice", given.get("tool_choice"), "auto", "let the policy choose")
-    fix = "ask for JSON in the prompt"
-    reader.ignore_unless("response_format", given.get("response_format"), "text", fix)
-    if given.get("top_logprobs"):
-        reader.ignore("top_logprobs", "ask for logprobs alone")
+    reader.ignore_hints(reader.body.get("response_format"))
     limits = [n for n in (body.max_tokens, body.max_completion_tokens) if n is not None]
     return Asked(
-        ChatRequest(
-            messages=messages,
-            tools=tuple(wire.tool_of(tool.function) for tool in body.tools),
-            max_tokens=min(limits, default=None),
-            stop=wire.stops_of(body.stop),
-            model=body.model,
-            parallel_tool_calls=body.parallel_tool_calls,
-        ),
+        messages=messages,
+        tools=tuple(wire.tool_of(tool.function) for tool in body.tools),
+        max_tokens=min(limits, default=None),
+        stop=wire.stops_of(body.stop),
+        model=body.model,
+        parallel_tool_calls=body.parallel_tool_calls,
         n=body.n,
         stream=body.stream,
         usage=bool(body.stream_options.include_usage),

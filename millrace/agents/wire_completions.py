@@ -9,7 +9,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from millrace.agents import wire
-from millrace.agents.request import ChatRequest, ChatTurn, wrong
+from millrace.agents.request import ChatTurn, wrong
 from millrace.agents.wire import Asked, Body, Count, Drawn, Reader
 from millrace.agents.wire import openai_problem as problem
 from millrace.agents.wire import openai_trouble as trouble
@@ -31,15 +31,17 @@ class _Body(Common, kw_only=True):
 def read(reader: Reader) -> Asked:
     """Return what a body of /v1/completions asks for."""
     body = reader.into(_Body)
-    reader.ignore_sampling()
+    reader.ignore_hints()
     reader.refuse("suffix", "prompt_embeds")
     if body.echo and body.logprobs is not None:
         raise wrong("echo", True, "has no log-probs of the prompt. Fix: leave echo or logprobs out")
     if body.best_of > 1:
         reader.ignore("best_of", "ask for n")
-    stop = wire.stops_of(body.stop)
     return Asked(
-        ChatRequest(messages=(), max_tokens=body.max_tokens, stop=stop, model=body.model),
+        messages=(),
+        max_tokens=body.max_tokens,
+        stop=wire.stops_of(body.stop),
+        model=body.model,
         prompt=_prompt(body.prompt),
         n=body.n,
         stream=body.stream,

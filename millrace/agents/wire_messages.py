@@ -9,7 +9,6 @@ import msgspec
 
 from millrace.agents import wire
 from millrace.agents.request import (
-    ChatRequest,
     ChatTurn,
     RequestError,
     call_of,
@@ -61,22 +60,19 @@ def read(reader: Reader) -> Asked:
     if not body.messages:
         raise wrong("messages", [], "must not be empty")
     reader.refuse("mcp_servers", "container")
-    reader.ignore_sampling()
-    reader.ignore_unless("tool_choice", given.get("tool_choice"), "auto", "let the policy choose")
+    reader.ignore_hints()
     fix = "the chat template decides"
     reader.ignore_unless("thinking", given.get("thinking"), "disabled", fix)
     for name in ("output_config", "output_format"):
         if name in given:
             reader.ignore(name)
     return Asked(
-        ChatRequest(
-            messages=tuple(messages),
-            tools=reader.tools("custom", "input_schema"),
-            max_tokens=body.max_tokens,
-            stop=wire.stops_of(body.stop_sequences),
-            model=body.model,
-            parallel_tool_calls=not body.tool_choice.disable_parallel_tool_use,
-        ),
+        messages=tuple(messages),
+        tools=reader.tools("custom", "input_schema"),
+        max_tokens=body.max_tokens,
+        stop=wire.stops_of(body.stop_sequences),
+        model=body.model,
+        parallel_tool_calls=not body.tool_choice.disable_parallel_tool_use,
         stream=body.stream,
         ignored=tuple(reader.ignored),
     )
@@ -129,7 +125,7 @@ def _head(drawn: Drawn, turn: ChatTurn) -> Body:
         "id": f"msg_{drawn.nonce}",
         "type": "message",
         "role": "assistant",
-        "model": drawn.asked.request.model,
+        "model": drawn.asked.model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,

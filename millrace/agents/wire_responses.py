@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from millrace.agents import wire
-from millrace.agents.request import ChatRequest, RequestError, call_of, normal, text_of, wrong
+from millrace.agents.request import RequestError, call_of, normal, text_of, wrong
 from millrace.agents.wire import Asked, Body, Count, Drawn, Reader
 from millrace.agents.wire import openai_problem as problem
 from millrace.types import Message
@@ -41,7 +41,7 @@ def read(reader: Reader) -> Asked:
     The instructions of the response that `previous_response_id` names are not continued: a client
     sends them with each request.
     """
-    body, given = reader.into(_Body), reader.body
+    body = reader.into(_Body)
     previous = body.previous_response_id
     if previous and previous not in reader.earlier:
         raise RequestError(
@@ -50,27 +50,20 @@ def read(reader: Reader) -> Asked:
             param="previous_response_id",
         )
     reader.refuse("background", "conversation", "prompt", "max_tool_calls")
-    reader.ignore_sampling()
-    reader.ignore_unless("tool_choice", given.get("tool_choice"), "auto", "let the policy choose")
-    fix = "ask for JSON in the prompt"
-    reader.ignore_unless("response_format", body.text.format, "text", fix)
+    reader.ignore_hints(body.text.format)
     if any(value is not None for value in body.reasoning.values()):
         reader.ignore("reasoning", "the chat template decides")
-    if given.get("top_logprobs"):
-        reader.ignore("top_logprobs", "ask for log-probs at /v1/chat/completions")
     messages = (*reader.earlier.get(previous, ()), *_messages(body.input))
     if not messages:
         raise wrong("input", None, "must be a string or a list of items")
     system = ({"role": "system", "content": body.instructions},) if body.instructions else ()
     return Asked(
-        ChatRequest(
-            messages=(*system, *messages),
-            tools=reader.tools("function", "parameters"),
-            max_tokens=body.max_output_tokens,
-            stop=wire.stops_of(body.stop),
-            model=body.model,
-            parallel_tool_calls=body.parallel_tool_calls,
-        ),
+        messages=(*system, *messages),
+        tools=reader.tools("function", "parameters"),
+        max_tokens=body.max_output_tokens,
+        stop=wire.stops_of(body.stop),
+        model=body.model,
+        parallel_tool_calls=body.parallel_tool_calls,
         stream=body.stream,
         ignored=tuple(reader.ignored),
         continued=messages if body.store else (),
@@ -144,7 +137,7 @@ def answer(drawn: Drawn) -> Body:
 
 
 def _head(drawn: Drawn) -> Body:
-    request = drawn.asked.request
+    asked = drawn.asked
     nothing = dict.fromkeys(
         ("error", "incomplete_details", "instructions", "temperature", "top_p", "usage")
     )
@@ -153,12 +146,12 @@ def _head(drawn: Drawn) -> Body:
         "object": "response",
         "created_at": drawn.created,
         "status": "in_progress",
-        "model": request.model,
+        "model": asked.model,
         "output": [],
         "metadata": {},
-        "parallel_tool_calls": request.parallel_tool_calls,
+        "parallel_tool_calls": asked.parallel_tool_calls,
         "tool_choice": "auto",
-        "tools": [{"type": "function", **tool["function"]} for tool in request.tools],
+        "tools": [{"type": "function", **tool["function"]} for tool in asked.tools],
     }
 
 

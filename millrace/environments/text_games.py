@@ -7,6 +7,7 @@ import contextlib
 import math
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from millrace.data.user_code import message_of
@@ -34,7 +35,8 @@ class Game(Protocol):
         """Return the reward of the whole game."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return None
 
 
 class TextGames:
@@ -70,14 +72,6 @@ class TextGames:
 
     async def close(self) -> None:
         return None
-
-    def check(self) -> str:
-        """Begin one game, and return its first observation. Raise what it raises."""
-        game = self._make()
-        with _own_random(random.Random(0)):
-            text = game.reset(0)
-            game.close()
-        return text
 
 
 class TextGame:
@@ -141,7 +135,7 @@ def _own_random(state: random.Random) -> Iterator[None]:
         random.setstate(before)
 
 
-class TextArena:
+class TextArena(Game):
     """A game of textarena for one player, without the wrappers that repeat the whole game."""
 
     def __init__(self, name: str) -> None:
@@ -163,16 +157,13 @@ class TextArena:
         rewards, _ = self._game.close()
         return 0.0 if rewards is None else _number(rewards[0])  # a limit ended the game
 
-    def close(self) -> None:
-        return None
-
     def _said(self) -> str:
         """Return what the game said since the last turn. The policy's own words are left out."""
         player, messages = self._core.get_observation()
         return "\n".join(text for author, text, *_ in messages if author != player)
 
 
-class GymnasiumText:
+class GymnasiumText(Game):
     """A gymnasium environment whose actions and observations are text. Rewards are summed."""
 
     def __init__(self, name: str) -> None:
@@ -212,13 +203,16 @@ KINDS: dict[str, Callable[[str], Game]] = {"textarena": TextArena, "gymnasium": 
 
 def text_games(kind: str, name: str, deadline_s: float) -> TextGames:
     """Return the games of one of KINDS. Raise ConfigError if none begins."""
-    games = TextGames(f"{kind}:{name}", lambda: KINDS[kind](name), deadline_s)
+    make = partial(KINDS[kind], name)
     try:
-        games.check()
+        with _own_random(random.Random(0)):
+            game = make()
+            game.reset(0)
+            game.close()
     except MissingDependency:
         raise
     except Exception as error:
         rule = f"the game does not begin: {type(error).__name__}: {error}"
         fix = f"the name of a game of {kind} for one player, with text in and text out"
         raise bad_value("agents.environment", f"{kind}:{name}", rule, fix) from error
-    return games
+    return TextGames(f"{kind}:{name}", make, deadline_s)

@@ -79,7 +79,10 @@ class VerlTool:
         self._tool = tool
         self._options = {part: dict(options.get(part) or {}) for part in _PARTS}
         self._instance: str | None = None
-        self.schema = schema_dict(tool.get_openai_tool_schema())
+        schema = tool.get_openai_tool_schema()
+        if not isinstance(schema, Mapping):
+            schema = schema.model_dump(exclude_unset=True, exclude_none=True)
+        self.schema: dict[str, Any] = dict(schema)
         self.name = self.schema["function"]["name"]
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"the name of a tool is a text, and not {self.name!r}")
@@ -189,7 +192,7 @@ def _tool(key: str, path: str, n: int, entry: dict[str, Any]) -> Any:
     if kind != "native":
         rule = f"tools[{n}] is of type {kind}, and only native tools are read"
         raise bad_value(key, path, rule, "type: native, or an MCP tool of millrace")
-    module, _, attribute = entry["class_name"].rpartition(".")
+    module, _, attribute = name.rpartition(".")
     with stand_ins():
         kind_of = load(key, f"{module}:{attribute}", kind="class")
     schema = entry.get("tool_schema")
@@ -219,13 +222,6 @@ def function_tool(function: Any = None, *, schema: Any = None, **options: Any) -
     if function is None:
         return lambda f: function_tool(f, schema=schema)
     return FunctionTool(function, schema)
-
-
-def schema_dict(schema: Any) -> dict[str, Any]:
-    """Return a schema as a dict, without the fields that are not set."""
-    if not isinstance(schema, Mapping):
-        schema = schema.model_dump(exclude_unset=True, exclude_none=True)
-    return dict(schema)
 
 
 @contextmanager
