@@ -7,6 +7,7 @@ again, unless the template or the client rewrites history.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import json
 from collections import Counter
@@ -35,7 +36,6 @@ from millrace.types import Floats, Message, Stop, Tokens, Turn, floats_of
 _LONG = 32_000
 """Characters of new messages that are encoded in a thread, so that they stall no other episode."""
 _APART = Lock()
-_ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 class Conversation:
@@ -282,9 +282,4 @@ _digest_of_tools = Memo(_digest)
 
 
 def _short_id(seed: str) -> str:
-    number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "big")
-    letters = []
-    for _ in range(9):
-        number, digit = divmod(number, len(_ALPHABET))
-        letters.append(_ALPHABET[digit])
-    return "".join(letters)
+    return base64.b32encode(hashlib.blake2b(seed.encode()).digest())[:9].decode().lower()

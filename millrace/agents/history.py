@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from millrace.agents.memo import Memo
 from millrace.agents.request import RequestError
@@ -20,8 +20,8 @@ Key = tuple[Hashable, ...]
 def canonical_json(text: str) -> str:
     """Return equal strings for arguments of equal meaning. Text that is no JSON stays itself."""
     try:
-        value = json.loads(text) if text.strip() else {}
-        return json.dumps(_whole(value), sort_keys=True, separators=(",", ":"))
+        value = json.loads(text, parse_float=_number) if text.strip() else {}
+        return json.dumps(value, sort_keys=True, separators=(",", ":"))
     except (ValueError, RecursionError):
         return text
 
@@ -29,13 +29,10 @@ def canonical_json(text: str) -> str:
 _same_json = Memo(canonical_json)
 
 
-def _whole(value: Any) -> Any:
-    """Return a JSON value in which whole floats are integers."""
-    if isinstance(value, dict):
-        return {k: _whole(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_whole(v) for v in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _number(text: str) -> float:
+    """Return a number of JSON with a point. 2.0 is the integer 2."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def canonical(message: Message) -> Key:
