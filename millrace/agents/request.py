@@ -67,9 +67,14 @@ class RequestError(MillraceError):
 
 def wrong(name: str, value: object, rule: str) -> RequestError:
     """Return the refusal of a field's value."""
+    text = f"{name} = {short(value)}: {name} {rule}."
+    return RequestError(text, code="invalid_value", param=name)
+
+
+def short(value: object) -> str:
+    """Return a value as an error shows it."""
     shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return RequestError(f"{name} = {shown}: {name} {rule}.", code="invalid_value", param=name)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 def normal(message: Message, where: str = "message") -> Message:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
-from millrace.agents.request import ChatRequest, ChatTurn, RequestError
+from millrace.agents.request import ChatRequest, ChatTurn, RequestError, short
 from millrace.types import Message, Tokens, tokens_of
 
 Body = dict[str, Any]
@@ -152,9 +152,10 @@ class Reader:
         """Note what cannot be honoured without another distribution than the run's."""
         for name, values in self._neutral.items():
             if name in self.body and self.body[name] not in values:
-                self.ignore(name, f"the run's own value is {values[:1] or None}; leave it out")
+                self.ignore(name, "leave it out: the run's own value counts")
 
-        self.ignore_unless("tool_choice", self.body.get("tool_choice"), "auto", "let it choose")
+        choice, fix = self.body.get("tool_choice"), "let the policy choose"
+        self.ignore_unless("tool_choice", choice, "auto", fix)
         fix = "ask for JSON in the prompt"
         self.ignore_unless("response_format", response_format, "text", fix)
         if self.body.get("top_logprobs"):
@@ -170,13 +171,13 @@ class Reader:
     def tools(self, kind: str, parameters: str) -> tuple[Body, ...]:
         """Return the tools of `kind`, with their schema in `parameters`. Others are ignored."""
         found = []
-        for tool in self.body.get("tools", ()):
+        for k, tool in enumerate(self.body.get("tools", ())):
             if (tool.get("type") or kind) != kind:
                 fix = f"give the tool with {parameters}, and run it yourself"
                 self.ignore("hosted_tools", fix)
                 continue
             function = {**tool, "parameters": tool.get(parameters)}
-            found.append(tool_of(converted(function, Function)))
+            found.append(tool_of(converted(function, Function, f"tools[{k}].")))
         return tuple(found)
 
 
@@ -196,14 +197,15 @@ def tool_of(function: Function) -> Body:
     return {"type": "function", "function": {**made, "parameters": function.parameters or {}}}
 
 
-def converted(value: Any, kind: type[_Kind]) -> _Kind:
+def converted(value: Any, kind: type[_Kind], where: str = "") -> _Kind:
     """Return JSON as a Struct. Raises RequestError with the field that is wrong."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         rule, _, path = str(error).partition(" - at `$")
-        name = path.strip("`.")
-        text = f"{name}: {rule}" if name else rule
+        name = where + path.strip("`.")
+        given = f" = {short(value[name])}" if name in value else ""
+        text = f"{name}{given}: {rule}" if name else rule
         raise RequestError(f"{text}.", code="invalid_value", param=name) from None
 
 
