@@ -35,21 +35,21 @@ TOKEN_VARIABLE = "MILLRACE_AGENT_TOKEN"
 FILE = "agents.json"
 """RUN/agents.json has the address and the token. Only the user may read it."""
 _MOST_WAIT_S = 30.0
-_TICK_S = 0.01
-"""A timer may come early by as much."""
 
 
 @dataclass(slots=True, eq=False)
 class _Episode:
     task: Task
     result: asyncio.Future[Body]
-    timer: asyncio.TimerHandle | None = None
-    signed_at: float = 0.0
-    """The time of the last sign of life at the routes of claims."""
+    signed_at: float | None = None
+    """The time of the last sign of life at the routes of claims. None while it waits."""
 
-    def stop_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
+    @property
+    def quiet_s(self) -> float:
+        """Return the seconds since the last sign of life, here or by a request to the policy."""
+        if self.signed_at is None:
+            return 0.0
+        return min(self.task.quiet_s(), time.monotonic() - self.signed_at)
 
 
 class RemoteProgram:
@@ -82,9 +82,14 @@ class RemoteProgram:
         self._waiting.append(episode)
         self._more.set()
         try:
-            return reward_in(await episode.result, task.name)
+            while not episode.result.done():
+                left_s = self._lease_s - episode.quiet_s
+                if left_s <= 0:
+                    text = f"{task.name}: its worker was silent for {self._lease_s:g} s"
+                    raise EpisodeError("agent_lost", text)
+                await asyncio.wait({episode.result}, timeout=left_s)
+            return reward_in(episode.result.result(), task.name)
         finally:
-            episode.stop_timer()
             self._leased.pop(task.key, None)
             with suppress(ValueError):
                 self._waiting.remove(episode)
@@ -108,11 +113,10 @@ class RemoteProgram:
         if route not in ("/episodes/heartbeat", "/episodes/finish"):
             raise RequestError("no such route", status=404, code="not_found")
         episode = self._of(body.get("api_key"))
-        if route == "/episodes/heartbeat":
-            self._lease(episode)
-        else:
+        episode.signed_at = time.monotonic()
+        if route == "/episodes/finish":
             del body["api_key"]
-            self._leased.pop(episode.task.key, None)
+            self._leased.pop(episode.task.key)
             if not episode.result.done():
                 episode.result.set_result(body)
         return {"ok": True}
@@ -131,7 +135,7 @@ class RemoteProgram:
         episode = self._waiting.popleft()
         self._leased[episode.task.key] = episode
         episode.task.begin()
-        self._lease(episode)
+        episode.signed_at = time.monotonic()
         return {
             "episode": episode.task.name,
             "task": episode.task.data,
@@ -144,7 +148,7 @@ class RemoteProgram:
         """Take back an episode whose claim no worker received."""
         episode = None if delivered else self._leased.pop(answer.get("api_key", ""), None)
         if episode is not None:
-            episode.stop_timer()
+            episode.signed_at = None
             self._waiting.appendleft(episode)
             self._more.set()
 
@@ -156,20 +160,3 @@ class RemoteProgram:
                 "the lease is over: another worker has the episode", code="lease_over"
             )
         return episode
-
-    def _lease(self, episode: _Episode, quiet_s: float = 0.0) -> None:
-        episode.stop_timer()
-        left = self._lease_s - quiet_s
-        episode.timer = asyncio.get_running_loop().call_later(left, self._lose, episode)
-        episode.signed_at = time.monotonic() - quiet_s
-
-    def _lose(self, episode: _Episode) -> None:
-        """Take the episode from its worker, unless the policy heard of the worker since then."""
-        quiet_s = min(episode.task.quiet_s(), time.monotonic() - episode.signed_at)
-        if quiet_s < self._lease_s - _TICK_S:
-            self._lease(episode, quiet_s)
-            return
-        self._leased.pop(episode.task.key, None)
-        if not episode.result.done():
-            text = f"{episode.task.name}: its worker was silent for {self._lease_s:g} s"
-            episode.result.set_exception(EpisodeError("agent_lost", text))

@@ -203,7 +203,7 @@ def converted(value: Any, kind: type[_Kind], where: str = "") -> _Kind:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         rule, _, path = str(error).partition(" - at `$")
-        name = where + path.strip("`.")
+        name = (where + path.strip("`.")).strip(".")
         given = f" = {short(value[name])}" if name in value else ""
         text = f"{name}{given}: {rule}" if name else rule
         raise RequestError(f"{text}.", code="invalid_value", param=name) from None
