@@ -53,13 +53,9 @@ class ServiceOptions:
 
 
 @dataclass(slots=True, eq=False)
-class Draw:
-    """The turns of one request. Retries of the request share it."""
+class Draw(Drawn):
+    """The turns of one request while they are drawn. Retries of the request share it."""
 
-    asked: Asked
-    nonce: str
-    created: int
-    turns: list[ChatTurn | None]
     task: asyncio.Task[None] = field(init=False)
     waiters: int = 0
     delivered: bool = False
@@ -68,11 +64,6 @@ class Draw:
     @property
     def failed(self) -> bool:
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
-
-    @property
-    def drawn(self) -> list[ChatTurn]:
-        """Return the turns that are drawn by now."""
-        return [turn for turn in self.turns if turn is not None]
 
     def stop_timer(self) -> None:
         if self.timer is not None:
@@ -162,7 +153,8 @@ class LiveEpisode:
         return next((draw for draw in equal if not draw.task.done()), equal[-1])
 
     def _start(self, asked: Asked) -> Draw:
-        draw = Draw(asked, secrets.token_hex(12), int(time.time()), [None] * asked.n)
+        now, text = int(time.time()), self.talk.decode
+        draw = Draw(asked, secrets.token_hex(12), now, self._prompt, text)
         draw.task = asyncio.get_running_loop().create_task(
             self._drawn(draw), name=f"{self.session.name}: {draw.nonce}"
         )
@@ -173,12 +165,12 @@ class LiveEpisode:
         seconds = self._options.turn_deadline_s
         try:
             async with asyncio.timeout(seconds):
-                if len(draw.turns) == 1:
-                    await self._turn(draw, 0)
+                if draw.asked.n == 1:
+                    await self._turn(draw)
                     return
                 async with asyncio.TaskGroup() as tasks:
-                    for k in range(len(draw.turns)):
-                        tasks.create_task(self._turn(draw, k), name=f"{draw.nonce}/{k}")
+                    for k in range(draw.asked.n):
+                        tasks.create_task(self._turn(draw), name=f"{draw.nonce}/{k}")
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         except TimeoutError:
@@ -188,15 +180,14 @@ class LiveEpisode:
                 "Fix: raise agents.turn_deadline_s, or use fewer concurrent episodes",
             ) from None
 
-    async def _turn(self, draw: Draw, index: int) -> None:
+    async def _turn(self, draw: Draw) -> None:
         asked, prompt = draw.asked, draw.asked.prompt
         if prompt is None:
-            draw.turns[index] = await self.talk.chat(asked)
-            return
-        tokens = self.talk.encode(prompt) if isinstance(prompt, str) else prompt
-        draw.turns[index] = await self.talk.complete(
-            tokens, max_tokens=asked.max_tokens, stop=asked.stop
-        )
+            turn = await self.talk.chat(asked)
+        else:
+            tokens = self.talk.encode(prompt) if isinstance(prompt, str) else prompt
+            turn = await self.talk.complete(tokens, max_tokens=asked.max_tokens, stop=asked.stop)
+        draw.turns.append(turn)
 
     def result(self, draw: Draw) -> Drawn:
         """Return the turns of a finished draw. Raises RequestError if it failed."""
@@ -204,13 +195,13 @@ class LiveEpisode:
             raise episode_over()
         if (error := draw.task.exception()) is not None:
             raise self._refusal(error)
-        turns = tuple(draw.drawn)
-        self._numbers[draw.nonce] = [turn.number for turn in turns]
+        draw.turns.sort(key=lambda turn: turn.number)  # They end in any order.
+        self._numbers[draw.nonce] = [turn.number for turn in draw.turns]
         if draw.asked.continued:
-            self.responses[f"resp_{draw.nonce}"] = (*draw.asked.continued, turns[0].message)
+            self.responses[f"resp_{draw.nonce}"] = (*draw.asked.continued, draw.turns[0].message)
         # A record of a long conversation is small: a retry brings the messages again.
         draw.asked = replace(draw.asked, messages=(), continued=())
-        return Drawn(draw.asked, draw.nonce, draw.created, turns, self._prompt, self.talk.decode)
+        return draw
 
     def _prompt(self, turn: ChatTurn) -> Tokens:
         whole = self.session.tokens(turn.number)
@@ -246,7 +237,7 @@ class LiveEpisode:
         if delivered:
             if not draw.delivered and draw.task.done() and not draw.failed:
                 draw.delivered = True
-                for turn in draw.drawn:
+                for turn in draw.turns:
                     self.talk.delivered(turn.number)
         elif not draw.waiters and not draw.delivered:
             self.session.count("clients_gone")
@@ -283,7 +274,7 @@ class LiveEpisode:
             draw.task.cancel()
         await asyncio.gather(*(draw.task for draw in draws), return_exceptions=True)
         for draw in draws:
-            for turn in draw.drawn if not draw.delivered else ():
+            for turn in draw.turns if not draw.delivered else ():
                 self.talk.undelivered(turn.number)
         for draw in draws:
             if draw.failed and not draw.task.cancelled():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
@@ -57,7 +57,7 @@ class Asked(ChatRequest):
     """The messages that a later `previous_response_id` continues, without the answer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Drawn:
     """The turns of one request, and what an answer shows about them."""
 
@@ -65,11 +65,11 @@ class Drawn:
     nonce: str
     """Unique part of the ids in the answer."""
     created: int
-    turns: tuple[ChatTurn, ...]
     prompt: Callable[[ChatTurn], Tokens]
     """Return the tokens that the policy read before a turn."""
     text: Callable[[Tokens], str]
     """Return the text of tokens."""
+    turns: list[ChatTurn] = field(default_factory=list)
 
     @property
     def usage(self) -> tuple[int, int]:
