@@ -106,19 +106,14 @@ def check_environment(value: str) -> None:
 
 
 def environment_maker(
-    value: str,
-    *,
-    deadline_s: float,
-    runner: Callable[[], tuple[Runner, Callable[[], Tool]]],
+    value: str, *, deadline_s: float, sandbox: Runner, tool: Callable[[], Tool]
 ) -> Maker:
     """Return the maker of the environments that `value` names. Raise ConfigError if it names none.
 
-    `deadline_s` bounds each step and each call. `runner` returns a sandbox, and what makes a tool
-    on it.
+    `deadline_s` bounds each step and each call. `tool` makes a tool on the sandbox.
     """
     check_environment(value)
     if value in OWN:
-        sandbox, tool = runner()
         return Maker(lambda _: OWN[value].make(sandbox, tool))
     if value.partition(":")[0] in KINDS:
         named = named_environments(value, deadline_s=deadline_s, tool_deadline_s=deadline_s)

@@ -220,7 +220,8 @@ async def _environments(agents: AgentConfig) -> Maker:
     maker = environment_maker(
         agents.environment,
         deadline_s=agents.tool_deadline_s,
-        runner=lambda: (sandbox, lambda: PythonTool(sandbox)),
+        sandbox=sandbox,
+        tool=lambda: PythonTool(sandbox),
     )
     await check_server(maker, agents.environment)
     return maker
