@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from functools import cache
+from typing import Any
 from urllib.parse import quote
 
 _SECRET = re.compile(rb"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_?\d+)?$", re.IGNORECASE)
@@ -159,6 +161,15 @@ class MissingDependency(MillraceError):
     """An optional package is missing. The message has the command that installs it."""
 
     exit_code = 2
+
+
+def needed(package: str, who: str) -> Any:
+    """Import an optional package. Raise MissingDependency if `who` has to do without it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        rule = f"{who} needs the package {package}, which is missing"
+        raise MissingDependency(f"{rule}. Fix: {INSTALL[package]}.") from error
 
 
 def bad_value(key: str, value: object, rule: str, fix: str) -> ConfigError:

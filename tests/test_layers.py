@@ -172,8 +172,14 @@ def test_no_file_of_the_configuration_names_a_mode(name: str) -> None:
         "millrace.cli.main",
     ],
 )
-def test_the_loops_bring_in_neither_torch_nor_ray(module: str) -> None:
-    code = f"import sys, {module}; print(sorted({{'torch', 'ray', 'transformers'}} & set(sys.modules)))"
+def test_the_loops_bring_in_neither_torch_nor_ray_nor_a_web_framework(module: str) -> None:
+    heavy = {
+        "torch",
+        "ray",
+        "transformers",
+        *("aiohttp", "fastapi", "starlette", "uvicorn", "openai"),
+    }
+    code = f"import sys, {module}; print(sorted({heavy!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

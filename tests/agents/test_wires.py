@@ -215,6 +215,14 @@ async def test_parts_that_are_no_text_are_refused(part: Any) -> None:
 
 
 @in_loop
+async def test_a_tools_answer_without_the_id_of_its_call_is_refused() -> None:
+    desk = Desk(lambda _: said("hi"))
+    given = {"messages": [{"role": "user", "content": "?"}, {"role": "tool", "content": "12"}]}
+    answer = await desk.post(CHAT, given)
+    assert answer.status == 400 and "messages[1].tool_call_id" in str(answer.body)
+
+
+@in_loop
 async def test_no_body_is_a_500() -> None:
     """Bodies with random fields and values are served or refused, never an error of ours."""
     rng = random.Random(0)
