@@ -176,7 +176,7 @@ def main() -> None:
     side = start_in_worker()
     from millrace.runtime.worker import make_worker
 
-    asyncio.run(serve_socket(socket.socket(fileno=fd), make_worker(role), side))
+    asyncio.run(serve_socket(socket.socket(fileno=fd), make_worker(role, alone=True), side))
 
 
 if __name__ == "__main__":
