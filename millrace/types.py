@@ -327,12 +327,12 @@ class Trajectory:
     @property
     def num_tokens(self) -> int:
         """Return the number of tokens of all authors after the openings."""
-        return sum(len(s.tokens) for s in self.segments)
+        return sum([len(s.tokens) for s in self.segments])
 
     @property
     def num_policy_tokens(self) -> int:
         """Return the number of tokens that the policy drew, in all turns of its threads."""
-        return sum(len(s.tokens) for s in self.segments if s.author is Author.POLICY)
+        return sum([len(s.tokens) for s in self.segments if s.author is Author.POLICY])
 
     @property
     def tokens(self) -> Tokens:

@@ -63,23 +63,27 @@ class _Replica:
         self._requests = {"generate": 0, "validate": 0}
         self._work, self._idle, self._idle_before = Clock(now, "idle"), Seconds(), idle_before
 
-    def change(self, event: Event, idle: Clock) -> None:
-        """Count a request. `idle` is the clock of the shared state."""
+    def change(self, event: Event, idle: Clock) -> int:
+        """Count a request. Return 1 if the replica becomes idle, -1 if it begins to work, else 0.
+
+        `idle` is the clock of the shared state.
+        """
         requests = self._requests
         work = "validate" if event.key.startswith(VALIDATION) else "generate"
         count = requests[work]
         requests[work] = after = count + 1 if event.phase == "begin" else count - 1
         if count and after:
-            return  # Another request of this kind goes on, so the state is the same.
+            return 0  # Another request of this kind goes on, so the state is the same.
         now = "generate" if requests["generate"] else "validate" if requests["validate"] else "idle"
         before = self._work.state
         if now == before:
-            return
+            return 0
         if before == "idle":
             self._idle += idle.until(event.time) - self._idle_before
         elif now == "idle":
             self._idle_before = idle.until(event.time)
         self._work.switch(event.time, now)
+        return (now == "idle") - (before == "idle")
 
     @property
     def idle(self) -> bool:
@@ -129,9 +133,7 @@ class DeviceAccount:
             if replica is None and event.phase == "begin":
                 replica = self._join(event)  # It joined before the run had its watch.
             if replica is not None:
-                before = replica.idle
-                replica.change(event, self._idle)
-                self._number_idle += replica.idle - before
+                self._number_idle += replica.change(event, self._idle)
         elif name == "score":
             pass  # It may change what idle replicas wait for.
         elif event.track == "trainer" and event.phase == "state":
