@@ -104,6 +104,7 @@ class Translator:
 
     def _begin(self, event: Event, ts: float, out: list[Line]) -> None:
         _, track, name, _, key, facts = event
+        arrows: tuple[int | None, int | None]
         if name in _OVERLAPPING:
             lane, number = self._lanes.take(track, name, out), _number(key)
             arrows = None, None if number is None else _arrow(_SAMPLE, number)
