@@ -1,12 +1,43 @@
-"""Typed errors. Each message names the wrong value and the fix."""
+"""Typed errors. Each message names the wrong value and the fix, and no secret of the user."""
 
 from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from urllib.parse import quote
+
+_SECRET = re.compile(rb"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_?\d+)?$", re.IGNORECASE)
+_SHORTEST = 8
+"""Characters of a secret. A shorter value is also an ordinary word."""
+
+
+def secrets_of_user() -> dict[str, str]:
+    """Return the environment variables whose names say that they are secrets."""
+    names = [os.fsdecode(name) for name in os.environb if _is_secret(name)]
+    return {name: value for name in names if len(value := os.environ.get(name, "")) >= _SHORTEST}
+
+
+@cache
+def _is_secret(name: bytes) -> bool:
+    return _SECRET.search(name) is not None
+
+
+def redact(text: str) -> str:
+    """Return a text with `***` in place of each secret of the user."""
+    for value in sorted(secrets_of_user().values(), key=len, reverse=True):
+        for form in (value, quote(value, safe="")):
+            text = text.replace(form, "***")
+    return text
 
 
 class MillraceError(Exception):
     """Base class of every error that millrace raises on purpose."""
 
     exit_code = 1
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(redact(text))
 
 
 class ConfigError(MillraceError):
@@ -31,7 +62,7 @@ class SampleError(MillraceError):
     def __init__(self, reason: str, detail: str, trace: str = "") -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
-        self.trace = trace
+        self.trace = redact(trace)
         """The traceback of the user's code, if it raised in another process."""
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.agents.memo import Memo
 from millrace.agents.request import RequestError, ToolSchema
+from millrace.data import template
 from millrace.types import Message, Tokens, tokens_of
 
 if TYPE_CHECKING:
@@ -266,21 +267,14 @@ class Renderer:
         return self._render(ready, self._safe(list(tools)) if tools else (), head=head)
 
     def _render(self, messages: Messages, tools: Sequence[ToolSchema], head: bool = False) -> str:
-        from jinja2 import TemplateError
-
         try:
-            text: Any = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=head,
-                **self._options,
+            return template.render(
+                self.tokenizer, messages, tools, head=head, options=self._options
             )
-        except (TemplateError, TypeError, KeyError, AttributeError, IndexError, ValueError) as e:
+        except template.Refused as error:
             roles = ", ".join(m["role"] for m in messages[-6:])
-            detail = f"the chat template refuses messages that end in {roles}: {e}"
-            raise RequestError(detail) from e
-        return str(text)
+            detail = f"the chat template refuses messages that end in {roles}: {error}"
+            raise RequestError(detail) from error
 
     def _ready(self, message: Message, names: dict[str, str]) -> Message:
         """Return a message as templates want it: arguments as objects, results with a name."""

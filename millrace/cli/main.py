@@ -54,7 +54,7 @@ from millrace.cli.simulate import simulate
 from millrace.cli.watch import watch
 from millrace.cli.why import why
 from millrace.config import Config
-from millrace.errors import MillraceError, SampleError, WorkerError
+from millrace.errors import MillraceError, SampleError, WorkerError, redact
 from millrace.observe.progress import shown
 from millrace.run import supervised
 
@@ -375,8 +375,8 @@ def main() -> None:
             _exit(2, f"RUN: {cause.filename}: {cause.strerror}. Fix: {fix}.")
         import traceback
 
-        traceback.print_exception(cause)
-        _exit(1, f"{type(cause).__name__}: {cause}")
+        sys.stderr.write(redact("".join(traceback.format_exception(cause))))
+        _exit(1, redact(f"{type(cause).__name__}: {cause}"))
 
 
 def _exit(code: int, error: str, *, reported: bool = False) -> NoReturn:

@@ -1,0 +1,55 @@
+"""The check that no key of the configuration has a secret: config.yaml and trackers get them all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from millrace.errors import ConfigError, bad_value, secrets_of_user
+
+_NAME = re.compile(
+    r"(?:api|access|auth|bearer|hf|private|secret)[_-]?(?:key|token)$"
+    r"|^(?:authorization|credentials?|passwd|password|secret)$",
+    re.IGNORECASE,
+)
+"""The names of a mapping with free keys, such as reward.judge.extra_body."""
+_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+_PARAMETER = re.compile(
+    r"(?:[?&]|--)[\w-]*(?:api[_-]?key|(?:access|api|auth)[_-]?token|passwd|password|secret|signature)"
+    r"[= ]\S",
+    re.IGNORECASE,
+)
+
+
+def check_secrets(tree: dict[str, Any]) -> None:
+    """Raise ConfigError if a key has a secret. The error does not show it."""
+    known = secrets_of_user()
+    for key, value in _leaves("", tree):
+        names = [name for name, secret in known.items() if secret in value]
+        if names:
+            raise _refusal(key, f"has the value of {names[0]}")
+        if _NAME.search(key.rpartition(".")[2]) and value:
+            raise _refusal(key, "has the name of a secret")
+        if _PASSWORD.search(value):
+            raise _refusal(key, "is an address with a password")
+        if _PARAMETER.search(value):
+            raise _refusal(key, "has a parameter with the name of a secret")
+
+
+def _refusal(key: str, found: str) -> ConfigError:
+    rule = f"it {found}, and config.yaml, logs and trackers show every key"
+    fix = "the secret in the environment, where its library reads it, and none in the configuration"
+    return bad_value(key, "***", rule, fix)
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield each text of a tree with its dotted key."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}" if key else str(name), inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _leaves(key, inner)
+    elif isinstance(value, str):
+        yield key, value
