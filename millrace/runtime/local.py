@@ -25,7 +25,7 @@ import psutil
 from millrace.config import Sides
 from millrace.errors import bad_value
 from millrace.runtime.address import listening_at
-from millrace.runtime.host import HEADER
+from millrace.runtime.host import HEADER, write_frame
 from millrace.runtime.placement import threads
 from millrace.runtime.processes import group_of
 from millrace.runtime.rpc import Peer
@@ -140,10 +140,7 @@ class LocalRuntime:
         os.close(beats_in)
         reader, writer = await asyncio.open_connection(sock=driver_end, limit=2**26)
 
-        def send(frame: bytes) -> None:
-            writer.write(HEADER.pack(len(frame)))
-            writer.write(frame)
-
+        send = partial(write_frame, writer)
         peer = Peer(name, send, deadline_s=self._sides.trainer.wait_deadline_s)
         loop = asyncio.get_running_loop()
         worker = _Worker(peer, process, writer, beats)

@@ -6,6 +6,7 @@ set it up. Engines are imported inside functions, at first use.
 
 from __future__ import annotations
 
+import gc
 import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,10 @@ _CONNECT_S = 60.0
 class Worker:
     """The part that both roles share: a store where process groups meet."""
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool = False) -> None:
+        """`alone` says whether the process runs nothing but this worker."""
         self._store: Any = None
+        self._alone = alone
 
     async def ping(self) -> None:
         """Answer once the process runs."""
@@ -45,6 +48,16 @@ class Worker:
         host = os.environ.get("MILLRACE_HOST", "127.0.0.1")
         self._store = bound_store(host, wait_for_workers=False)
         return host, self._store.port
+
+    def _leave_to_exit(self) -> None:
+        """Let garbage collections ignore all objects of now, which live until the process ends.
+
+        Libraries and a model are hundreds of thousands of objects. A full collection looks at each
+        of them, for 0.1 s or more, between two tokens.
+        """
+        if self._alone:
+            gc.collect()
+            gc.freeze()
 
     def _meet(self, address: tuple[str, int], deadline_s: float) -> Any:
         """Return the store of trainer rank 0.
@@ -85,6 +98,7 @@ class TrainWorker(Worker):
         self.config = resolved
         with doing("the build of its engine"), _starting():
             self.engine = train_engine(resolved, model_folder, rank=rank, world_size=world_size)
+            self._leave_to_exit()
         return resolved.model_dump(mode="json")
 
     async def connect(self, config: dict[str, Any], rank: int, address: tuple[str, int]) -> None:
@@ -129,6 +143,7 @@ class RolloutWorker(Worker):
         resolved = Config.model_validate(config)
         with doing("the build of its engine"), _starting():
             self.engine = _rollout_engine(resolved.sides, resolved.model, model_folder)
+            self._leave_to_exit()
         return resolved.model_dump(mode="json")
 
     async def connect(self, config: dict[str, Any], replica: int, address: tuple[str, int]) -> None:
@@ -196,6 +211,6 @@ def _vllm_environment(model_folder: str) -> None:
         os.environ.setdefault(name, value)
 
 
-def make_worker(role: str) -> Worker:
+def make_worker(role: str, alone: bool = False) -> Worker:
     """Return the empty worker of a role."""
-    return {"trainer": TrainWorker, "rollout": RolloutWorker}[role]()
+    return {"trainer": TrainWorker, "rollout": RolloutWorker}[role](alone)
