@@ -32,6 +32,8 @@ from millrace.runtime.ray_token import NO_TOKEN
 from tests.e2e import runs
 from tests.runtime.test_placement import config
 
+pytestmark = pytest.mark.xdist_group("ray cluster")  # one worker starts the cluster once
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
