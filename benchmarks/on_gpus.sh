@@ -18,6 +18,8 @@ MILLRACE="$PYTHON -m millrace"
 GPUS=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}
 HALF=$((GPUS / 2))
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+# Otherwise each process of each run compiles vLLM and torch again, for 7 s and more.
+unset PYTHONDONTWRITEBYTECODE
 mkdir -p "$OUT"
 failed=0
 
