@@ -30,7 +30,7 @@ def leaver_ended_too_early() -> Any:
     def make(leave: Any) -> Any:
         async def mutant(self: Keeper, replica: int) -> None:
             engine = self._engines[replica]
-            await self._starter.end(engine.peer)
+            await self.starter.end(engine.peer)
             self.roster.lose(replica, self.roster.incarnation(replica), "it left")
             await leave(self, replica)
 

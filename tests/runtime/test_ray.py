@@ -25,8 +25,7 @@ from millrace.run.session import open_session
 from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
 from millrace.run.train import Outcome, run_training
-from millrace.runtime import ray as ray_runtime
-from millrace.runtime import ray_token
+from millrace.runtime import ray_places, ray_token
 from millrace.runtime.ray import RayRuntime
 from millrace.runtime.ray_token import NO_TOKEN
 from tests.e2e import runs
@@ -99,7 +98,7 @@ def test_what_no_waiting_would_place_is_refused_with_the_arithmetic(
 def test_devices_that_others_hold_are_waited_for_and_then_told(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_runtime, "PLACEMENT_DEADLINE_S", 1.0)
+    monkeypatch.setattr(ray_places, "PLACEMENT_DEADLINE_S", 1.0)
     ray.init(address=cluster.address, ignore_reinit_error=True, log_to_driver=False)
     others = placement_group([{"GPU": 3.0}])
     assert others.wait(10)

@@ -24,7 +24,7 @@ from millrace.run.session import Session
 from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
 from millrace.run.train import train_to_end
-from millrace.runtime.rpc import Peer
+from millrace.runtime.rpc import Limit, Peer
 from millrace.schedule.ledger import Ledger
 from millrace.simulate.faults.checks import Violation
 from millrace.simulate.faults.disk import Died, View
@@ -210,6 +210,12 @@ class Attempt:
         for worker in self._ranks():
             started(worker.peer)
         return [worker.peer for worker in self._ranks()]
+
+    def release(self, replica: int) -> None:
+        """Do nothing: a simulated machine has room for every worker."""
+
+    async def limit(self) -> Limit:
+        return Limit(None)
 
     async def meet(self, replica: int, peer: Peer) -> None:
         """Tell a replica at which wire it meets the present ranks."""
