@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from millrace.config import Config
@@ -193,7 +194,7 @@ async def open_engines(
     engines.train.folder = run.path
     scaler = engines.scaler
     scaler.note = progress.note
-    engines.keeper.scaling = scaler.serve(run.path / FOLDER), scaler.follow()
+    engines.keeper.scaling = partial(scaler.serve, run.path / FOLDER), scaler.follow
     async with engines.keeper:
         yield engines
 

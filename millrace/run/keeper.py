@@ -71,7 +71,7 @@ class Keeper:
         self._engines = engines
         self.starter = starter
         self._heartbeat_s = heartbeat_s
-        self.scaling: Sequence[Coroutine[Any, Any, None]] = ()
+        self.scaling: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
         """What changes the number of replicas, once the keeper runs."""
         self.running = False
         self._group = asyncio.TaskGroup()
@@ -92,7 +92,7 @@ class Keeper:
         self._ranks.follow(self.begin)
         self.begin(self._listen(), "heartbeats")
         for work in self.scaling:
-            self.begin(work, "scaling")
+            self.begin(work(), "scaling")
         return self
 
     async def __aexit__(self, *error: Any) -> None:

@@ -126,8 +126,9 @@ async def gpus_of_actors(runtime: RayRuntime, roles: dict[str, int]) -> dict[str
             )
         )  # fmt: skip
         role = {"TrainWorker": "trainer", "RolloutWorker": "rollout"}[name]
-        found[f"{role}-{sum(1 for k in found if k.startswith(role))}"] = (place[0], place[1])
-    return found
+        assert worker.peer.name.startswith(role)
+        found[worker.peer.name] = (place[0], place[1])
+    return {name: found[name] for role in roles for name in sorted(found) if role in name}
 
 
 def test_colocated_sides_share_gpus_one_to_one(cluster: Cluster, tmp_path: Path) -> None:
