@@ -52,7 +52,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 async def until(ready: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not ready():  # noqa: ASYNC110 - the roster has no event
             await asyncio.sleep(0.02)
 
@@ -63,35 +63,36 @@ def groups() -> list[str]:
 
 
 async def nodes_change(s: Session, ledger: Ledger, cluster: Cluster) -> None:
-    """Let a node with two devices join and die. Then let one with a single device join."""
+    """Let a node join and die. Then let one with two devices join."""
     roster, scaler = s.engines.pool.roster, s.engines.scaler
     await until(lambda: ledger.version >= 1)
     begin = time.monotonic()
     with pytest.raises(MillraceError, match=r"devices for 1 replicas now.*`ray start` on another"):
         await scaler.scale(2)
-    assert time.monotonic() - begin < 2, "an error at once"
-    node = cluster.add_node(num_cpus=2, **STORE)
+    assert time.monotonic() - begin < 5, "an error at once"
+    node = cluster.add_node(num_cpus=1, **STORE)
+    await until(lambda: roster.live == [0, 1])
+    assert groups() == 2 * ["CREATED"]
+    await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
+    await until(lambda: roster.state(1) is Standing.LEFT)
+    assert groups() == ["CREATED"], "nothing waits for another node"
+    version = ledger.version
+    await until(lambda: ledger.version > version + 1)
+    cluster.add_node(num_cpus=2, **STORE)
     await until(lambda: roster.live == [0, 1])
     await scaler.scale(3)
     await until(lambda: roster.live == [0, 1, 2])
     assert groups() == 3 * ["CREATED"]
-    await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
-    await until(lambda: roster.ids(Standing.LEFT) == [1, 2])
-    assert groups() == ["CREATED"], "nothing waits for another node"
-    version = ledger.version
-    await until(lambda: ledger.version > version + 1)
-    cluster.add_node(num_cpus=1, **STORE)
-    await until(lambda: roster.live == [0, 1])
     await scaler.scale(1)
     assert groups() == ["CREATED"] and roster.live == [0]
     ledger.limit = ledger.retired + ledger.occupied + 8
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_replicas_follow_the_nodes_of_the_cluster(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One replica, two, three, one, two, and one again. No sample is lost on the way."""
+    """One replica, two, one, two, three, and one again. No sample is lost on the way."""
     monkeypatch.setattr(scaling, "_LOOK_S", 0.5)
     keys = [
         *("rollout.max_replicas=2", "rollout.total_rollout_steps=100000"),
@@ -118,5 +119,5 @@ def test_replicas_follow_the_nodes_of_the_cluster(
     assert "free devices: the run grows from 1 to 2 replicas" in told
     assert "rollout-1 left the run: no node of the cluster has 1 CPU free for rollout-1" in told
     row = runs.rows(tmp_path / "run")[-1]
-    assert (row["replicas/live"], row["replicas/lost"]) == (1, 2)
+    assert (row["replicas/live"], row["replicas/lost"]) == (1, 1)
     assert (row["replicas/joined"], row["replicas/left"]) == (3, 3)

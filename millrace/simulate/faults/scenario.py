@@ -20,7 +20,7 @@ HEARTBEAT_S = 1.0
 """rollout.heartbeat_s of every simulated run."""
 SHORT_S = 5.0
 """A disturbance of at most this time must not end an attempt."""
-GONE_S = 20.0
+GONE_S = 12.0
 """How long a node is away. The last replica waits for it."""
 LONG_S = 500.0
 """After a disturbance of this time, a worker is lost."""
@@ -123,7 +123,7 @@ KINDS: dict[str, Kind] = {
     "stop": Kind(triggers=("event",)),
     "scale_up": Kind(survivable=True),
     "scale_down": Kind(survivable=True),
-    "node_leaves": Kind("replica", (1.0, GONE_S), True),
+    "node_leaves": Kind("replica", (3.0, 3.0, GONE_S), True),
     "rank_stands_still": Kind("rank", _LENGTHS, True),
 }
 """Every kind of fault, and the wishes of a user for more or fewer replicas."""
