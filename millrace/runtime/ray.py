@@ -235,7 +235,8 @@ class RayRuntime:
         self._places.release(replica)
 
     async def limit(self) -> Limit:
-        return await self._places.limit()
+        found = await self._places.limit()
+        return found._replace(more="") if self._owns_cluster else found  # No node can join.
 
     async def end(self, peer: Peer) -> None:
         """Kill the process of a worker and those that it started, and then its actor."""

@@ -241,7 +241,8 @@ class Places:
         placed = sum(seat.bundle in here for seat in seats)
         rooms = await self._rooms(nodes)
         most, of = placed + sum(rooms.values()), f"{self._each} {self._kind}"
-        why = f"the cluster has devices for {most} replicas now, each of {of}"
+        count = f"{most} replica{'s' * (most != 1)}"
+        why = f"the cluster has devices for {count} now, each of {of}"
         return Limit(most, why, "`ray start` on another node, or ")
 
     async def _rooms(self, nodes: dict[str, Any]) -> dict[str, int]:

@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from millrace.config import recipe
-from millrace.errors import ConfigError, WorkerError
+from millrace.errors import ConfigError, NoDevices, WorkerError
 from millrace.pipeline.history import audit
 from millrace.run.session import open_session
 from millrace.run.start import start_state
@@ -162,6 +162,30 @@ def test_a_replica_of_two_gpus_has_both_on_one_node_beside_the_trainers(
                 == found["rollout-0"][0]
                 != found["rollout-1"][0]
             )
+
+    asyncio.run(main())
+
+
+def test_a_further_replica_gets_two_gpus_that_nobody_has_and_gives_them_back(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The start takes the four GPUs of one node. The other node has two."""
+
+    async def main() -> None:
+        async with opened(cluster, tmp_path, (1, 2), (1, 2), tp=2, gpus_in_node=4) as runtime:
+            found = await gpus_of_actors(runtime, {"rollout": 2})
+            assert [gpus for _, gpus in found.values()] == ["2,3", "0,1"]
+            assert found["rollout-0"][0] != found["rollout-1"][0]
+            assert (await runtime.limit()).most == 2
+            with pytest.raises(NoDevices, match="no node of the cluster has 2 GPUs free"):
+                await asyncio.wait_for(runtime.start("rollout-2", "rollout", 2), 5)
+            last = next(w.peer for w in runtime._workers if w.peer.name == "rollout-1")
+            await runtime.end(last)
+            runtime.release(1)
+            async with asyncio.timeout(10):
+                while (await runtime.limit()).most != 2:  # noqa: ASYNC110 - Ray has no event
+                    await asyncio.sleep(0.1)
+            assert [*runtime._places._seats] == [0]
 
     asyncio.run(main())
 

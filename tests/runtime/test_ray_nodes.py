@@ -66,7 +66,7 @@ async def nodes_change(s: Session, ledger: Ledger, cluster: Cluster) -> None:
     roster, scaler = s.engines.pool.roster, s.engines.scaler
     await until(lambda: ledger.version >= 1)
     begin = time.monotonic()
-    with pytest.raises(MillraceError, match=r"devices for 1 replicas now.*`ray start` on another"):
+    with pytest.raises(MillraceError, match=r"devices for 1 replica now.*`ray start` on another"):
         await scaler.scale(2)
     assert time.monotonic() - begin < 5, "an error at once"
     node = cluster.add_node(num_cpus=1, **STORE)
