@@ -76,7 +76,7 @@ def read(file: Path) -> Request:
     """Read a request, and remove it. Raises OSError or DecodeError for anything else."""
     about = file.lstat()
     if not stat.S_ISREG(about.st_mode) or about.st_size > _LONGEST:
-        raise OSError(f"{file} is no request")
+        raise OSError(f"not a file of at most {_LONGEST} bytes")
     data = file.read_bytes()
     file.unlink()
     return msgspec.json.decode(data, type=Request)
