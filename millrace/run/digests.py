@@ -14,7 +14,10 @@ _PLACES_OF_TRAINING = (
     *("offload", "offload_policy", "wait_deadline_s", "stop_grace_s"),
     *("stall_s", "on_stall", "max_restarts", "max_skipped_steps"),
 )
-_PLACES_OF_ROLLOUTS = ("nnodes", "n_gpus_per_node", "heartbeat_s", "stall_s", "max_restarts")
+_PLACES_OF_ROLLOUTS = (
+    *("nnodes", "n_gpus_per_node", "max_replicas"),
+    *("heartbeat_s", "stall_s", "max_restarts"),
+)
 _RECORDS = (
     *("save_freq", "async_save", "save_last", "max_ckpt_to_keep", "journal", "resume", "run_dir"),
     "mirror",
