@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
+import subprocess
+import sys
 import time
 
-from chaos_run import POLL_S, Failed, Run, alive
+from chaos_run import POLL_S, ROOT, Failed, Run, alive
 from chaos_trial import HEAL_S, Act, Fault, Trial, again, cut, signalled
 from chaos_world import corrupt, disk, disk_full, partition, reward, tools
 
@@ -32,7 +35,7 @@ def told(name: str) -> str:
 def replica_kill(run: Run, t: Trial, dice: random.Random) -> None:
     name, pid = one(run, "rollout", dice)
     since, during = len(run.lines), run.busy()
-    t.fired(signalled(pid, signal.SIGKILL), during)
+    t.fired(f"{name}: {signalled(pid, signal.SIGKILL)}", during)
     t.seen(run.line(f"{told(name)} was lost", since, 20))
     t.healed(run.line(f"{told(name)} serves again", since, HEAL_S))
 
@@ -41,7 +44,7 @@ def replica_stop(run: Run, t: Trial, dice: random.Random) -> None:
     """The process stands still, and goes on after it was replaced, if it still lives."""
     name, pid = one(run, "rollout", dice)
     since, during = len(run.lines), run.busy()
-    t.fired(signalled(pid, signal.SIGSTOP), during)
+    t.fired(f"{name}: {signalled(pid, signal.SIGSTOP)}", during)
     t.seen(run.line(f"{told(name)} was lost", since, 20))
     t.healed(run.line(f"{told(name)} serves again", since, HEAL_S))
     if alive(pid):
@@ -59,7 +62,7 @@ def replica_kill_in_sync(run: Run, t: Trial, dice: random.Random) -> None:
     while not any(w in during for w in ("receiver", "sender")) and time.monotonic() < end:
         time.sleep(POLL_S)
         during = run.busy()
-    t.fired(signalled(pid, signal.SIGKILL), during)
+    t.fired(f"{name}: {signalled(pid, signal.SIGKILL)}", during)
     t.seen(run.line(f"{told(name)} was lost", since, 20))
     t.healed(run.line(f"{told(name)} serves again", since, HEAL_S))
 
@@ -151,12 +154,34 @@ def stop(how: signal.Signals) -> Act:
     return act
 
 
+def scale(run: Run, t: Trial, dice: random.Random) -> None:
+    """Let a replica leave, and another one join, with `millrace scale`."""
+    before = sum("core" not in name for name in run.pids("rollout"))
+    t.fired(_scaled(run, before - 1))
+    t.proof += f", {_scaled(run, before)}"
+    t.healed(time.monotonic())
+    run.moves(1, HEAL_S)
+
+
+def _scaled(run: Run, count: int) -> str:
+    """Ask for another number of replicas, and wait until they serve. Return the answer."""
+    command = [sys.executable, "-m", "millrace", "scale", str(run.folder), f"rollout={count}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * HEAL_S)
+    answer = done.stdout.strip()
+    if done.returncode or not re.fullmatch(
+        rf"scaled from \d to {count} replicas [^.]*[.]\d s", answer
+    ):
+        raise Failed(f"{command[3:]}: {answer} {done.stderr}")
+    return answer
+
+
 FAULTS: dict[str, Fault] = {
     "replica killed": Fault("R1, R2", replica_kill),
     "replica stopped": Fault("R12", replica_stop),
     "replica killed in a sync": Fault("R3", replica_kill_in_sync),
     "all replicas killed": Fault("R4", replicas_kill_all),
     "replica in a crash loop": Fault("R5", replica_crash_loop),
+    "scaled down and up": Fault("", scale),
     "trainer killed": Fault("R6", trainer_kill),
     "trainer stopped": Fault("R12", trainer_stop),
     "trainer killed in a save": Fault("R7", trainer_kill_in_save),

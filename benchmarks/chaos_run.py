@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import psutil
 from chaos_tools import Tools
 
-from millrace.pipeline.history import Audit, audit
+from millrace.pipeline.history import Audit, Line, audit
 from millrace.waits.answer import Answer
 from millrace.waits.ask import ask_one, processes
 from millrace.waits.graph import DRIVER
@@ -26,12 +27,18 @@ HERE = Path(__file__).parent
 POLL_S = 0.02
 
 
+line_of = msgspec.json.Decoder(Line).decode
+
+
 class Failed(Exception):
     """A promise is broken: the run ended, hung, or did not say what it must say."""
 
 
 class Run:
     """A run of `millrace train` in one folder, over all of its attempts."""
+
+    patience = 1.0
+    """Times every limit of a wait."""
 
     def __init__(self, folder: Path, recipe: str, keys: Sequence[str], tools: Tools) -> None:
         self.folder, self.orders = folder / "run", folder / "orders"
@@ -41,7 +48,7 @@ class Run:
         """Every line of output, with the time of its arrival."""
         self.driver: psutil.Popen | None = None
         self.attempts = 0
-        self._read_bytes = self._versions = 0
+        self._read_bytes = self._versions = self._trained = 0
 
     def start(self) -> None:
         """Start the command. A run that is there resumes."""
@@ -75,6 +82,7 @@ class Run:
 
     def until(self, ready: Callable[[], bool], what: str, limit_s: float) -> float:
         """Wait for something. Return the time. Raises Failed if the run ends or time is up."""
+        limit_s *= self.patience
         end = time.monotonic() + limit_s
         while not ready():
             if not self.alive:
@@ -109,8 +117,15 @@ class Run:
                 new = file.read()
             whole = new[: new.rfind(b"\n") + 1]
             self._read_bytes += len(whole)
-            self._versions += whole.count(b'"event":"version"')
+            made = [m for line in whole.splitlines() if (m := line_of(line)).event == "version"]
+            self._versions += len(made)
+            self._trained += sum(len(m.trained) for m in made)
         return self._versions
+
+    def trained(self) -> int:
+        """Return how many samples all attempts trained for versions that are live."""
+        self.versions()
+        return self._trained
 
     def moves(self, more: int, limit_s: float) -> float:
         """Wait until `more` versions are live."""

@@ -88,7 +88,7 @@ def disk_full(run: Run, t: Trial, dice: random.Random) -> None:
     finally:
         ballast.unlink()
     t.healed(run.line("alarm over: the disk takes", since, 60))
-    run.moves(1, HEAL_S)
+    protected(run)
 
 
 def disk(order: str, seconds: float) -> Act:
@@ -109,8 +109,18 @@ def disk(order: str, seconds: float) -> Act:
             (run.orders / "disk").unlink()
         t.proof += f", {len(obeyed.read_text().splitlines())} of them"
         t.healed(run.moves(2, HEAL_S))
+        protected(run)
 
     return act
+
+
+def protected(run: Run) -> None:
+    """Wait for a checkpoint after a fault of the disk. The journal begins again with it.
+
+    A trainer that is lost before ends the run: a resume then trains from the checkpoint before.
+    """
+    before = run.newest().name
+    run.until(lambda: run.newest().name > before, "a checkpoint after the fault", HEAL_S)
 
 
 def partition(seconds: float) -> Act:

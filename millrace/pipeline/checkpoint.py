@@ -26,7 +26,7 @@ import msgspec
 
 from millrace import codec
 from millrace.errors import CheckpointError, DiskError
-from millrace.pipeline import journal, ownership
+from millrace.pipeline import journal_file, ownership
 from millrace.ports import TrainEngine
 from millrace.schedule.ledger import LedgerSnapshot
 from millrace.types import UNFINISHED, PolicyVersion
@@ -154,7 +154,7 @@ class Checkpoints:
         for old in kept[: -self._keep]:
             ownership.remove(old)
         oldest = kept[-self._keep :][0]
-        journal.remove_older(self._run_dir / "journal", int(oldest.name.rpartition("-")[2]))
+        journal_file.remove_older(self._run_dir / "journal", int(oldest.name.rpartition("-")[2]))
         return final
 
     def all(self) -> list[Path]:

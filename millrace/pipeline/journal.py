@@ -6,7 +6,8 @@
 
 The event loop only notes references to frozen samples. A task packs them, writes them and syncs
 them in groups. A new file begins with each version that gets a checkpoint, so the older files go
-with the older checkpoints. A disk that refuses a write ends the journal until the next file.
+with the older checkpoints. A disk that refuses a write ends the journal until the next file. As
+soon as the disk takes files again, the journal asks for a checkpoint.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ PROGRESS_S = 2.0
 """The least seconds between two records of running samples."""
 PROGRESS_RATE = 8_000_000
 """The most bytes of running samples for each second, on average."""
+PROBE_S = 5.0
+"""The least seconds between two looks at a disk that refused the journal."""
 _SILENT = frozenset({State.RUNNING, State.READY, State.TAKEN})
 """Moves that need no fact. A finished sample has its own."""
 
@@ -62,6 +65,10 @@ class NoJournal:
 
     def finished(self, sample_id: int, sample: Sample) -> None:
         """Note a finished sample, before anybody decides whether it is trained."""
+
+    def checkpoint_due(self, version: PolicyVersion) -> bool:
+        """Whether the journal needs a checkpoint of a version, to begin again."""
+        return False
 
     async def run(self) -> None:
         """Write until the run cancels this task."""
@@ -110,6 +117,12 @@ class Journal(NoJournal):
         """Batches on their way to the disk."""
         self._broken: Path | None = None
         """The file that the disk refused."""
+        self._looks, self._next_look = False, 0.0
+        """Whether, and when, to look if the disk takes files again."""
+        self._again = False
+        """Whether it does."""
+        self._extra: PolicyVersion | None = None
+        """A version with a checkpoint that is due because the journal begins again."""
         self._lock = threading.Lock()
         self._done: list[Batch] = []
 
@@ -138,10 +151,15 @@ class Journal(NoJournal):
             self.past.trained(ledger.local_steps)
         if sealed:
             self._seal(sealed)
-        if live and ledger.version % self._save_freq == 0:
+        if live and (ledger.version % self._save_freq == 0 or ledger.version == self._extra):
             self._close_file(ledger.version)
         if not self._awake:
             self._wake()
+
+    def checkpoint_due(self, version: PolicyVersion) -> bool:
+        if self._again:
+            self._again, self._extra = False, version
+        return version == self._extra
 
     def _seal(self, ids: list[int]) -> None:
         version = self._ledger.version + 1
@@ -183,6 +201,7 @@ class Journal(NoJournal):
 
     def _close_file(self, version: int) -> None:
         """Begin a new file, with what the run has not used of the attempt before."""
+        self._looks = self._again = False
         self._take_progress()
         self._enqueue()
         self._header = Header(
@@ -223,7 +242,7 @@ class Journal(NoJournal):
 
     def refuse(self, path: Path, trouble: str) -> None:
         """Write nothing more to `path`, because the disk refuses it."""
-        self._broken = path
+        self._broken, self._looks = path, True
         self._report(trouble)
 
     async def run(self) -> None:
@@ -242,6 +261,10 @@ class Journal(NoJournal):
                     asyncio.get_running_loop().call_at(self._next_progress, self._wake)
                 self._enqueue()
                 self._report(await asyncio.to_thread(self._write))
+                if self._looks and clock() >= self._next_look:
+                    self._next_look = clock() + PROBE_S
+                    takes = await asyncio.to_thread(journal_file.takes, self._folder)
+                    self._again = takes and self._looks
         finally:
             self._take_progress()
             self._enqueue()
@@ -284,10 +307,10 @@ class Journal(NoJournal):
                     self.written += write(path, header, same)
                     self._done += same
                 except OSError as error:
-                    self._broken = path
+                    self._broken, self._looks = path, path == self._path
                     return f"{error.filename or path}: {error.strerror or error}"
                 except TypeError as error:  # such as an object in a message of an agent
-                    self._broken = path
+                    self._broken, self._looks = path, False
                     return f"{path}: a sample cannot be packed: {error}"
         return ""
 
@@ -333,7 +356,7 @@ def resume(
             write(temporary, header, past.batches())
             temporary.rename(path)
             journal_file.sync(folder)
-        remove(folder, header.version, before=header.attempt)
+        journal_file.remove(folder, header.version, before=header.attempt)
     except OSError as error:
         journal.refuse(path, f"{error.filename or path}: {error.strerror or error}")
     return journal
@@ -372,19 +395,3 @@ def _told(past: Past, ledger: Ledger, same: bool, damage: str) -> str:
         + ("" if same else ". Settings changed, so versions after the checkpoint are not used")
         + (f". {damage[0].upper()}{damage[1:]}" if damage else "")
     )
-
-
-def remove(folder: Path, version: PolicyVersion, *, before: int) -> None:
-    """Remove the files of attempts before `before` that begin at `version` or later."""
-    for path in journal_file.files(folder):
-        attempt, first = journal_file.numbers_of(path)
-        if attempt < before and first >= version:
-            path.unlink()
-
-
-def remove_older(folder: Path, version: PolicyVersion) -> None:
-    """Remove the files that a resume from `version` or a later one does not read."""
-    needed = journal_file.files_from(folder, version)
-    for path in journal_file.files(folder):
-        if path not in needed:
-            path.unlink()

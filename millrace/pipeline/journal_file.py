@@ -26,6 +26,8 @@ from millrace.types import PolicyVersion, Trajectory
 FORMAT = 1
 _HEAD = struct.Struct("<4sIII")
 _MARK = b"MRJ\n"
+_PROBE = 2**16
+"""The bytes of a file that only tries a disk."""
 _NAME = re.compile(r"[0-9]{6,}-[0-9]{6,}\.log")
 
 
@@ -141,6 +143,22 @@ def files_from(folder: Path, version: PolicyVersion) -> list[Path]:
     return chain[max(0, start - 1) :]
 
 
+def remove(folder: Path, version: PolicyVersion, *, before: int) -> None:
+    """Remove the files of attempts before `before` that begin at `version` or later."""
+    for path in files(folder):
+        attempt, first = numbers_of(path)
+        if attempt < before and first >= version:
+            path.unlink()
+
+
+def remove_older(folder: Path, version: PolicyVersion) -> None:
+    """Remove the files that a resume from `version` or a later one does not read."""
+    needed = files_from(folder, version)
+    for path in files(folder):
+        if path not in needed:
+            path.unlink()
+
+
 def append(path: Path, records: Iterable[Header | Batch]) -> int:
     """Append to a file, and sync it. A new file's name is durable too. Return the bytes."""
     new, size = not path.is_file(), 0
@@ -152,6 +170,22 @@ def append(path: Path, records: Iterable[Header | Batch]) -> int:
     if new:
         sync(path.parent)
     return size
+
+
+def takes(folder: Path) -> bool:
+    """Whether the disk takes a file now."""
+    probe = folder / ".probe"
+    try:
+        try:
+            with probe.open("wb") as file:
+                file.write(bytes(_PROBE))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
 
 
 def sync(folder: Path) -> None:

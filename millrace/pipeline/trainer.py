@@ -216,7 +216,7 @@ class Trainer:
         ledger = self.queue.ledger
         await self._arrived()
         version = self.queue.do(ledger.seal)
-        due = self.observer.checkpoint_due(version)
+        due = self.queue.journal.checkpoint_due(version) or self.observer.checkpoint_due(version)
         if (
             ledger.schedule.overlap_sync
             and ledger.remaining() != 0

@@ -15,7 +15,7 @@ from millrace.errors import ConfigError, MillraceError, MissingDependency, bad_v
 from millrace.observe import trackers
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
-from millrace.pipeline import journal
+from millrace.pipeline import journal, journal_file
 from millrace.pipeline.checkpoint import Checkpoints, read_manifest
 from millrace.pipeline.journal import NoJournal
 from millrace.pipeline.journal_file import FORMAT, Batch, Header
@@ -95,7 +95,7 @@ class Session:
         """Return the journal. Without checkpoints it would grow for ever, so there is none."""
         trainer, folder = self.config.trainer, self.run.path / "journal"
         if not (trainer.journal and trainer.save_freq):
-            journal.remove(folder, 0, before=attempt)
+            journal_file.remove(folder, 0, before=attempt)
             return NoJournal()
         samples, training = digests(self.config.model_dump(mode="json"))
         header = Header(FORMAT, attempt, ledger.version, samples, training)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+import time
 
 import psutil
 import ray
@@ -20,6 +22,18 @@ WHY = "why"
 """The concurrency group of the answer to `millrace why`."""
 BEAT = "beat"
 """The concurrency group of the signs of life."""
+_LOOK_S = 1.0
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the raylet that started it has ended.
+
+    Ray looks for the raylet's number, which a zombie keeps. In a container whose process 1 waits
+    for no orphan, actors would outlive their driver.
+    """
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os._exit(1)
 
 
 class RayHost:
@@ -27,6 +41,7 @@ class RayHost:
 
     def __init__(self, name: str, role: str, loopback: bool, gpus: list[str]) -> None:
         hide_token()
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         if gpus:  # CUDA is not initialized yet
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         os.environ |= listening_at("127.0.0.1" if loopback else ray.util.get_node_ip_address())

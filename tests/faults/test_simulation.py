@@ -50,6 +50,23 @@ def test_a_planted_bug_is_found(name: str) -> None:
     assert first_seed(MUTANTS[name], seeds_of(name, 150)) is not None
 
 
+def test_a_trainer_is_restored_soon_after_a_disk_that_refused_the_journal() -> None:
+    """Long before the next regular checkpoint, one is written as soon as the disk takes files."""
+    base = draw(12871)
+    c = base.config
+    config = c.model_copy(
+        update={
+            "trainer": c.trainer.model_copy(update={"save_freq": 20}),
+            "rollout": c.rollout.model_copy(update={"total_rollout_steps": 240}),
+        }
+    )
+    refuses = Fault("disk_errors", 0, Trigger("time", 3.0), "", 1.0)
+    dies = Fault("rank_dies", 0, Trigger("time", 16.0), "trainer-0")
+    outcome = run_world(replace(base, config=config, ranks=1, replicas=1, faults=(refuses, dies)))
+    assert not outcome.violation and outcome.attempts == 1, outcome.story
+    assert outcome.fired == {"disk_errors": 1, "rank_dies": 1}
+
+
 def test_a_replica_that_comes_back_during_a_slow_keep_is_connected_anew() -> None:
     """Its sync is with the worker that was lost, and not with the one of now."""
     slow = Fault("rank_freezes", 0, Trigger("sender.keep", 1), "trainer-0", 5.0)

@@ -12,7 +12,7 @@ import pytest
 
 from millrace.errors import CheckpointError
 from millrace.pipeline import journal, journal_file
-from millrace.pipeline.journal import Journal
+from millrace.pipeline.journal import PROBE_S, Journal
 from millrace.pipeline.journal_file import (
     FORMAT,
     Batch,
@@ -293,6 +293,47 @@ def test_a_full_disk_ends_the_journal_until_the_next_checkpoint() -> None:
     assert [f.sample_id for b in second.batches for f in b.finished] == [2]
 
 
+def test_a_journal_asks_for_a_checkpoint_as_soon_as_the_disk_takes_files_again() -> None:
+    """Else a trainer that is lost before the next regular one could not be restored."""
+    disk, said = Disk(random.Random(0)), Said()
+    folder: Any = SimPath(View(disk), "/run/journal")
+    folder.mkdir(parents=True)
+
+    async def main() -> None:
+        ledger = ledger_at(5, 0)
+        kept = Journal(folder, ledger, HEADER, Past(), save_freq=1000, note=said)
+        async with asyncio.TaskGroup() as tasks:
+            writer = tasks.create_task(kept.run())
+            finish(ledger, kept, 0)
+            await asyncio.sleep(1.0)
+            assert not kept.checkpoint_due(1), "the disk is fine"
+            disk.full = True
+            finish(ledger, kept, 1)
+            await asyncio.sleep(1.0)
+            assert not kept.working and not kept.checkpoint_due(1), "the disk is full"
+            disk.full = False
+            finish(ledger, kept, 2)
+            await asyncio.sleep(PROBE_S + 1.0)
+            finish(ledger, kept, 3)  # A run has facts all the time.
+            await asyncio.sleep(1.0)
+            assert kept.checkpoint_due(1) and kept.checkpoint_due(1) and not kept.working
+            for change in (ledger.take, ledger.trained, ledger.seal, ledger.published):
+                change()
+                kept.moved(ledger.moves)
+                ledger.moves.clear()
+            finish(ledger, kept, 4)
+            await asyncio.sleep(PROBE_S + 1.0)
+            assert not kept.checkpoint_due(2), "one checkpoint is enough"
+            writer.cancel()
+        assert said[1:] == ["alarm over: the disk takes the journal again"]
+
+    with simulated_disk(), asyncio.Runner(loop_factory=WorldLoop) as runner:
+        runner.run(main())
+        assert [p.name for p in journal_file.files(folder)] == [
+            "000001-000000.log", "000001-000001.log"
+        ]  # fmt: skip
+
+
 def test_a_sample_that_cannot_be_packed_ends_the_journal_and_not_the_run(tmp_path: Path) -> None:
     said, ledger = Said(), ledger_at(1, 0)
     kept = Journal(tmp_path, ledger, HEADER, Past(), save_freq=1, note=said)
@@ -319,7 +360,7 @@ def finish(ledger: Ledger, kept: Journal, i: int) -> None:
 def test_a_checkpoint_removes_the_files_that_no_resume_reads(tmp_path: Path) -> None:
     for version in (0, 2, 4):
         journal.write(journal_file.path_of(tmp_path, 1, version), HEADER, [])
-    journal.remove_older(tmp_path, 3)
+    journal_file.remove_older(tmp_path, 3)
     assert [p.name for p in journal_file.files(tmp_path)] == [
         "000001-000002.log",
         "000001-000004.log",
