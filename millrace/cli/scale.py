@@ -61,20 +61,22 @@ def scale(
 
 def count_of(change: str) -> int:
     """Return N of `rollout=N`."""
-    key, _, value = change.partition("=")
+    key, equals, value = change.partition("=")
+    if not equals:
+        fix = f"rollout={change}" if change.isdecimal() else "rollout=2"
+        raise bad_value("rollout=N", change, "must be of the form rollout=N", fix)
     if key != "rollout":
         raise bad_value(key, value, "only the replicas of a running run can change", "rollout=2")
     if not re.fullmatch("[0-9]{1,4}", value) or int(value) < 1:
-        raise bad_value(key, value, "the number of replicas is an integer from 1 on", "rollout=2")
+        raise bad_value(key, value, "must be an integer from 1 on", "rollout=2")
     return int(value)
 
 
 def check_running(run: Path) -> None:
     """Raise ConfigError unless the driver of the run lives on this machine."""
     if not (run / ".millrace-run").exists():
-        raise bad_value(
-            "RUN", str(run), "is not a run folder", "a folder such as runs/quickstart-1"
-        )
+        rule = "is not a run folder" if run.exists() else f"no such folder (from {Path.cwd()})"
+        raise bad_value("RUN", str(run), rule, "a folder such as runs/quickstart-1")
     driver = next((p for p in processes(run) if p["name"] == DRIVER), None)
     if driver is not None and driver["host"] != socket.gethostname():
         rule = f"the driver runs on {driver['host']}"
