@@ -336,7 +336,8 @@ async def _with_signals(
                 "once, without saving."
             )
         else:
-            progress.note(f"{number.name}: ending. No training is running, so nothing is saved.")
+            why = "No training is running, so no checkpoint is written."
+            progress.note(f"{number.name}: ending. {why}")
             task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
