@@ -93,7 +93,8 @@ def explain(error: ErrorDetails) -> str:
         if hint := HINTS.get(key if own else tail):
             rule = "no such key: it is a name of TRL's"
             return str(bad_value(key, value, rule, f"{hint}; docs/from_trl.md has all names"))
-        near = _nearest(key, known)
+        same = [k for k in known if k.rsplit(".", 1)[-1] == key]
+        near = " or ".join(same[:3]) or _nearest(key, known)
         return str(
             bad_value(key, value, "no such key", f"{near}; {_ALL_KEYS}" if near else _ALL_KEYS)
         )
