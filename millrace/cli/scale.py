@@ -75,8 +75,9 @@ def count_of(change: str) -> int:
 def check_running(run: Path) -> None:
     """Raise ConfigError unless the driver of the run lives on this machine."""
     if not (run / ".millrace-run").exists():
-        rule = "is not a run folder" if run.exists() else f"no such folder (from {Path.cwd()})"
-        raise bad_value("RUN", str(run), rule, "a folder such as runs/quickstart-1")
+        raise bad_value(
+            "RUN", str(run), "is not a run folder", "a folder such as runs/quickstart-1"
+        )
     driver = next((p for p in processes(run) if p["name"] == DRIVER), None)
     if driver is not None and driver["host"] != socket.gethostname():
         rule = f"the driver runs on {driver['host']}"

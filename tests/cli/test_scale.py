@@ -15,7 +15,7 @@ import pytest
         ("rollout", "rollout=N = 'rollout': must be of the form rollout=N. Fix: rollout=2."),
         ("rollout=two", "rollout = 'two': must be an integer from 1 on. Fix: rollout=2."),
         ("trainer=2", "only the replicas of a running run can change. Fix: rollout=2."),
-        ("rollout=2", "RUN = 'nowhere': no such folder (from "),
+        ("rollout=2", "RUN = 'nowhere': is not a run folder. Fix: "),
     ],
 )
 def test_a_wrong_word_is_refused_with_the_right_one(
