@@ -63,11 +63,14 @@ def scale(
 
 def count_of(change: str) -> int:
     """Return N of `rollout=N`."""
-    key, _, value = change.partition("=")
+    key, equals, value = change.partition("=")
+    if not equals:
+        fix = f"rollout={change}" if change.isdecimal() else "rollout=2"
+        raise bad_value("rollout=N", change, "must be of the form rollout=N", fix)
     if key != "rollout":
         raise bad_value(key, value, "only the replicas of a running run can change", "rollout=2")
     if not re.fullmatch("[0-9]{1,4}", value) or int(value) < 1:
-        raise bad_value(key, value, "the number of replicas is an integer from 1 on", "rollout=2")
+        raise bad_value(key, value, "must be an integer from 1 on", "rollout=2")
     return int(value)
 
 

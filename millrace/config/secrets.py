@@ -40,6 +40,9 @@ def check_secrets(tree: dict[str, Any]) -> None:
 def _refusal(key: str, found: str) -> ConfigError:
     rule = f"it {found}, and config.yaml, logs and trackers show every key"
     fix = "the secret in the environment, where its library reads it, and none in the configuration"
+    if key.endswith("judge.base_url"):
+        variable = key.removesuffix("base_url") + "api_key_env"
+        fix = f"an address alone, with the key in the variable of {variable}"
     return bad_value(key, "***", rule, fix)
 
 

@@ -147,7 +147,7 @@ class RayRuntime:
                 "`ray start --head`. If the cluster has a token, set RAY_AUTH_MODE=token and "
                 "RAY_AUTH_TOKEN for this command too"
             )
-            rule = f"millrace cannot join a cluster: {error}"
+            rule = f"millrace cannot join a cluster: {str(error).rstrip('.')}"
             raise bad_value("trainer.ray_address", address, rule, fix) from error
         places = Places(sides, log_dir.resolve(), note)
         runtime = cls(sides, places, owns_cluster=owns_cluster)
