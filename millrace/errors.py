@@ -17,7 +17,8 @@ _SHORTEST = 8
 def secrets_of_user() -> dict[str, str]:
     """Return the environment variables whose names say that they are secrets."""
     names = [os.fsdecode(name) for name in os.environb if _is_secret(name)]
-    return {name: value for name in names if len(value := os.environ.get(name, "")) >= _SHORTEST}
+    values = {name: os.environ.get(name, "").strip() for name in names}
+    return {name: value for name, value in values.items() if len(value) >= _SHORTEST}
 
 
 @cache
@@ -28,9 +29,14 @@ def _is_secret(name: bytes) -> bool:
 def redact(text: str) -> str:
     """Return a text with `***` in place of each secret of the user."""
     for value in sorted(secrets_of_user().values(), key=len, reverse=True):
-        for form in (value, quote(value, safe="")):
+        for form in forms_of(value):
             text = text.replace(form, "***")
     return text
+
+
+def forms_of(secret: str) -> tuple[str, str]:
+    """Return a secret as it is, and as a part of an address."""
+    return secret, quote(secret, safe="", errors="surrogateescape")
 
 
 class MillraceError(Exception):
