@@ -137,8 +137,9 @@ class _Host:
         self._connection.settimeout(_LONGEST_S)
         with its:
             file, fd = template_host.__file__, its.fileno()
+            paths = [str(path) for path in sys.path]
             self._process = subprocess.Popen(
-                [sys.executable, "-I", file, str(fd), json.dumps(sys.path), str(SECONDS)],
+                [sys.executable, "-I", file, str(fd), json.dumps(paths), str(SECONDS)],
                 pass_fds=[fd],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -195,6 +196,12 @@ def test_a_fork_has_a_process_of_templates_of_its_own() -> None:
             os._exit(0 if right else 1)
     assert same("the parent")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_path_of_python_need_be_no_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    template._host.close()
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    assert chat_with(SAYS).render(Problem(MESSAGES, "x"))[0] == "hello"
 
 
 def test_the_process_of_templates_ends_with_its_driver() -> None:
