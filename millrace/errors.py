@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 from urllib.parse import quote
 
@@ -34,9 +35,11 @@ def redact(text: str) -> str:
     return text
 
 
-def forms_of(secret: str) -> tuple[str, str]:
-    """Return a secret as it is, and as a part of an address."""
-    return secret, quote(secret, safe="", errors="surrogateescape")
+@lru_cache(256)
+def forms_of(secret: str) -> tuple[str, ...]:
+    """Return a secret as it is, in an address, as Python shows it, and as JSON."""
+    address = quote(secret, safe="", errors="surrogateescape")
+    return tuple({secret: 0, address: 0, repr(secret)[1:-1]: 0, json.dumps(secret)[1:-1]: 0})
 
 
 class MillraceError(Exception):

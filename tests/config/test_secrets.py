@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -98,3 +99,10 @@ def test_a_secret_that_is_no_text_breaks_no_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LINE_KEY", "a-canary-line\n")
     assert str(RewardError("exception", "at row 3")) == "exception: at row 3"
     assert redact("http://host?k=%FF%FEcanary&l=a-canary-line") == "http://host?k=***&l=***"
+
+
+def test_a_secret_is_found_as_python_or_json_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = 'a-canary\\"\u00e9\u0001'
+    monkeypatch.setenv("DB_PASSWORD", secret)
+    assert redact(f"{{'x': {secret!r}}}") == "{'x': '***'}"
+    assert redact(json.dumps({"x": secret})) == '{"x": "***"}'
