@@ -102,6 +102,10 @@ class ReplicaLost(WorkerError):
     """A replica died, fell silent or stood still. Its requests go on elsewhere."""
 
 
+class NoDevices(WorkerError):
+    """No free devices are left for a replica. Nothing is wrong with it."""
+
+
 class DeadlineError(MillraceError):
     """A wait missed its deadline. The message names the waiting task and the event it waits for."""
 
