@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 from urllib.parse import quote
 
@@ -17,7 +18,8 @@ _SHORTEST = 8
 def secrets_of_user() -> dict[str, str]:
     """Return the environment variables whose names say that they are secrets."""
     names = [os.fsdecode(name) for name in os.environb if _is_secret(name)]
-    return {name: value for name in names if len(value := os.environ.get(name, "")) >= _SHORTEST}
+    values = {name: os.environ.get(name, "").strip() for name in names}
+    return {name: value for name, value in values.items() if len(value) >= _SHORTEST}
 
 
 @cache
@@ -28,9 +30,16 @@ def _is_secret(name: bytes) -> bool:
 def redact(text: str) -> str:
     """Return a text with `***` in place of each secret of the user."""
     for value in sorted(secrets_of_user().values(), key=len, reverse=True):
-        for form in (value, quote(value, safe="")):
+        for form in forms_of(value):
             text = text.replace(form, "***")
     return text
+
+
+@lru_cache(256)
+def forms_of(secret: str) -> tuple[str, ...]:
+    """Return a secret as it is, in an address, as Python shows it, and as JSON."""
+    address = quote(secret, safe="", errors="surrogateescape")
+    return tuple({secret: 0, address: 0, repr(secret)[1:-1]: 0, json.dumps(secret)[1:-1]: 0})
 
 
 class MillraceError(Exception):

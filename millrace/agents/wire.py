@@ -9,7 +9,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
-from millrace.agents.request import ChatRequest, ChatTurn, RequestError, short
+from millrace.agents.request import ChatRequest, ChatTurn, RequestError, normal, short, wrong
 from millrace.types import Message, Tokens, tokens_of
 
 Body = dict[str, Any]
@@ -207,6 +207,17 @@ def converted(value: Any, kind: type[_Kind], where: str = "") -> _Kind:
         given = f" = {short(value[name])}" if name in value else ""
         text = f"{name}{given}: {rule}" if name else rule
         raise RequestError(f"{text}.", code="invalid_value", param=name) from None
+
+
+def message_of(message: Message, where: str) -> Message:
+    """Return a client's message in the normal form. Raises RequestError.
+
+    A tool's answer without the id of its call would be rendered as the answer to another one.
+    """
+    answered = message.get("tool_call_id")
+    if message.get("role") == "tool" and not isinstance(answered, str):
+        raise wrong(f"{where}.tool_call_id", answered, "must be a string")
+    return normal(message, where)
 
 
 def stops_of(stops: str | list[str]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from millrace.agents import wire
-from millrace.agents.request import ChatTurn, normal, wrong
+from millrace.agents.request import ChatTurn
 from millrace.agents.wire import Asked, Body, Count, Drawn, Reader
 from millrace.agents.wire import openai_problem as problem
 from millrace.agents.wire import openai_trouble as trouble
@@ -48,11 +48,7 @@ class _Body(Common, kw_only=True):
 def read(reader: Reader) -> Asked:
     """Return what a body of /v1/chat/completions asks for."""
     body = reader.into(_Body)
-    messages = tuple(normal(m, f"messages[{k}]") for k, m in enumerate(body.messages))
-    for k, message in enumerate(body.messages):
-        answered = message.get("tool_call_id")
-        if message.get("role") == "tool" and not isinstance(answered, str):
-            raise wrong(f"messages[{k}].tool_call_id", answered, "must be a string")
+    messages = tuple(wire.message_of(m, f"messages[{k}]") for k, m in enumerate(body.messages))
     reader.refuse("functions", "audio", "modalities", "prediction", "web_search_options")
     reader.ignore_hints(reader.body.get("response_format"))
     limits = [n for n in (body.max_tokens, body.max_completion_tokens) if n is not None]

@@ -94,7 +94,7 @@ def _messages(reader: Reader, said: _Said, where: str) -> list[Message]:
             found[-1]["content"].append(block)
         else:
             found.append({"role": said.role, "content": [block]})
-    return [normal(m, where) for m in found or [{"role": said.role}]]
+    return [wire.message_of(m, where) for m in found or [{"role": said.role}]]
 
 
 def _assistant(blocks: list[Body], where: str) -> Message:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from millrace.agents import wire
-from millrace.agents.request import RequestError, call_of, normal, text_of, wrong
+from millrace.agents.request import RequestError, call_of, text_of, wrong
 from millrace.agents.wire import Asked, Body, Count, Drawn, Reader
 from millrace.agents.wire import openai_problem as problem
 from millrace.types import Message
@@ -73,11 +73,11 @@ def read(reader: Reader) -> Asked:
 def _messages(items: str | list[Body]) -> list[Message]:
     """Return the items as messages. Items of one answer become one assistant message."""
     if isinstance(items, str):
-        return [{"role": "user", "content": items}] if items else []
+        return [{"role": "user", "content": items}]
     found: list[Message] = []
     for k, item in enumerate(items):
         _add(found, item, f"input[{k}]")
-    return [normal(message, "input") for message in found]
+    return [wire.message_of(message, "input") for message in found]
 
 
 def _add(found: list[Message], item: Body, where: str) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from millrace.errors import ConfigError, bad_value, secrets_of_user
+from millrace.errors import ConfigError, bad_value, forms_of, secrets_of_user
 
 _NAME = re.compile(
     r"(?:api|access|auth|bearer|hf|private|secret)[_-]?(?:key|token)$"
@@ -26,7 +26,7 @@ def check_secrets(tree: dict[str, Any]) -> None:
     """Raise ConfigError if a key has a secret. The error does not show it."""
     known = secrets_of_user()
     for key, value in _leaves("", tree):
-        names = [name for name, secret in known.items() if secret in value]
+        names = [n for n, secret in known.items() if any(f in value for f in forms_of(secret))]
         if names:
             raise _refusal(key, f"has the value of {names[0]}")
         if _NAME.search(key.rpartition(".")[2]) and value:
@@ -47,12 +47,13 @@ def _refusal(key: str, found: str) -> ConfigError:
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield each text of a tree with its dotted key."""
+    """Yield each text and number of a tree with its dotted key. A name is a text of its parent."""
     if isinstance(value, dict):
         for name, inner in value.items():
+            yield key, str(name)
             yield from _leaves(f"{key}.{name}" if key else str(name), inner)
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _leaves(key, inner)
-    elif isinstance(value, str):
-        yield key, value
+    elif isinstance(value, str | int | float) and not isinstance(value, bool):
+        yield key, str(value)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from millrace.data import template_host
@@ -106,12 +107,12 @@ class _Host:
     def __call__(self, source: str, variables: Mapping[str, Any]) -> dict[str, str]:
         with self._lock:
             found = self._ask(source, variables)
-            if found is None and self._end() != -signal.SIGPROF:
+            if found is None and self._code != -signal.SIGPROF:
                 found = self._ask(source, variables)  # perhaps a signal to all processes ended it
-            return found or {"unsafe": self._how_it_ended(self._end())}
+            return found or {"unsafe": self._how_it_ended(self._code)}
 
     def _ask(self, source: str, variables: Mapping[str, Any]) -> dict[str, str] | None:
-        """Return the answer of the process. None if it has ended, or must be."""
+        """Return the answer of the process. None if it gave none. Then it has ended."""
         if self._connection is None:
             self._start()
         assert self._connection is not None
@@ -119,14 +120,15 @@ class _Host:
         number = self._numbers.get(source, len(self._numbers))
         request = {"number": number, "source": source if new else None, "variables": variables}
         frame = json.dumps(request).encode()
+        found: dict[str, str] | None = None
         try:
-            send(self._connection, frame)
-            found: dict[str, str] = json.loads(receive(self._connection))
-        except (EOFError, OSError):
-            return None
-        if "unsafe" in found:
-            self._end()  # its memory may be full
-        elif new and "text" in found:
+            with suppress(EOFError, OSError):
+                send(self._connection, frame)
+                found = json.loads(receive(self._connection))
+        finally:  # After an interruption, the next request would read this answer.
+            if found is None or "unsafe" in found:
+                self._end()  # in the second case its memory may be full
+        if new and found and "text" in found:
             self._numbers[source] = number
         return found
 
@@ -135,8 +137,9 @@ class _Host:
         self._connection.settimeout(_LONGEST_S)
         with its:
             file, fd = template_host.__file__, its.fileno()
+            paths = [str(path) for path in sys.path]
             self._process = subprocess.Popen(
-                [sys.executable, "-I", file, str(fd), json.dumps(sys.path), str(SECONDS)],
+                [sys.executable, "-I", file, str(fd), json.dumps(paths), str(SECONDS)],
                 pass_fds=[fd],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -153,8 +156,8 @@ class _Host:
             return f"it needs more than {_LONGEST_S:g} s for one text, or too much memory"
         return f"its process ended with exit code {code}"
 
-    def _end(self) -> int:
-        """End the process, and return its exit code, or that of the last one."""
+    def _end(self) -> None:
+        """End the process, and note its exit code."""
         process, connection = self._process, self._connection
         self._process = self._connection = None
         self._numbers.clear()
@@ -166,7 +169,13 @@ class _Host:
             except subprocess.TimeoutExpired:
                 process.kill()
                 self._code = process.wait()
-        return self._code
+
+    def forget(self) -> None:
+        """Leave the process to the parent. A fork would read the parent's answers."""
+        connection = self._connection
+        self.__init__()  # type: ignore[misc]  # another thread of the parent may hold the lock
+        if connection is not None:
+            connection.close()
 
     def close(self) -> None:
         with self._lock:
@@ -175,3 +184,4 @@ class _Host:
 
 _host = _Host()
 atexit.register(_host.close)
+os.register_at_fork(after_in_child=_host.forget)

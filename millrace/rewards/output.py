@@ -18,7 +18,7 @@ KEPT = 64 * 1024
 WINDOW_S = 60.0
 _PIECE = 1 << 20
 _LINE = 8192
-"""Bytes of a line that wait for its end. A secret may come in two pieces."""
+"""The last bytes of a line wait for its end. A secret may come in two pieces."""
 
 
 class Budget:
@@ -94,14 +94,16 @@ class Output:
 
     def _show(self, data: bytes) -> None:
         """Print the lines that are whole, without secrets. The rest waits for its end."""
-        data = self._line + data
+        data = _redacted(self._line + data)
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        if len(data) - end > _LINE:
-            end = len(data)
+        end = max(end, len(data) - _LINE)
         whole, self._line = data[:end], data[end:]
         if whole:
-            text = whole.decode("utf-8", "surrogateescape")
-            _show(redact(text).encode("utf-8", "surrogateescape"))
+            _show(whole)
+
+
+def _redacted(data: bytes) -> bytes:
+    return redact(data.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
 
 
 def _skip(fd: int) -> int:

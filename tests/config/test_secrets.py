@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,9 @@ SETTINGS = {
     "an address with a password": "trainer.mirror=s3://user:sk-canary@host/place",
     "a judge with a password": "reward.judge.base_url=http://user:sk-canary@host/v1",
     "a judge with a parameter": "reward.judge.base_url=http://host/v1?api_key=sk-canary",
+    "a number for a judge": "reward.judge.extra_body={api_key: 123456789}",
+    "a value in an address": "reward.judge.base_url=http://host/v1/sk-canary%2F1%2B2",
+    "a value as a name": "reward.judge.extra_body={sk-canary/1+2: 1}",
     "a field for a judge": "reward.judge.extra_body={api_key: sk-canary}",
     "a header for a judge": "reward.judge.extra_body={headers: {Authorization: Bearer sk-canary}}",
     "an option of vLLM": "rollout.engine_kwargs={hf_token: sk-canary}",
@@ -87,3 +92,17 @@ def test_the_texts_of_errors_have_no_secret(monkeypatch: pytest.MonkeyPatch) -> 
     error = RewardError("exception", f"at {SECRET}", f"in {SECRET}")
     assert str(error) == "exception: at ***" and error.trace == "in ***"
     assert redact("http://host?k=sk-canary%2F1%2B2&n=1234567") == "http://host?k=***&n=1234567"
+
+
+def test_a_secret_that_is_no_text_breaks_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FILE_KEY", os.fsdecode(b"\xff\xfecanary"))
+    monkeypatch.setenv("LINE_KEY", "a-canary-line\n")
+    assert str(RewardError("exception", "at row 3")) == "exception: at row 3"
+    assert redact("http://host?k=%FF%FEcanary&l=a-canary-line") == "http://host?k=***&l=***"
+
+
+def test_a_secret_is_found_as_python_or_json_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = 'a-canary\\"\u00e9\u0001'
+    monkeypatch.setenv("DB_PASSWORD", secret)
+    assert redact(f"{{'x': {secret!r}}}") == "{'x': '***'}"
+    assert redact(json.dumps({"x": secret})) == '{"x": "***"}'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from millrace.errors import ConfigError, DataError, MillraceError
 from tests.agents.families import FAMILIES, tokenizer_of
 
 MESSAGES = [{"role": "user", "content": "hello"}]
+SAYS = "{{ messages[0].content }}"
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}"
 END = "{% endfor %}{% endfor %}"
 DOUBLE = "{% set n = namespace(x='x') %}{% for i in range(60) %}"
@@ -154,6 +156,52 @@ def test_a_killed_process_of_templates_is_started_anew(number: signal.Signals) -
     first.wait()
     assert chat.render(Problem(MESSAGES, "x"))[0] == "ok"
     assert template._host._process is not first
+
+
+def test_an_interrupted_request_leaves_no_answer_for_the_next_one() -> None:
+    slow = "{% for a in range(9999) %}{% for b in range(900) %}{% endfor %}{% endfor %}"
+    chat = chat_with("{% if messages[0].content == 'first' %}" + slow + "{% endif %}" + SAYS)
+    assert chat.render(Problem(MESSAGES, "x"))[0] == "hello"
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            chat.render(Problem([{"role": "user", "content": "first"}], "x"))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert chat.render(Problem(MESSAGES, "x"))[0] == "hello"
+
+
+def test_a_fork_has_a_process_of_templates_of_its_own() -> None:
+    """A fork shares sockets: it would read the parent's answers, and the parent those of it."""
+    chat = chat_with(SAYS)
+    chat.render(Problem(MESSAGES, "x"))
+
+    def same(text: str) -> bool:
+        talk = [{"role": "user", "content": text}]
+        return all(chat.render(Problem(talk, "x"))[0] == text for _ in range(200))
+
+    with template._host._lock:  # as another thread may hold it
+        child = os.fork()
+    if child == 0:
+        right = False
+        try:
+            right = same("the child")
+        finally:
+            os._exit(0 if right else 1)
+    assert same("the parent")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_path_of_python_need_be_no_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    template._host.close()
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    assert chat_with(SAYS).render(Problem(MESSAGES, "x"))[0] == "hello"
 
 
 def test_the_process_of_templates_ends_with_its_driver() -> None:
