@@ -32,15 +32,15 @@ run: .venv/.run
 
 # The environments download their packages at the same time, and lint runs as soon as it can.
 # millrace itself is built in this folder, so it is installed into one environment after the other.
-# Many tests wait for processes, so three workers keep two cores busy.
+# Many tests wait for processes, so four workers keep two cores busy.
 test:
-	@$(MAKE) --no-print-directory -j3 lint .venv-vllm/.vllm .venv-peers/.test
+	@$(MAKE) --no-print-directory -j4 lint .venv/.collected .venv-vllm/.vllm .venv-peers/.test
 	@$(MAKE) --no-print-directory .venv-vllm/.test
-	$(BIN)/python -m pytest -n 3 --dist loadgroup
-	$(VLLM)/python -m pytest tests/vllm
+	$(BIN)/python -m pytest -n 4 --dist loadgroup
+	@$(MAKE) --no-print-directory test-vllm
 
 test-vllm: .venv-vllm/.test
-	$(VLLM)/python -m pytest tests/vllm
+	$(VLLM)/python -m pytest -n 2 --dist loadgroup tests/vllm
 
 gpu: .venv-gpu/.run
 
@@ -62,6 +62,10 @@ lint: .venv/.test
 	@echo "installing the packages of the tests ..."
 	@$(PIP) -e '.[test,clients,megatron,mcp,games,browser,wandb,mlflow,trackio,prometheus,query,serve]'
 	@touch $@
+
+# Four workers would compile every module that the tests import, each for itself.
+.venv/.collected: .venv/.test
+	@$(BIN)/python -m pytest --collect-only -qq > $@ 2>&1 || { cat $@; exit 1; }
 
 # vLLM's audio and vision packages have no CPU builds, and transformers cannot be imported with
 # them. vLLM works without them.

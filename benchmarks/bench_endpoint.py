@@ -19,6 +19,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
+from millrace.agents.conversation import Conversation
 from millrace.agents.endpoint import Endpoint
 from millrace.agents.request import ChatRequest, ChatTurn
 from millrace.agents.service import Service
@@ -54,7 +55,7 @@ class InstantTalk(ScriptedTalk):
 
 async def opened(service: Service) -> str:
     talk = InstantTalk()
-    return service.open(talk, cast(PolicySession, talk.session)).key
+    return service.open(cast(Conversation, talk), cast(PolicySession, talk.session)).key
 
 
 def serve(pipe: Connection, episodes: int) -> None:

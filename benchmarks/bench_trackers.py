@@ -17,6 +17,10 @@ it prints:
 | 1 % at | seconds of a version of which cpu is 1 % |
 | write | the longest call of write(), in milliseconds |
 | close | seconds until every row is in the tracker |
+
+`--paced 60` measures the whole process instead, and its children. It writes two rows per second for
+60 seconds and does nothing else, once with each tracker and once without any. The difference is the
+tracker's share of one processor, with every thread and every timer of its library.
 """
 
 from __future__ import annotations
@@ -104,12 +108,34 @@ def measure(name: str, folder: Path, rounds: int, versions: int, repetitions: in
     }
 
 
+def paced(name: str, folder: Path, seconds: float) -> float:
+    """Return the share of one processor that this process and its children take."""
+    sinks = trackers.start([name], trackers.About(folder, "bench", name), print) if name else []
+    for sink in sinks:
+        sink.write(0, ROW)
+        while not sink.idle():
+            time.sleep(0.1)
+    time.sleep(1.2 * trackers.PAUSE_S)  # the start of a library is not the cost of its rows
+    begin, used, rows = time.monotonic(), -time.process_time() - of_children(), 0
+    while time.monotonic() - begin < seconds:
+        rows += 1
+        for sink in sinks:
+            sink.write(rows, ROW)
+        time.sleep(max(0.0, begin + rows / 2 - time.monotonic()))
+    used += time.process_time() + of_children()
+    wall = time.monotonic() - begin
+    for sink in sinks:
+        sink.close()
+    return used / wall
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trackers", default=",".join(trackers.TRACKERS))
     parser.add_argument("--version-s", type=float, default=1.0)
     parser.add_argument("--versions", type=int, default=5)
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--paced", type=float, default=0.0, help="seconds of each measurement")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rounds, results = rounds_of(options.version_s), {}
@@ -119,7 +145,13 @@ def main() -> None:
             "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
             "TRACKIO_DIR": f"{folder}/trackio",
         }
-        for name in options.trackers.split(","):
+        names = options.trackers.split(",")
+        if options.paced:
+            for name in ["", *names]:
+                share = paced(name, Path(folder), options.paced)
+                print(f"{name or 'nobody':<11} {share:.3%} of one processor", flush=True)
+            return
+        for name in names:
             found = measure(name, Path(folder), rounds, options.versions, options.repetitions)
             results[name] = found
             if not options.json:

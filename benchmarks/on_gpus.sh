@@ -4,7 +4,8 @@
 #
 #     benchmarks/on_gpus.sh [OUT] [PART ...]
 #
-# The parts are tests, train, sync, vllm, modes, agents, save and learn. The default is all of them.
+# The parts are tests, train, sync, megatron, faults, vllm, modes, agents, save and learn. The default
+# is all of them.
 #
 # PYTHON is the interpreter (default: python3). `learn` needs build/reasoning, which
 # benchmarks/reasoning_mix.py writes on a machine with reasoning-gym.
@@ -12,12 +13,14 @@ set -u
 cd "$(dirname "$0")/.."
 OUT=${1:-build/on_gpus}
 [ $# -gt 0 ] && shift
-PARTS=${*:-tests train sync vllm modes agents save learn}
+PARTS=${*:-tests train sync megatron faults vllm modes agents save learn}
 PYTHON=${PYTHON:-python3}
 MILLRACE="$PYTHON -m millrace"
 GPUS=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}
 HALF=$((GPUS / 2))
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+# Otherwise each process of each run compiles vLLM and torch again, for 7 s and more.
+unset PYTHONDONTWRITEBYTECODE
 mkdir -p "$OUT"
 failed=0
 
@@ -33,7 +36,7 @@ part() { # NAME LIMIT_S COMMAND...
 
 for one in $PARTS; do
     case $one in
-    tests) part tests 300 "$PYTHON" -m pytest tests/gpu -q -p no:cacheprovider ;;
+    tests) part tests 600 "$PYTHON" -m pytest tests/gpu -q -p no:cacheprovider ;;
     train)
         part train-1.5b-1 90 $MILLRACE bench train shapes/qwen2_1.5b --json
         part train-1.5b-all 90 $MILLRACE bench train shapes/qwen2_1.5b trainer.n_gpus_per_node=$GPUS --json
@@ -51,6 +54,23 @@ for one in $PARTS; do
             trainer.n_gpus_per_node=$HALF rollout.n_gpus_per_node=$HALF --json
         [ $GPUS -gt 2 ] && part sync-colocated 150 $MILLRACE bench sync shapes/qwen2_7b mode=colocate_sync rollout.enforce_eager=true \
             trainer.n_gpus_per_node=$GPUS rollout.n_gpus_per_node=$GPUS --json
+        ;;
+    megatron)
+        # An arm takes 35 to 60 s, most of it the start. `--only` takes some of them.
+        part megatron-shapes 420 "$PYTHON" benchmarks/bench_train.py shapes --steps 3 --json "$OUT/megatron.jsonl"
+        part megatron-long 420 "$PYTHON" benchmarks/bench_train.py long --steps 2 --json "$OUT/megatron.jsonl"
+        size="trainer.engine=megatron model.compile=false model.gradient_checkpointing=false model.gradient_checkpointing_share=1.0"
+        size="$size rollout.enforce_eager=true trainer.threads=8"
+        part megatron-sync-1+1 150 $MILLRACE bench sync shapes/qwen2_1.5b $size --json
+        part megatron-sync-tp2 240 $MILLRACE bench sync shapes/qwen2_1.5b $size mode=colocate_sync trainer.n_gpus_per_node=2 \
+            rollout.n_gpus_per_node=2 rollout.tensor_model_parallel_size=2 rollout.gpu_memory_utilization=0.4 \
+            trainer.megatron.tensor_model_parallel_size=2 trainer.megatron.sequence_parallel=true --json
+        ;;
+    faults)
+        part faults 590 "$PYTHON" benchmarks/chaos.py --here --recipe quickstart_vllm --json "$OUT/faults.jsonl" \
+            --faults "replica killed,replica stopped,trainer killed,trainer stopped" \
+            --set rollout.n_gpus_per_node=1 rollout.gpu_memory_utilization=0.2
+        part regroup 120 "$PYTHON" -m benchmarks.bench_regroup nccl --mb 4096
         ;;
     vllm)
         part vllm 400 "$PYTHON" benchmarks/bench_vllm.py --gpus 1 --model 1.5b --syncs 3 --json "$OUT/vllm.json"
@@ -98,7 +118,7 @@ for one in $PARTS; do
     learn)
         part learn 590 "$PYTHON" benchmarks/bench_gpu_learning.py --gpus 2 --budget-s 560 --run-timeout-s 200 --write "$OUT/gpu_learning"
         ;;
-    *) echo "error: PART = $one: no such part. Fix: one of tests train sync vllm modes agents save learn." >&2; exit 2 ;;
+    *) echo "error: PART = $one: no such part. Fix: one of tests train sync megatron faults vllm modes agents save learn." >&2; exit 2 ;;
     esac
 done
 exit $failed

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-_CODES = {"i": 4, "f": 4, "B": 1, "H": 2}
+_CODES = {b"i": ("i", 4), b"f": ("f", 4), b"B": ("B", 1), b"H": ("H", 2)}
+"""The types of arrays by the first byte of their encoding, with the bytes of an item."""
 _INTEGER = 1
 """The msgpack extension for an integer of more than 64 bits: big-endian two's complement."""
 _SMALL = range(-(2**63), 2**64)
@@ -28,13 +29,13 @@ def _encode_hook(value: Any) -> Any:
 def _decode_hook(kind: type, value: Any) -> Any:
     if kind is not array:
         raise TypeError(f"cannot decode {kind}")
-    data = base64.b64decode(value) if isinstance(value, str) else bytes(value)
-    code = data[:1].decode("ascii")
-    if code not in _CODES or (len(data) - 1) % _CODES[code]:
-        raise ValueError(f"not an array: {len(data)} bytes of type {code!r}")
-    decoded = array(code)
-    decoded.frombytes(data[1:])
-    return decoded
+    data = value
+    if type(value) is not bytes:
+        data = base64.b64decode(value) if isinstance(value, str) else bytes(value)
+    code, width = _CODES.get(data[:1], ("", 1))
+    if not code or (len(data) - 1) % width:
+        raise ValueError(f"not an array: {len(data)} bytes of type {data[:1]!r}")
+    return array(code, data[1:])
 
 
 def _extension_hook(code: int, data: memoryview) -> int:

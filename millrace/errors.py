@@ -1,12 +1,54 @@
-"""Typed errors. Each message names the wrong value and the fix."""
+"""Typed errors. Each message names the wrong value and the fix, and no secret of the user."""
 
 from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+from functools import cache, lru_cache
+from typing import Any
+from urllib.parse import quote
+
+_SECRET = re.compile(rb"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_?\d+)?$", re.IGNORECASE)
+_SHORTEST = 8
+"""Characters of a secret. A shorter value is also an ordinary word."""
+
+
+def secrets_of_user() -> dict[str, str]:
+    """Return the environment variables whose names say that they are secrets."""
+    names = [os.fsdecode(name) for name in os.environb if _is_secret(name)]
+    values = {name: os.environ.get(name, "").strip() for name in names}
+    return {name: value for name, value in values.items() if len(value) >= _SHORTEST}
+
+
+@cache
+def _is_secret(name: bytes) -> bool:
+    return _SECRET.search(name) is not None
+
+
+def redact(text: str) -> str:
+    """Return a text with `***` in place of each secret of the user."""
+    for value in sorted(secrets_of_user().values(), key=len, reverse=True):
+        for form in forms_of(value):
+            text = text.replace(form, "***")
+    return text
+
+
+@lru_cache(256)
+def forms_of(secret: str) -> tuple[str, ...]:
+    """Return a secret as it is, in an address, as Python shows it, and as JSON."""
+    address = quote(secret, safe="", errors="surrogateescape")
+    return tuple({secret: 0, address: 0, repr(secret)[1:-1]: 0, json.dumps(secret)[1:-1]: 0})
 
 
 class MillraceError(Exception):
     """Base class of every error that millrace raises on purpose."""
 
     exit_code = 1
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(redact(text))
 
 
 class ConfigError(MillraceError):
@@ -31,7 +73,7 @@ class SampleError(MillraceError):
     def __init__(self, reason: str, detail: str, trace: str = "") -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
-        self.trace = trace
+        self.trace = redact(trace)
         """The traceback of the user's code, if it raised in another process."""
 
 
@@ -58,6 +100,10 @@ class WorkerError(MillraceError):
 
 class ReplicaLost(WorkerError):
     """A replica died, fell silent or stood still. Its requests go on elsewhere."""
+
+
+class NoDevices(WorkerError):
+    """No free devices are left for a replica. Nothing is wrong with it."""
 
 
 class DeadlineError(MillraceError):
@@ -128,6 +174,15 @@ class MissingDependency(MillraceError):
     """An optional package is missing. The message has the command that installs it."""
 
     exit_code = 2
+
+
+def needed(package: str, who: str) -> Any:
+    """Import an optional package. Raise MissingDependency if `who` has to do without it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        rule = f"{who} needs the package {package}, which is missing"
+        raise MissingDependency(f"{rule}. Fix: {INSTALL[package]}.") from error
 
 
 def bad_value(key: str, value: object, rule: str, fix: str) -> ConfigError:

@@ -119,6 +119,12 @@ class SamplingParams:
     experts_from: int | None = None
     """The first token, the prompt's included, whose experts are returned. None returns none."""
 
+    def with_seed(self, seed: int) -> SamplingParams:
+        """Return the settings with this seed. `replace` takes three times as long."""
+        before = self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop
+        after = self.offset, self.ignore_eos, self.interruptible, self.experts_from
+        return SamplingParams(*before, seed, *after)
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -321,12 +327,12 @@ class Trajectory:
     @property
     def num_tokens(self) -> int:
         """Return the number of tokens of all authors after the openings."""
-        return sum(len(s.tokens) for s in self.segments)
+        return sum([len(s.tokens) for s in self.segments])
 
     @property
     def num_policy_tokens(self) -> int:
         """Return the number of tokens that the policy drew, in all turns of its threads."""
-        return sum(len(s.tokens) for s in self.segments if s.author is Author.POLICY)
+        return sum([len(s.tokens) for s in self.segments if s.author is Author.POLICY])
 
     @property
     def tokens(self) -> Tokens:

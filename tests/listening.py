@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 
@@ -19,6 +20,12 @@ def listeners(processes: Iterable[psutil.Process]) -> list[tuple[str, int, str]]
             ):
                 found.append((one.laddr.ip, one.laddr.port, " ".join(process.cmdline())[:120]))
     return found
+
+
+def unix_sockets(processes: Iterable[psutil.Process]) -> list[Path]:
+    """Return the Unix sockets of processes that have a name in the file system."""
+    names = {one.laddr for p in processes for one in p.net_connections(kind="unix")}
+    return [Path(name) for name in names if str(name).startswith("/") and Path(name).is_socket()]
 
 
 def outside(found: Iterable[tuple[str, int, str]]) -> list[tuple[str, int, str]]:

@@ -6,6 +6,7 @@ A room is a file or a folder of the package. An import inside a function counts 
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 import subprocess
@@ -17,8 +18,17 @@ import pytest
 
 from millrace.schedule.modes import MODES
 
+pytestmark = pytest.mark.xdist_group("layers")  # one worker parses the files once
+
 PACKAGE = Path(__file__).parent.parent / "millrace"
 FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+
+
+NAMES = {module_of(path): path for path in FILES}
 
 GROUND = {"types", "errors", "codec", "waits"}
 """Every room may import these. They import nothing."""
@@ -69,15 +79,22 @@ OPTIONAL: dict[str, set[str]] = {
 """Rooms that training works without, and the rooms that may import them."""
 
 
-def modules_of(path: Path) -> Iterator[str]:
-    """Yield the modules of the package that a file imports, at its head or inside a function."""
-    known = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts) for p in FILES}
-    for node in ast.walk(ast.parse(path.read_text())):
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def modules_of(path: Path) -> list[str]:
+    """Return the modules of the package that a file imports, at its head or inside a function."""
+    found: list[str] = []
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("millrace"):
-            yield str(node.module)
-            yield from (m for a in node.names if (m := f"{node.module}.{a.name}") in known)
+            found.append(str(node.module))
+            found += (m for a in node.names if (m := f"{node.module}.{a.name}") in NAMES)
         elif isinstance(node, ast.Import):
-            yield from (a.name for a in node.names if a.name.startswith("millrace."))
+            found += (a.name for a in node.names if a.name.startswith("millrace."))
+    return found
 
 
 def rooms_imported(path: Path) -> set[str]:
@@ -111,10 +128,9 @@ def test_a_room_imports_what_the_plan_says(room: str) -> None:
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     """Packages re-export names, so an import of a package is an import of its __init__."""
-    names = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p for p in FILES}
     arrows = {
-        name: {n for m in modules_of(p) for n in (m, f"{m}.__init__") if n in names} - {name}
-        for name, p in names.items()
+        name: {n for m in modules_of(p) for n in (m, f"{m}.__init__") if n in NAMES} - {name}
+        for name, p in NAMES.items()
     }
     assert not circle(arrows)
 
@@ -126,7 +142,7 @@ def test_training_works_without_an_optional_room(room: str) -> None:
     They import it inside a function when it is needed. `cli` may import it at the head of a file.
     """
     for path in FILES:
-        top = ast.parse(path.read_text())
+        top = tree_of(path)
         at_head = {
             str(n.module).split(".")[1]
             for n in top.body
@@ -156,9 +172,7 @@ def test_the_arrows_of_the_architecture_are_imports() -> None:
 def test_no_file_of_the_configuration_names_a_mode(name: str) -> None:
     """The table of modes is data: code reads it, and compares no names."""
     for path in (PACKAGE / "config").glob("*.py"):
-        strings = {
-            n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)
-        }
+        strings = {n.value for n in ast.walk(tree_of(path)) if isinstance(n, ast.Constant)}
         assert name not in strings, f"{path.name} names {name}"
 
 
@@ -172,8 +186,14 @@ def test_no_file_of_the_configuration_names_a_mode(name: str) -> None:
         "millrace.cli.main",
     ],
 )
-def test_the_loops_bring_in_neither_torch_nor_ray(module: str) -> None:
-    code = f"import sys, {module}; print(sorted({{'torch', 'ray', 'transformers'}} & set(sys.modules)))"
+def test_the_loops_bring_in_neither_torch_nor_ray_nor_a_web_framework(module: str) -> None:
+    heavy = {
+        "torch",
+        "ray",
+        "transformers",
+        *("aiohttp", "fastapi", "starlette", "uvicorn", "openai"),
+    }
+    code = f"import sys, {module}; print(sorted({heavy!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -192,7 +212,7 @@ PURE = {"asyncio", "time", "random", "logging", "torch", "socket", "uuid"}
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "schedule").glob("*.py")), ids=lambda p: p.name)
 def test_the_schedule_is_pure(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     names = {
         a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names
     }
@@ -204,7 +224,7 @@ def test_the_schedule_is_pure(path: Path) -> None:
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -245,10 +265,10 @@ def test_nobody_knows_a_train_engine(engine: str) -> None:
     assert users == ({"bench/flops.py"} if engine == "fsdp" else set())
 
 
-def test_ray_appears_in_three_files() -> None:
+def test_ray_appears_in_four_files() -> None:
     users = {
         str(p.relative_to(PACKAGE))
         for p in PACKAGE.rglob("*.py")
         if re.search(r"^\s*(import|from) ray\b", p.read_text(), re.MULTILINE)
     }
-    assert users == {"runtime/ray.py", "runtime/ray_host.py", "runtime/ray_token.py"}
+    assert users == {f"runtime/ray{part}.py" for part in ("", "_host", "_places", "_token")}

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from millrace.agents.conversation import Conversation
-from millrace.agents.history import normal
-from millrace.agents.request import ChatRequest, ChatTurn, RequestError
+from millrace.agents.request import ChatRequest, ChatTurn, RequestError, normal
 from millrace.data.user_code import failure
 from millrace.environments.chat import ChatEnvironment, Start, Step, Tool
 from millrace.environments.deadline import deadline
@@ -55,7 +54,7 @@ class ChatAgent:
         environment = await self._guard("its constructor", self._made(session.prompt))
         conversation = self._converse(session)
         try:
-            start = await self._guard("reset", _start(environment.reset(session.prompt)))
+            start = await self._guard("reset", _said(Start, environment.reset(session.prompt)))
             reason = await self._talk(session, environment, conversation, start)
             conversation.settle()
             score = await self._guard("score", _score(environment.score()))
@@ -96,7 +95,7 @@ class ChatAgent:
             if turn.message.get("tool_calls"):
                 messages += await self._results(session, tools, turn)
                 continue
-            step = await self._guard("step", _step(environment.step(turn.message)))
+            step = await self._guard("step", _said(Step, environment.step(turn.message)))
             if step.reward is not None:
                 session.reward(step.reward, turn.number)
             if step.done:
@@ -132,23 +131,16 @@ class ChatAgent:
             raise EpisodeError("environment", f"{what}: {failure(error)}") from error
 
 
-async def _start(answer: Awaitable[Start]) -> Start:
-    """Return the answer. Raises any error if it is no Start, so that no later code does."""
-    start = _of(Start, await answer)
-    for message in start.messages:
+async def _said(kind: type[_T], answer: Awaitable[Any]) -> _T:
+    """Return a Start or a Step. Raises any error if it is none, so that no later code does."""
+    said: Any = _of(kind, await answer)
+    for message in said.messages:
         normal(message)
-    for tool in start.tools:
+    for tool in getattr(said, "tools", ()):
         _of(str, tool.name), _of(dict, tool.schema)
-    return start
-
-
-async def _step(answer: Awaitable[Step]) -> Step:
-    step = _of(Step, await answer)
-    for message in step.messages:
-        normal(message)
-    if step.reward is not None:
-        _finite(step.reward)
-    return step
+    if getattr(said, "reward", None) is not None:
+        _finite(said.reward)
+    return _of(kind, said)
 
 
 async def _score(answer: Awaitable[Score | None]) -> Score | None:

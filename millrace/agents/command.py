@@ -28,21 +28,21 @@ class CommandProgram:
     async def run(self, task: Task) -> Any:
         async with self._room:
             task.begin()
-            with tempfile.TemporaryDirectory(dir=self._launcher.folder) as folder:
-                path = Path(folder, "task.json")
-                path.write_text(json.dumps(task.data, default=str))
-                return await self._run(task, path)
+            return await self._play(task)
 
     async def close(self) -> None:
         await self._launcher.close()
 
-    async def _run(self, task: Task, path: Path) -> Any:
-        keys = {"OPENAI_API_KEY": task.key, "ANTHROPIC_API_KEY": task.key}
-        running = await self._launcher.launch({**keys, "MILLRACE_TASK": str(path)})
-        try:
-            code = await running.ended()
-        finally:
-            await running.end()
+    async def _play(self, task: Task) -> Any:
+        with tempfile.TemporaryDirectory(dir=self._launcher.folder) as folder:
+            path = Path(folder, "task.json")
+            path.write_text(json.dumps(task.data, default=str))
+            keys = {"OPENAI_API_KEY": task.key, "ANTHROPIC_API_KEY": task.key}
+            running = await self._launcher.launch({**keys, "MILLRACE_TASK": str(path)})
+            try:
+                code = await running.ended()
+            finally:
+                await running.end()
         if code:
             raise running.failure(task.name, code)
         return _reward_of(list(running.last), task.name)
@@ -53,16 +53,17 @@ def _reward_of(lines: Sequence[str], name: str) -> Any:
 
     Raises EpisodeError if only an earlier line has one: it would be lost without a word.
     """
-    found = [_reward_in(line) for line in lines]
+    found = [value if "reward" in (value := object_in(line)) else None for line in lines]
     if any(found) and not found[-1]:
         detail = f"{name}: lines follow the reward. The last one is {lines[-1][:200]!r}"
         raise EpisodeError("bad_reward", f'{detail}. Fix: print {{"reward": ...}} last')
     return found[-1] if found else None
 
 
-def _reward_in(line: str) -> Any:
+def object_in(line: str) -> dict[str, Any]:
+    """Return the JSON object in a line of output. Empty if the line is something else."""
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(line)
-        if isinstance(value, dict) and "reward" in value:
+        if isinstance(value, dict):
             return value
-    return None
+    return {}

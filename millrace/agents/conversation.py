@@ -7,26 +7,35 @@ again, unless the template or the client rewrites history.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import Any, Literal
 
-from millrace.agents.history import History, Node, Place, normal
+from millrace.agents.history import History, Node, Place
 from millrace.agents.memo import Memo
 from millrace.agents.parse import ToolFormat, split_thinking
 from millrace.agents.render import Renderer
-from millrace.agents.request import ChatRequest, ChatTurn, Finish, RequestError, ToolSchema
+from millrace.agents.request import (
+    ChatRequest,
+    ChatTurn,
+    Finish,
+    RequestError,
+    ToolSchema,
+    call_of,
+    normal,
+)
 from millrace.ports import PolicySession
 from millrace.types import Floats, Message, Stop, Tokens, Turn, floats_of
 
 _LONG = 32_000
 """Characters of new messages that are encoded in a thread, so that they stall no other episode."""
 _APART = Lock()
-_ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 class Conversation:
@@ -58,8 +67,7 @@ class Conversation:
         self._said: dict[int, _Said] = {}
         self._main: Hashable = None
         self._auxiliary: set[int] = set()
-        self._twins: dict[Hashable, int] = {}  # (context, drawn tokens) -> how often
-        self._settled: set[int] = set()
+        self._twins: Counter[str] = Counter()  # digest of a thread's tokens -> how often
 
     async def chat(self, request: ChatRequest) -> ChatTurn:
         """Draw the policy's next message. The same request again is a genuine second sample.
@@ -67,8 +75,9 @@ class Conversation:
         Raise RequestError if the request cannot be served. LimitReached passes through.
         """
         messages = [normal(m) for m in request.messages]
-        auxiliary = self._is_auxiliary(request.model)
-        scope = (request.model if auxiliary else None, _digest_of_tools(request.tools))
+        model, main_models = request.model, self._main_models
+        auxiliary = bool(main_models) and bool(model) and model not in main_models
+        scope = (model if auxiliary else None, _digest_of_tools(request.tools))
         place = self._history.attach(messages, scope)
         kind = (scope, tuple(m["content"] for m in messages if m["role"] == "system"))
         if not auxiliary:
@@ -83,8 +92,10 @@ class Conversation:
         message = normal(answer.message)
         self._history.add(place, turn.number, message, (after, _digest(context.tobytes())))
         self._said[turn.number] = _Said(place.end, message, kind)
-        if auxiliary:
-            self._set_apart(turn)
+        if auxiliary:  # It is kept out of training.
+            self._auxiliary.add(turn.number)
+            self._session.count("auxiliary_turns")
+            self._session.kill(turn.number)
         return answer
 
     async def complete(
@@ -137,8 +148,7 @@ class Conversation:
     def settle(self) -> None:
         """Kill the dead turns. The episode is over."""
         for turn in self._history.dead():
-            if turn not in self._settled and turn not in self._auxiliary:
-                self._settled.add(turn)
+            if turn not in self._auxiliary:
                 self._session.kill(turn)
 
     @property
@@ -164,13 +174,12 @@ class Conversation:
         """
         if sum(len(m["content"]) for m in place.new) < _LONG:
             return self._rendered(self._renderer, place, tools)
-        return await asyncio.to_thread(self._rendered_apart, place, tools)
 
-    def _rendered_apart(
-        self, place: Place, tools: tuple[ToolSchema, ...]
-    ) -> tuple[int | None, Tokens, str | None]:
-        with _APART:
-            return self._rendered(self._renderer.twin, place, tools)
+        def apart() -> tuple[int | None, Tokens, str | None]:
+            with _APART:
+                return self._rendered(self._renderer.twin, place, tools)
+
+        return await asyncio.to_thread(apart)
 
     def _rendered(
         self, renderer: Renderer, place: Place, tools: tuple[ToolSchema, ...]
@@ -208,14 +217,8 @@ class Conversation:
                 self._session.count("tool_calls", len(parsed.calls))
                 ids = self._call_ids(turn, len(parsed.calls))
                 message["content"] = parsed.content or None
-                message["tool_calls"] = [
-                    {
-                        "id": i,
-                        "type": "function",
-                        "function": {"name": c.name, "arguments": c.arguments},
-                    }
-                    for i, c in zip(ids, parsed.calls, strict=True)
-                ]
+                calls = zip(ids, parsed.calls, strict=True)
+                message["tool_calls"] = [call_of(i, c.name, c.arguments) for i, c in calls]
             if len(parsed.calls) > 1 and not request.parallel_tool_calls:
                 self._session.count("ignored/parallel_tool_calls")
         if thinking:
@@ -257,17 +260,8 @@ class Conversation:
         They depend on the thread's tokens, so that the order of parallel requests changes nothing.
         """
         seed = _digest(self._session.tokens(turn.number).tobytes())
-        twin = self._twins[seed] = self._twins.get(seed, -1) + 1
-        return [_short_id(f"{seed}/{twin}/{n}") for n in range(count)]
-
-    def _set_apart(self, turn: Turn) -> None:
-        """Keep an auxiliary turn out of training."""
-        self._auxiliary.add(turn.number)
-        self._session.count("auxiliary_turns")
-        self._session.kill(turn.number)
-
-    def _is_auxiliary(self, model: str) -> bool:
-        return bool(self._main_models) and bool(model) and model not in self._main_models
+        self._twins[seed] += 1
+        return [_short_id(f"{seed}/{self._twins[seed] - 1}/{n}") for n in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,9 +282,4 @@ _digest_of_tools = Memo(_digest)
 
 
 def _short_id(seed: str) -> str:
-    number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "big")
-    letters = []
-    for _ in range(9):
-        number, digit = divmod(number, len(_ALPHABET))
-        letters.append(_ALPHABET[digit])
-    return "".join(letters)
+    return base64.b32encode(hashlib.blake2b(seed.encode()).digest())[:9].decode().lower()

@@ -8,9 +8,9 @@ import ipaddress
 import logging
 from typing import TYPE_CHECKING
 
+from millrace.agents.request import RequestError
 from millrace.agents.service import Answer, Service, refused, too_large
-from millrace.agents.wire import Refusal
-from millrace.errors import INSTALL, MissingDependency, bad_value
+from millrace.errors import bad_value, needed
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -33,12 +33,9 @@ class Endpoint:
 
     async def start(self) -> None:
         """Listen. Raises ConfigError, or MissingDependency without aiohttp."""
-        try:
-            from aiohttp import web
-        except ImportError:
-            raise MissingDependency(
-                f"Agent programs over HTTP need aiohttp. Fix: {INSTALL['aiohttp']}."
-            ) from None
+        needed("aiohttp", "an agent program over HTTP")
+        from aiohttp import web
+
         if not _loopback(self._host):
             logger.warning(
                 "agents.host = %s: prompts, answers and keys travel as plain HTTP. "
@@ -82,8 +79,8 @@ class Endpoint:
         path = request.raw_path.partition("?")[0]
         try:
             body = await self._body(request)
-        except Refusal as refusal:
-            answer = refused(refusal, path)
+        except RequestError as error:
+            answer = refused(error, path)
             answer.headers["connection"] = "close"
         else:
             headers = {name.lower(): value for name, value in request.headers.items()}
@@ -109,7 +106,7 @@ class Endpoint:
                         raise too_large(limit)
         except TimeoutError:
             seconds = self.service.options.body_deadline_s
-            raise Refusal(
+            raise RequestError(
                 f"the body took over {seconds:g} s", status=408, code="body_deadline"
             ) from None
         return bytes(body)

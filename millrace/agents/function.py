@@ -7,14 +7,13 @@ import inspect
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from millrace.agents.programs import Task
 from millrace.agents.service import Service
 from millrace.data.user_code import failure, load
-from millrace.errors import INSTALL, EpisodeError, MissingDependency, bad_value
+from millrace.errors import EpisodeError, bad_value, needed
 
 STALL_S = 1.0
 """The event loop must never stand still for longer: syncs and all episodes wait for it."""
@@ -45,23 +44,19 @@ class FunctionProgram:
             raise bad_value("agents.program", spec, f"cannot be called: {error}", fix) from None
         except ValueError:  # a function that is written in C
             pass
-        try:  # It fails here rather than in an episode.
-            from millrace.agents.transport import client_of
-        except ImportError:
-            raise MissingDependency(
-                f"agents.program needs openai's client. Fix: {INSTALL['openai']}."
-            ) from None
+        needed("openai", "agents.program")
+        from millrace.agents.transport import client_of
+
         self._client_of = partial(client_of, service)
         self._function: Callable[..., Any] = function
         self._spec = spec
         self._note = note
-        self._heart: asyncio.Task[None] | None = None
+        self._heart: asyncio.TimerHandle | None = None
         self._beat_at = 0.0
         self._over = threading.Event()
 
     async def start(self) -> None:
-        self._beat_at = time.monotonic()
-        self._heart = asyncio.get_running_loop().create_task(self._beat(), name="agents.program")
+        self._beat()
         threading.Thread(target=self._watch, name="agents.program", daemon=True).start()
 
     async def run(self, task: Task) -> Any:
@@ -96,13 +91,10 @@ class FunctionProgram:
         self._over.set()
         if self._heart is not None:
             self._heart.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._heart
 
-    async def _beat(self) -> None:
-        while True:
-            self._beat_at = time.monotonic()
-            await asyncio.sleep(_BEAT_S)
+    def _beat(self) -> None:
+        self._beat_at = time.monotonic()
+        self._heart = asyncio.get_running_loop().call_later(_BEAT_S, self._beat)
 
     def _watch(self) -> None:
         """Say once that the event loop stands still. It runs in a thread: the loop cannot."""

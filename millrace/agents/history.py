@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from millrace.agents.memo import Memo
 from millrace.agents.request import RequestError
@@ -14,70 +14,14 @@ from millrace.types import Message
 Cause = Literal["subagent", "tools", "compacted", "edited", "foreign", "template"]
 """Why a request opens another thread, or branches off inside one."""
 
-ROLES = ("system", "user", "assistant", "tool")
 Key = tuple[Hashable, ...]
-
-
-def normal(message: Message) -> Message:
-    """Return a message with its known fields only, and with text as one string.
-
-    Raise RequestError if a role is unknown or if a part of the content is not text.
-    """
-    role = "system" if message.get("role") == "developer" else message.get("role")
-    if role not in ROLES:
-        raise RequestError(f"role {role!r} is none of {', '.join(ROLES)}, developer")
-    made: Message = {"role": role, "content": text_of(message.get("content"))}
-    if role == "tool":
-        made["tool_call_id"] = _plain(message.get("tool_call_id"))
-    if message.get("name"):
-        made["name"] = _plain(message["name"])
-    if role == "assistant":
-        if calls := message.get("tool_calls"):
-            made["tool_calls"] = [_normal_call(c) for c in calls]
-        if isinstance(why := message.get("reasoning_content") or message.get("reasoning"), str):
-            made["reasoning_content"] = _plain(why)
-    return made
-
-
-def text_of(content: Any) -> str:
-    """Return the text of a message's content: a string, None or a list of text parts."""
-    if content is None or isinstance(content, str):
-        return _plain(content)
-    parts = content if isinstance(content, Sequence) else [content]
-    for part in parts:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise RequestError(f"content of type {kind!r} is not supported. Fix: send text")
-    return _plain("".join(part["text"] for part in parts))
-
-
-def _plain(value: Any) -> str:
-    """Return text that can be sent to another process: lone surrogates are replaced."""
-    text = str(value or "")
-    if text.isascii():
-        return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _normal_call(call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError("a tool call has no function with a name")
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        arguments = "" if arguments is None else json.dumps(arguments, ensure_ascii=False)
-    return {
-        "id": _plain(call.get("id")),
-        "type": "function",
-        "function": {"name": _plain(function["name"]), "arguments": _plain(arguments)},
-    }
 
 
 def canonical_json(text: str) -> str:
     """Return equal strings for arguments of equal meaning. Text that is no JSON stays itself."""
     try:
-        value = json.loads(text) if text.strip() else {}
-        return json.dumps(_whole(value), sort_keys=True, separators=(",", ":"))
+        value = json.loads(text, parse_float=_number) if text.strip() else {}
+        return json.dumps(value, sort_keys=True, separators=(",", ":"))
     except (ValueError, RecursionError):
         return text
 
@@ -85,13 +29,10 @@ def canonical_json(text: str) -> str:
 _same_json = Memo(canonical_json)
 
 
-def _whole(value: Any) -> Any:
-    """Return a JSON value in which whole floats are integers."""
-    if isinstance(value, dict):
-        return {k: _whole(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_whole(v) for v in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _number(text: str) -> float:
+    """Return a number of JSON with a point. 2.0 is the integer 2."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def canonical(message: Message) -> Key:

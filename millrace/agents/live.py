@@ -6,13 +6,16 @@ import asyncio
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Annotated
 
-from millrace.agents.request import ChatRequest, ChatTurn, RequestError
-from millrace.agents.wire import Asked, Drawn, Refusal, wrong
+import msgspec
+
+from millrace.agents.conversation import Conversation
+from millrace.agents.request import ChatTurn, RequestError, wrong
+from millrace.agents.wire import Asked, Body, Drawn, converted
 from millrace.errors import EpisodeError, LimitReached, SampleError
 from millrace.ports import PolicySession
 from millrace.types import Message, Tokens
@@ -27,37 +30,32 @@ LIMIT_CODES = {
 MOST_REFUSED = 100
 """Requests after a limit. A program that asks more often ignores the limit: its episode fails."""
 
+_MOST = sys.float_info.max
 
-class Talk(Protocol):
-    """What the endpoint needs of a conversation."""
 
-    async def chat(self, request: ChatRequest) -> ChatTurn: ...
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """The settings and limits of the endpoint."""
 
-    async def complete(
-        self, tokens: Tokens, *, max_tokens: int | None = None, stop: tuple[str, ...] = ()
-    ) -> ChatTurn: ...
-
-    def delivered(self, number: int) -> None: ...
-
-    def undelivered(self, number: int) -> None: ...
-
-    def count(self, request: ChatRequest) -> int:
-        """Return the number of tokens that the policy would read. Nothing is drawn."""
-        ...
-
-    def encode(self, text: str) -> Tokens: ...
-
-    def decode(self, tokens: Tokens) -> str: ...
+    model: str
+    """The policy's name at /v1/models."""
+    max_model_len: int | None
+    temperature: float
+    """The run's own. A client cannot change it."""
+    strict: bool
+    turn_deadline_s: float
+    retry_grace_s: float
+    max_body: int = 32 * 2**20
+    max_depth: int = 64
+    max_in_flight: int = 64
+    body_deadline_s: float = 30.0
+    keepalive_s: float = 3.0
 
 
 @dataclass(slots=True, eq=False)
-class Draw:
-    """The turns of one request. Retries of the request share it."""
+class Draw(Drawn):
+    """The turns of one request while they are drawn. Retries of the request share it."""
 
-    asked: Asked
-    nonce: str
-    created: int
-    turns: list[ChatTurn | None]
     task: asyncio.Task[None] = field(init=False)
     waiters: int = 0
     delivered: bool = False
@@ -67,6 +65,16 @@ class Draw:
     def failed(self) -> bool:
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+class _Reward(msgspec.Struct):
+    reward: Annotated[float, msgspec.Meta(ge=-_MOST, le=_MOST)]
+    turn: int | str | None = None
+
 
 class LiveEpisode:
     """The endpoint's side of one episode, from the issue of its key to the episode's end.
@@ -75,15 +83,7 @@ class LiveEpisode:
     policy reached, and `reward` the reward that the program posted for the episode.
     """
 
-    def __init__(
-        self,
-        talk: Talk,
-        session: PolicySession,
-        *,
-        turn_deadline_s: float,
-        retry_grace_s: float,
-        max_in_flight: int,
-    ) -> None:
+    def __init__(self, talk: Conversation, session: PolicySession, options: ServiceOptions) -> None:
         self.key = secrets.token_hex(16)
         self.talk = talk
         self.session = session
@@ -95,9 +95,7 @@ class LiveEpisode:
         self.over = False
         self.responses: dict[str, tuple[Message, ...]] = {}
         """The messages behind each id of /v1/responses, with the answer."""
-        self._turn_deadline_s = turn_deadline_s
-        self._retry_grace_s = retry_grace_s
-        self._max_in_flight = max_in_flight
+        self._options = options
         self._draws: dict[bytes, list[Draw]] = {}
         self._numbers: dict[str, list[int]] = {}
         """The turns behind each response's nonce."""
@@ -125,20 +123,18 @@ class LiveEpisode:
             self.session.count("retries_coalesced")
         draw.waiters += 1
         self._in_flight += 1
-        if draw.timer is not None:
-            draw.timer.cancel()
-            draw.timer = None
+        draw.stop_timer()
         return draw
 
     def _open_for_requests(self) -> None:
         if self.over:
             raise episode_over()
         if self.error is not None:
-            raise Refusal(f"the episode has failed: {self.error}", code="episode_failed")
-        if self._in_flight >= self._max_in_flight:
-            raise Refusal(
-                f"{self._in_flight} requests are in flight: an episode may have "
-                f"{self._max_in_flight}. Fix: wait for an answer first.",
+            raise RequestError(f"the episode has failed: {self.error}", code="episode_failed")
+        if self._in_flight >= (most := self._options.max_in_flight):
+            raise RequestError(
+                f"{self._in_flight} requests are in flight: an episode may have {most}. "
+                "Fix: wait for an answer first.",
                 code="too_many_requests",
             )
 
@@ -157,7 +153,8 @@ class LiveEpisode:
         return next((draw for draw in equal if not draw.task.done()), equal[-1])
 
     def _start(self, asked: Asked) -> Draw:
-        draw = Draw(asked, secrets.token_hex(12), int(time.time()), [None] * asked.n)
+        now, text = int(time.time()), self.talk.decode
+        draw = Draw(asked, secrets.token_hex(12), now, self._prompt, text)
         draw.task = asyncio.get_running_loop().create_task(
             self._drawn(draw), name=f"{self.session.name}: {draw.nonce}"
         )
@@ -165,80 +162,67 @@ class LiveEpisode:
 
     async def _drawn(self, draw: Draw) -> None:
         """Draw the turns of a request. Raises EpisodeError if they miss their deadline."""
+        seconds = self._options.turn_deadline_s
         try:
-            async with asyncio.timeout(self._turn_deadline_s):
-                if len(draw.turns) == 1:
-                    await self._turn(draw, 0)
-                else:
-                    async with asyncio.TaskGroup() as tasks:
-                        for k in range(len(draw.turns)):
-                            tasks.create_task(self._turn(draw, k), name=f"{draw.nonce}/{k}")
+            async with asyncio.timeout(seconds):
+                if draw.asked.n == 1:
+                    await self._turn(draw)
+                    return
+                async with asyncio.TaskGroup() as tasks:
+                    for k in range(draw.asked.n):
+                        tasks.create_task(self._turn(draw), name=f"{draw.nonce}/{k}")
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         except TimeoutError:
             raise EpisodeError(
                 "turn_deadline",
-                f"a turn of episode {self.session.name} took over {self._turn_deadline_s:g} s. "
+                f"a turn of episode {self.session.name} took over {seconds:g} s. "
                 "Fix: raise agents.turn_deadline_s, or use fewer concurrent episodes",
             ) from None
 
-    async def _turn(self, draw: Draw, index: int) -> None:
-        asked = draw.asked
-        if asked.prompt is None:
-            turn = await self.talk.chat(asked.request)
+    async def _turn(self, draw: Draw) -> None:
+        asked, prompt = draw.asked, draw.asked.prompt
+        if prompt is None:
+            turn = await self.talk.chat(asked)
         else:
-            prompt = asked.prompt
             tokens = self.talk.encode(prompt) if isinstance(prompt, str) else prompt
-            turn = await self.talk.complete(
-                tokens, max_tokens=asked.request.max_tokens, stop=asked.request.stop
-            )
-        draw.turns[index] = turn
+            turn = await self.talk.complete(tokens, max_tokens=asked.max_tokens, stop=asked.stop)
+        draw.turns.append(turn)
 
     def result(self, draw: Draw) -> Drawn:
-        """Return the turns of a finished draw. Raises Refusal if it failed."""
+        """Return the turns of a finished draw. Raises RequestError if it failed."""
         if draw.task.cancelled():
             raise episode_over()
         if (error := draw.task.exception()) is not None:
             raise self._refusal(error)
-        turns = tuple(turn for turn in draw.turns if turn is not None)
-        self._numbers[draw.nonce] = [turn.number for turn in turns]
+        draw.turns.sort(key=lambda turn: turn.number)  # They end in any order.
+        self._numbers[draw.nonce] = [turn.number for turn in draw.turns]
         if draw.asked.continued:
-            self.responses[f"resp_{draw.nonce}"] = (*draw.asked.continued, turns[0].message)
+            self.responses[f"resp_{draw.nonce}"] = (*draw.asked.continued, draw.turns[0].message)
         # A record of a long conversation is small: a retry brings the messages again.
-        request = replace(draw.asked.request, messages=())
-        draw.asked = replace(draw.asked, request=request, continued=())
-        return Drawn(
-            draw.nonce,
-            draw.created,
-            draw.asked.request.model,
-            turns,
-            self._prompt,
-            self.talk.decode,
-        )
+        draw.asked = replace(draw.asked, messages=(), continued=())
+        return draw
 
     def _prompt(self, turn: ChatTurn) -> Tokens:
         whole = self.session.tokens(turn.number)
         return whole[: len(whole) - len(turn.tokens)]
 
-    def _refusal(self, error: BaseException) -> Refusal:
+    def _refusal(self, error: BaseException) -> RequestError:
         """Return what a client reads about a failed draw. Keep the error for the episode."""
-        if isinstance(error, Refusal):
-            return error
         if isinstance(error, RequestError):
-            return Refusal(str(error), code="invalid_request")
+            return error
         if isinstance(error, LimitReached):
             self.limit = self.limit or error
             self._refused += 1
             if self._refused > MOST_REFUSED:
                 text = f"the program made {MOST_REFUSED} requests after the limit: {error}"
                 self._fail(EpisodeError("limit_ignored", text))
-            return Refusal(str(error), code=LIMIT_CODES[error.limit])
+            return RequestError(str(error), code=LIMIT_CODES[error.limit])
         self._fail(error)
         if isinstance(error, SampleError):
-            return Refusal(str(error), code="episode_failed")
-        return Refusal(
-            f"millrace failed: {type(error).__name__}", status=500, code="internal_error"
-        )
+            return RequestError(str(error), code="episode_failed")
+        text = f"millrace failed: {type(error).__name__}"
+        return RequestError(text, status=500, code="internal_error")
 
     def _fail(self, error: BaseException) -> None:
         self.error = self.error or error
@@ -251,64 +235,53 @@ class LiveEpisode:
         self._in_flight -= 1
         self._last = time.monotonic()
         if delivered:
-            self._deliver(draw)
+            if not draw.delivered and draw.task.done() and not draw.failed:
+                draw.delivered = True
+                for turn in draw.turns:
+                    self.talk.delivered(turn.number)
         elif not draw.waiters and not draw.delivered:
             self.session.count("clients_gone")
             if not draw.task.done():
                 loop = asyncio.get_running_loop()
-                draw.timer = loop.call_later(self._retry_grace_s, partial(draw.task.cancel))
+                grace_s = self._options.retry_grace_s
+                draw.timer = loop.call_later(grace_s, partial(draw.task.cancel))
 
-    def _deliver(self, draw: Draw) -> None:
-        if draw.delivered or not draw.task.done() or draw.failed:
-            return
-        draw.delivered = True
-        for turn in draw.turns:
-            if turn is not None:
-                self.talk.delivered(turn.number)
-
-    def post_reward(self, body: Mapping[str, Any]) -> None:
+    def post_reward(self, body: Body) -> None:
         """Record a reward of the episode, or of a turn by its number or its response's id."""
-        value, turn = body.get("reward"), body.get("turn")
-        if (
-            not isinstance(value, int | float)
-            or isinstance(value, bool)
-            or not abs(value) <= sys.float_info.max
-        ):
-            raise wrong("reward", value, "must be a finite number")
+        given = converted(body, _Reward)
         if self.over:
             raise episode_over()
+        turn = given.turn
         if turn is None:
             if self.reward is not None:
                 self.session.count("rewards_replaced")
-            self.reward = float(value)
+            self.reward = given.reward
             return
         numbers = [number for found in self._numbers.values() for number in found]
         if isinstance(turn, str):
             numbers = self._numbers.get(turn.rpartition("-")[2].rpartition("_")[2], [])
             turn = numbers[0] if len(numbers) == 1 else turn
-        if turn not in numbers or isinstance(turn, bool):
+        if isinstance(turn, str) or turn not in numbers:
             raise wrong("turn", turn, "must be the id of an answer with one choice, or its number")
-        self.session.reward(float(value), turn)
+        self.session.reward(given.reward, turn)
 
     async def close(self) -> None:
         """End the draws that still run. A turn that no client received is then dead."""
         self.over = True
         draws = [draw for equal in self._draws.values() for draw in equal]
         for draw in draws:
-            if draw.timer is not None:
-                draw.timer.cancel()
+            draw.stop_timer()
             draw.task.cancel()
         await asyncio.gather(*(draw.task for draw in draws), return_exceptions=True)
         for draw in draws:
-            for turn in draw.turns:
-                if turn is not None and not draw.delivered:
-                    self.talk.undelivered(turn.number)
+            for turn in draw.turns if not draw.delivered else ():
+                self.talk.undelivered(turn.number)
         for draw in draws:
             if draw.failed and not draw.task.cancelled():
                 self._refusal(draw.task.exception() or RuntimeError())
         self._draws.clear()
 
 
-def episode_over() -> Refusal:
+def episode_over() -> RequestError:
     """Return the refusal of every request after the end of an episode."""
-    return Refusal("the episode is over", code="episode_over")
+    return RequestError("the episode is over", code="episode_over")

@@ -24,14 +24,6 @@ from millrace.types import Ending, Prompt, Score
 from millrace.waits.registry import doing
 
 
-def _nothing() -> None:
-    return None
-
-
-def _never_quiet() -> float:
-    return 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class Task:
     """One episode for a program."""
@@ -42,9 +34,9 @@ class Task:
     """The episode's API key."""
     data: dict[str, Any]
     """What the program reads: the row, with the names of the episode and of the model."""
-    begin: Callable[[], None] = _nothing
+    begin: Callable[[], None]
     """Starts the deadline. The time in which an episode waits for a free place is not in it."""
-    quiet_s: Callable[[], float] = _never_quiet
+    quiet_s: Callable[[], float]
     """Return the seconds since the program's last request. 0 while the policy draws for it."""
 
 
@@ -152,46 +144,45 @@ def _ending(
     return Ending(reason, score, conversation.messages)
 
 
+def reward_in(answer: Mapping[str, Any], name: str) -> Any:
+    """Return what a worker's answer says about an episode. Raises EpisodeError for an error."""
+    if "error" in answer:
+        raise EpisodeError("agent_raised", f"{name}: {answer['error']}"[:2000])
+    return answer if "reward" in answer else None
+
+
 def score_of(value: Any) -> Score | None:
     """Return the score that a program returned, or None. Raises EpisodeError for anything else.
 
     The other numbers of a dict become components of the score.
     """
-    extra: dict[str, float] = {}
-    if isinstance(value, Mapping):
-        if "reward" not in value:
-            shown = repr(dict(value))[:200]
-            raise EpisodeError(
-                "bad_reward",
-                f'the program returned {shown}, a dict without "reward". Fix: {{"reward": 1.0}}',
-            )
-        extra = {
-            str(name): _finite(one)
-            for name, one in value.items()
-            if name != "reward" and isinstance(one, int | float)
-        }
-        value = value["reward"]
-    return None if value is None else Score(_finite(value), extra)
+    given = value if isinstance(value, Mapping) else {"reward": value}
+    if "reward" not in given:
+        shown = repr(dict(given))[:200]
+        text = f'the program returned {shown}, a dict without "reward". Fix: {{"reward": 1.0}}'
+        raise EpisodeError("bad_reward", text)
+    others = {name: one for name, one in given.items() if isinstance(one, int | float)}
+    extra = {str(name): _finite(one) for name, one in others.items() if name != "reward"}
+    return None if given["reward"] is None else Score(_finite(given["reward"]), extra)
 
 
 def _finite(value: Any) -> float:
     """Return a number of Python, NumPy or torch as a float. Raises EpisodeError."""
-    shown = f": {value[:80]!r}" if isinstance(value, str | bytes) else ""
-    text = (
-        f"the program returned a {type(value).__name__}{shown}. "
-        'Fix: return a number, a dict with "reward", or None'
-    )
-    if isinstance(value, str | bytes):
-        raise EpisodeError("bad_reward", text)
+    is_text = isinstance(value, str | bytes)
     try:
-        found = float(value)
+        found = math.nan if is_text else float(value)
     except OverflowError:
         found = math.inf
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
-        raise EpisodeError("bad_reward", text) from None
-    if not math.isfinite(found):
-        raise EpisodeError("bad_reward", f"the program returned {found}: a reward is finite")
-    return found
+        found = math.nan
+    if math.isfinite(found):
+        return found
+    shown = f": {value[:80]!r}" if is_text else f": {value}" if isinstance(value, float) else ""
+    raise EpisodeError(
+        "bad_reward",
+        f"the program returned a {type(value).__name__}{shown}. "
+        'Fix: return a number, a dict with "reward", or None. A reward is finite',
+    )
 
 
 def data_of(prompt: Prompt, name: str, model: str) -> dict[str, Any]:

@@ -26,25 +26,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.agents.programs import Task
-from millrace.agents.wire import Body, Refusal, wrong
+from millrace.agents.programs import Task, reward_in
+from millrace.agents.request import RequestError, wrong
+from millrace.agents.wire import Body, bearer_of
 from millrace.errors import EpisodeError
 
 TOKEN_VARIABLE = "MILLRACE_AGENT_TOKEN"
 FILE = "agents.json"
 """RUN/agents.json has the address and the token. Only the user may read it."""
 _MOST_WAIT_S = 30.0
-_TICK_S = 0.01
-"""A timer may come early by as much."""
 
 
 @dataclass(slots=True, eq=False)
 class _Episode:
     task: Task
-    result: asyncio.Future[Any]
-    timer: asyncio.TimerHandle | None = None
-    signed_at: float = 0.0
-    """The time of the last sign of life at the routes of claims."""
+    result: asyncio.Future[Body]
+    signed_at: float | None = None
+    """The time of the last sign of life at the routes of claims. None while it waits."""
+
+    @property
+    def quiet_s(self) -> float:
+        """Return the seconds since the last sign of life, here or by a request to the policy."""
+        if self.signed_at is None:
+            return 0.0
+        return min(self.task.quiet_s(), time.monotonic() - self.signed_at)
 
 
 class RemoteProgram:
@@ -77,10 +82,14 @@ class RemoteProgram:
         self._waiting.append(episode)
         self._more.set()
         try:
-            return await episode.result
+            while not episode.result.done():
+                left_s = self._lease_s - episode.quiet_s
+                if left_s <= 0:
+                    text = f"{task.name}: its worker was silent for {self._lease_s:g} s"
+                    raise EpisodeError("agent_lost", text)
+                await asyncio.wait({episode.result}, timeout=left_s)
+            return reward_in(episode.result.result(), task.name)
         finally:
-            if episode.timer is not None:
-                episode.timer.cancel()
             self._leased.pop(task.key, None)
             with suppress(ValueError):
                 self._waiting.remove(episode)
@@ -94,24 +103,22 @@ class RemoteProgram:
                 episode.result.set_exception(EpisodeError("agent_lost", "the run ends"))
 
     def authorise(self, headers: Mapping[str, str]) -> None:
-        kind, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip() if kind.lower() == "bearer" else ""
-        if not hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode()):
-            raise Refusal("the token is not valid", status=401, code="invalid_token")
+        given = bearer_of(headers).encode("utf-8", "replace")
+        if not hmac.compare_digest(given, self.token.encode()):
+            raise RequestError("the token is not valid", status=401, code="invalid_token")
 
     async def answer(self, route: str, body: Body, headers: Mapping[str, str]) -> Body:
         if route == "/episodes/claim":
             return await self._claim(body, headers)
         if route not in ("/episodes/heartbeat", "/episodes/finish"):
-            raise Refusal("no such route", status=404, code="not_found")
+            raise RequestError("no such route", status=404, code="not_found")
         episode = self._of(body.get("api_key"))
-        if route == "/episodes/heartbeat":
-            self._lease(episode)
-        elif "error" in body:
-            detail = f"{episode.task.name}: {body['error']}"
-            self._finish(episode, EpisodeError("agent_raised", detail[:2000]))
-        else:
-            self._finish(episode, body)
+        episode.signed_at = time.monotonic()
+        if route == "/episodes/finish":
+            del body["api_key"]
+            self._leased.pop(episode.task.key)
+            if not episode.result.done():
+                episode.result.set_result(body)
         return {"ok": True}
 
     async def _claim(self, body: Body, headers: Mapping[str, str]) -> Body:
@@ -128,7 +135,7 @@ class RemoteProgram:
         episode = self._waiting.popleft()
         self._leased[episode.task.key] = episode
         episode.task.begin()
-        self._lease(episode)
+        episode.signed_at = time.monotonic()
         return {
             "episode": episode.task.name,
             "task": episode.task.data,
@@ -140,8 +147,8 @@ class RemoteProgram:
     def settle(self, answer: Body, delivered: bool) -> None:
         """Take back an episode whose claim no worker received."""
         episode = None if delivered else self._leased.pop(answer.get("api_key", ""), None)
-        if episode is not None and episode.timer is not None:
-            episode.timer.cancel()
+        if episode is not None:
+            episode.signed_at = None
             self._waiting.appendleft(episode)
             self._more.set()
 
@@ -149,31 +156,7 @@ class RemoteProgram:
         if not isinstance(key, str):
             raise wrong("api_key", key, "must be the key that the claim gave")
         if (episode := self._leased.get(key)) is None:
-            raise Refusal("the lease is over: another worker has the episode", code="lease_over")
+            raise RequestError(
+                "the lease is over: another worker has the episode", code="lease_over"
+            )
         return episode
-
-    def _lease(self, episode: _Episode, quiet_s: float = 0.0) -> None:
-        if episode.timer is not None:
-            episode.timer.cancel()
-        left = self._lease_s - quiet_s
-        episode.timer = asyncio.get_running_loop().call_later(left, self._lose, episode)
-        episode.signed_at = time.monotonic() - quiet_s
-
-    def _lose(self, episode: _Episode) -> None:
-        """Take the episode from its worker, unless the policy heard of the worker since then."""
-        quiet_s = min(episode.task.quiet_s(), time.monotonic() - episode.signed_at)
-        if quiet_s < self._lease_s - _TICK_S:
-            self._lease(episode, quiet_s)
-            return
-        text = f"{episode.task.name}: its worker was silent for {self._lease_s:g} s"
-        self._finish(episode, EpisodeError("agent_lost", text))
-
-    def _finish(self, episode: _Episode, result: Any) -> None:
-        self._leased.pop(episode.task.key, None)
-        if episode.result.done():
-            return
-        if isinstance(result, EpisodeError):
-            episode.result.set_exception(result)
-        else:
-            result = {name: value for name, value in result.items() if name != "api_key"}
-            episode.result.set_result(result if "reward" in result else None)

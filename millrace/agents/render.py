@@ -1,6 +1,6 @@
 """Messages and tools to tokens through the chat template, and the bridge between two requests.
 
-The text of messages and tools never becomes a control token. The template's own text may.
+The bridge extends drawn tokens by what the template writes after them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from millrace.agents.encoder import Encoder
 from millrace.agents.memo import Memo
 from millrace.agents.request import RequestError, ToolSchema
-from millrace.types import Message, Tokens, tokens_of
+from millrace.data import template
+from millrace.types import Message, Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,20 +58,13 @@ class Renderer:
         if not isinstance(source, str):
             source = tokenizer.get_chat_template()
         self._source = source
-        added = tokenizer.added_tokens_decoder
-        self.special = {i: t.content for i, t in added.items() if t.special}
-        self._id: dict[str, int] = {t.content: i for i, t in added.items()}
-        written = {t.content for t in added.values() if len(t.content) > 1 and t.content in source}
-        self._controls = sorted({*self.special.values(), *written, "\ue000"}, key=len)[::-1]
-        self._number = {text: n for n, text in enumerate(self._controls)}
-        self._any = _either(self._controls)
-        self._specials = _either(["\ue000", *self.special.values()])
-        self._tail = re.compile(rf"(?:{self._any.pattern})?\s*\Z")
-        self._safe = Memo(self._protected)
+        self._encoder = Encoder(tokenizer, source)
+        self.special = self._encoder.special
+        self.decode = self._encoder.decode
+        self._tail = re.compile(rf"(?:{self._encoder.any.pattern})?\s*\Z")
+        self._safe = Memo(self._encoder.protect)
         self._made = Memo(self._message)
         self._written = self._write if _CHANGES.search(source) else Memo(self._write)
-        self._encoded = Memo(self._encode)
-        self._decoded = Memo(self._decode)
         self._ended: dict[str, re.Pattern[str]] = {}
 
     def opening(self, messages: Messages, tools: Sequence[ToolSchema] = ()) -> Tokens:
@@ -78,7 +73,7 @@ class Renderer:
         Raise RequestError if the template refuses the conversation.
         """
         self._check(messages)
-        return self._tokens(self._text(messages, tools, head=True))
+        return self._encoder.tokens(self._text(messages, tools, head=True))
 
     def bridge(
         self,
@@ -105,7 +100,9 @@ class Renderer:
         exact = suffix is not None
         if suffix is None and keep:
             suffix = self._after_short(known[-1], new, ended)
-        return None if suffix is None else Extension(self._tokens(suffix, after=ended), exact)
+        return (
+            None if suffix is None else Extension(self._encoder.tokens(suffix, after=ended), exact)
+        )
 
     @cached_property
     def twin(self) -> Renderer:
@@ -114,15 +111,7 @@ class Renderer:
 
     def encode(self, text: str) -> Tokens:
         """Return the tokens of plain text. The text of a control token stays text."""
-        return self._tokens(self._protect(text, self._any))
-
-    def decode(self, tokens: Tokens, marks: Sequence[str] = ()) -> str:
-        """Return the text of drawn tokens. Of the special ones, only `marks` are in it."""
-        return self._decoded(tuple(tokens), tuple(marks))
-
-    def _decode(self, tokens: Sequence[int], marks: Sequence[str]) -> str:
-        kept = [t for t in tokens if t not in self.special or self.special[t] in marks]
-        return str(self.tokenizer.decode(kept, clean_up_tokenization_spaces=False))
+        return self._encoder.tokens(self._encoder.protect(text))
 
     def mark(self, token: int) -> str:
         """Return the text of one token, also of a special one."""
@@ -165,7 +154,7 @@ class Renderer:
         head = self._text([USER], tools, head=True)
         pairs = enumerate(zip(whole, head, strict=False))
         common = next((n for n, (one, other) in pairs if one != other), len(head))
-        return self._tokens(whole[common:])
+        return self._encoder.tokens(whole[common:])
 
     def shows(self, messages: Messages, text: str, tools: Sequence[ToolSchema] = ()) -> bool:
         """Whether the template writes `text`, which is in `messages` or `tools`."""
@@ -235,7 +224,7 @@ class Renderer:
             text = self._text([USER, ANSWER, USER | {"content": V}], (), head=True)
         except RequestError:
             return ()
-        mark = re.compile(rf"\s*({self._any.pattern})")
+        mark = re.compile(rf"\s*({self._encoder.any.pattern})")
         found = [mark.match(text.partition(probe)[2]) for probe in (U, A)]
         names = {m[1] if m else None for m in found}
         return tuple(n for n in names if n) if len(names) == 1 else ()
@@ -266,21 +255,14 @@ class Renderer:
         return self._render(ready, self._safe(list(tools)) if tools else (), head=head)
 
     def _render(self, messages: Messages, tools: Sequence[ToolSchema], head: bool = False) -> str:
-        from jinja2 import TemplateError
-
         try:
-            text: Any = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=head,
-                **self._options,
+            return template.render(
+                self.tokenizer, messages, tools, head=head, options=self._options
             )
-        except (TemplateError, TypeError, KeyError, AttributeError, IndexError, ValueError) as e:
+        except template.Refused as error:
             roles = ", ".join(m["role"] for m in messages[-6:])
-            detail = f"the chat template refuses messages that end in {roles}: {e}"
-            raise RequestError(detail) from e
-        return str(text)
+            detail = f"the chat template refuses messages that end in {roles}: {error}"
+            raise RequestError(detail) from error
 
     def _ready(self, message: Message, names: dict[str, str]) -> Message:
         """Return a message as templates want it: arguments as objects, results with a name."""
@@ -291,8 +273,7 @@ class Renderer:
         return self._made(message)
 
     def _message(self, message: Message) -> Message:
-        ours = message["role"] == "assistant"
-        made: Message = self._protect(message, self._specials if ours else self._any)
+        made: Message = self._encoder.protect(message, message["role"] == "assistant")
         if calls := message.get("tool_calls"):
             made["tool_calls"] = [self._ready_call(c) for c in calls]
         return made
@@ -305,53 +286,4 @@ class Renderer:
             except (ValueError, RecursionError):
                 value = function["arguments"]
             function["arguments"] = value if isinstance(value, dict) else {"arguments": value}
-        return dict(self._protect(call | {"function": function}, self._specials))
-
-    def _protected(self, value: Any) -> Any:
-        return self._protect(value, self._any)
-
-    def _protect(self, value: Any, pattern: re.Pattern[str]) -> Any:
-        """Return a value in which marks replace the text of control tokens."""
-        if isinstance(value, str):
-            safe = value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # fmt: skip
-            return pattern.sub(lambda m: f"\ue000{self._number[m[0]]}\ue001", safe)
-        if isinstance(value, Mapping):
-            return {self._protect(k, pattern): self._protect(v, pattern) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._protect(v, pattern) for v in value]
-        return value
-
-    def _tokens(self, text: str, after: str | None = None) -> Tokens:
-        """Return the tokens of a text with marks, as they are behind the control token `after`."""
-        return self._encoded(text, after)[:]
-
-    def _encode(self, text: str, after: str | None) -> Tokens:
-        tokens = tokens_of()
-        for n, piece in enumerate(re.split("\ue000(\\d+)\ue001", text)):
-            if n % 2 == 0:
-                tokens.extend(self._behind(after, piece))
-                after = self.tokenizer.eos_token
-                continue
-            control = self._controls[int(piece)]
-            for part in (control[:1], control[1:]):
-                tokens.extend(self._behind(after, part, split_special_tokens=True))
-        return tokens
-
-    def _behind(self, mark: str | None, text: str, **options: Any) -> list[int]:
-        """Return the tokens of `text` behind a mark, without those of the mark.
-
-        Some tokenizers write a blank at the start of a text. A mark before the text avoids it.
-        """
-        if not text:
-            return []
-        encode = self.tokenizer.encode
-        if mark is None or mark not in self._id or options:
-            return list(encode(text, add_special_tokens=False, **options))
-        ids = encode(mark + text, add_special_tokens=False)
-        if ids[:1] == [self._id[mark]]:
-            return list(ids[1:])
-        return list(encode(text, add_special_tokens=False))
-
-
-def _either(texts: Sequence[str]) -> re.Pattern[str]:
-    return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len)[::-1]))
+        return dict(self._encoder.protect(call | {"function": function}, ours=True))

@@ -15,8 +15,10 @@ from typing import Any, Protocol
 import msgspec
 
 from millrace.agents import wire_chat, wire_completions, wire_messages, wire_responses
-from millrace.agents.live import Draw, LiveEpisode, Talk, episode_over
-from millrace.agents.wire import Asked, Body, Reader, Refusal, Sampling, Wire
+from millrace.agents.conversation import Conversation
+from millrace.agents.live import Draw, LiveEpisode, ServiceOptions, episode_over
+from millrace.agents.request import RequestError, wrong
+from millrace.agents.wire import Body, Reader, Wire, bearer_of
 from millrace.ports import PolicySession
 
 DEAD_KEYS = 65_536
@@ -32,24 +34,6 @@ WIRES: dict[str, Wire] = {
 """The wire format of each route that has one."""
 
 POSTS = {*WIRES, "/reward", "/v1/reward"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceOptions:
-    """The settings and limits of the endpoint."""
-
-    model: str
-    """The policy's name at /v1/models."""
-    max_model_len: int | None
-    sampling: Sampling
-    strict: bool
-    turn_deadline_s: float
-    retry_grace_s: float
-    max_body: int = 32 * 2**20
-    max_depth: int = 64
-    max_in_flight: int = 64
-    body_deadline_s: float = 30.0
-    keepalive_s: float = 3.0
 
 
 def _nothing(_: bool) -> None:
@@ -72,7 +56,7 @@ class Claims(Protocol):
     """The routes by which remote workers claim episodes, under /episodes/."""
 
     def authorise(self, headers: Mapping[str, str]) -> None:
-        """Raise Refusal unless the request has the run's token."""
+        """Raise RequestError unless the request has the run's token."""
         ...
 
     async def answer(self, route: str, body: Body, headers: Mapping[str, str]) -> Body: ...
@@ -97,16 +81,9 @@ class Service:
         """Return the number of live episodes."""
         return len(self._live)
 
-    def open(self, talk: Talk, session: PolicySession) -> LiveEpisode:
+    def open(self, talk: Conversation, session: PolicySession) -> LiveEpisode:
         """Issue a key for one episode."""
-        options = self.options
-        episode = LiveEpisode(
-            talk,
-            session,
-            turn_deadline_s=options.turn_deadline_s,
-            retry_grace_s=options.retry_grace_s,
-            max_in_flight=options.max_in_flight,
-        )
+        episode = LiveEpisode(talk, session, self.options)
         digest = self._digest(episode.key)
         self._live[digest[:8]] = digest, episode
         return episode
@@ -149,26 +126,22 @@ class Service:
                 return _answer(200, {"ok": True})
             digest = blake2b(route.encode() + b"\0" + body, digest_size=16).digest()
             return await self._draw(episode, route, given, digest, headers)
-        except Refusal as refusal:
-            return refused(refusal, route)
+        except RequestError as error:
+            return refused(error, route)
 
     def _digest(self, key: str) -> bytes:
         """Return the keyed hash by which a key is found, so that no timing tells about keys."""
         return blake2b(key.encode("utf-8", "replace"), key=self._secret, digest_size=32).digest()
 
     def _episode(self, path_key: str | None, headers: Mapping[str, str]) -> LiveEpisode:
-        kind, _, bearer = headers.get("authorization", "").partition(" ")
-        key = path_key
-        if key is None:
-            bearer = bearer.strip() if kind.lower() == "bearer" else ""
-            key = headers.get("x-api-key") or bearer
-        digest = self._digest(key)
+        own = headers.get("x-api-key") or bearer_of(headers)
+        digest = self._digest(own if path_key is None else path_key)
         known, episode = self._live.get(digest[:8], (b"", None))
         if episode is not None and hmac.compare_digest(known, digest):
             return episode
         if digest in self._dead:
             raise episode_over()
-        raise Refusal("the API key is not valid", status=401, code="invalid_api_key")
+        raise RequestError("the API key is not valid", status=401, code="invalid_api_key")
 
     def _models(self, route: str) -> Answer:
         model = {
@@ -181,7 +154,7 @@ class Service:
         if route == "/v1/models":
             return _answer(200, {"object": "list", "data": [model], "has_more": False})
         if route.removeprefix("/v1/models/") != self.options.model:
-            raise Refusal(
+            raise RequestError(
                 f"the model is {self.options.model!r}", status=404, code="model_not_found"
             )
         return _answer(200, model)
@@ -190,38 +163,21 @@ class Service:
         if len(body) > self.options.max_body:
             raise too_large(self.options.max_body)
         if headers.get("content-encoding", "identity") != "identity":
-            raise Refusal(
+            raise RequestError(
                 "the body must not be compressed", status=415, code="unsupported_encoding"
             )
         try:
             given = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-            raise Refusal(f"the body is no JSON: {error}", code="invalid_json") from None
+            raise RequestError(f"the body is no JSON: {error}", code="invalid_json") from None
         except RecursionError:
             raise _too_deep(self.options.max_depth) from None
         if not isinstance(given, dict):
-            raise Refusal("the body must be a JSON object", code="invalid_json")
+            raise RequestError("the body must be a JSON object", code="invalid_json")
         deepest = self.options.max_depth
         if body.count(b"{") + body.count(b"[") > deepest and _deeper_than(given, deepest):
             raise _too_deep(deepest)
         return given
-
-    def _read(self, episode: LiveEpisode, route: str, body: Body) -> Asked:
-        reader = Reader(body, self.options.sampling, self.options.strict)
-        if route == "/v1/chat/completions":
-            return wire_chat.read(reader, self.options.max_in_flight)
-        if route == "/v1/completions":
-            return wire_completions.read(reader, self.options.max_in_flight)
-        if route == "/v1/responses":
-            previous = reader.text("previous_response_id")
-            if previous and previous not in episode.responses:
-                raise Refusal(
-                    f"no response of this episode has the id {previous[:80]!r}",
-                    code="previous_response_not_found",
-                    param="previous_response_id",
-                )
-            return wire_responses.read(reader, episode.responses.get(previous, ()))
-        return wire_messages.read(reader, counting=route.endswith("count_tokens"))
 
     async def _draw(
         self,
@@ -231,38 +187,44 @@ class Service:
         digest: bytes,
         headers: Mapping[str, str],
     ) -> Answer:
-        asked = self._read(episode, route, body)
-        if route.endswith("count_tokens"):
-            return _answer(200, {"input_tokens": episode.talk.count(asked.request)})
+        options, wire = self.options, WIRES[route]
+        counting = route.endswith("count_tokens")
+        earlier = episode.responses
+        asked = wire.read(
+            Reader(body, options.temperature, options.strict, counting=counting, earlier=earlier)
+        )
+        if asked.n > options.max_in_flight:
+            raise wrong("n", asked.n, f"must be at most {options.max_in_flight}")
+        if counting:
+            return _answer(200, {"input_tokens": episode.talk.count(asked)})
         draw = episode.join(digest, _retries(headers), asked)
         try:
-            patience = self.options.keepalive_s if asked.stream else None
+            patience = options.keepalive_s if asked.stream else None
             await asyncio.wait({draw.task}, timeout=patience)
             settle = partial(episode.leave, draw)
             if not asked.stream:
-                return _answer(200, WIRES[route].answer(draw.asked, episode.result(draw)), settle)
+                return _answer(200, wire.answer(episode.result(draw)), settle)
             if draw.task.done():
                 episode.result(draw)  # A failure that is known by now has a status of its own.
             kind = {"content-type": "text/event-stream", "cache-control": "no-store"}
-            chunks = self._chunks(episode, route, draw)
+            chunks = self._chunks(episode, wire, draw)
             return Answer(200, headers=kind, chunks=chunks, settle=settle)
         except BaseException:
             episode.leave(draw, False)
             raise
 
-    async def _chunks(self, episode: LiveEpisode, route: str, draw: Draw) -> AsyncIterator[bytes]:
+    async def _chunks(self, episode: LiveEpisode, wire: Wire, draw: Draw) -> AsyncIterator[bytes]:
         """Yield comments while the turn is drawn, and then all its events."""
-        wire = WIRES[route]
         while not draw.task.done():
             await asyncio.wait({draw.task}, timeout=self.options.keepalive_s)
             if not draw.task.done():
                 yield b": keepalive\n\n"
         try:
             drawn = episode.result(draw)
-        except Refusal as refusal:
-            yield wire.trouble(refusal).encode()
+        except RequestError as error:
+            yield wire.trouble(error).encode()
             return
-        for event in wire.events(draw.asked, drawn):
+        for event in wire.events(drawn):
             yield event.encode()
 
 
@@ -275,16 +237,16 @@ def _split(path: str) -> tuple[str | None, str]:
 
 
 def _known(method: str, route: str) -> None:
-    """Raise Refusal unless the route exists. Paths are compared as they are, never normalised."""
+    """Raise RequestError unless the route exists. Paths are compared as they are, never normalised."""
     gets = route == "/v1/models" or route.startswith("/v1/models/")
     if route not in POSTS and not gets:
-        raise Refusal("no such route", status=404, code="not_found")
+        raise RequestError("no such route", status=404, code="not_found")
     _post(method, "GET" if gets else "POST")
 
 
 def _post(method: str, wanted: str = "POST") -> None:
     if method != wanted:
-        raise Refusal("no such method here", status=405, code="method_not_allowed")
+        raise RequestError("no such method here", status=405, code="method_not_allowed")
 
 
 def _retries(headers: Mapping[str, str]) -> bool:
@@ -306,13 +268,13 @@ def _deeper_than(value: Any, limit: int) -> bool:
     return True
 
 
-def _too_deep(limit: int) -> Refusal:
-    return Refusal(f"the body nests over {limit} levels of JSON", code="too_deep")
+def _too_deep(limit: int) -> RequestError:
+    return RequestError(f"the body nests over {limit} levels of JSON", code="too_deep")
 
 
-def too_large(limit: int) -> Refusal:
+def too_large(limit: int) -> RequestError:
     """Return the refusal of a body with too many bytes."""
-    return Refusal(f"the body has over {limit} bytes", status=413, code="body_too_large")
+    return RequestError(f"the body has over {limit} bytes", status=413, code="body_too_large")
 
 
 def _answer(status: int, body: Body, settle: Callable[[bool], None] = _nothing) -> Answer:
@@ -320,8 +282,8 @@ def _answer(status: int, body: Body, settle: Callable[[bool], None] = _nothing) 
     return Answer(status, msgspec.json.encode(body), kind, settle=settle)
 
 
-def refused(refusal: Refusal, route: str) -> Answer:
+def refused(error: RequestError, route: str) -> Answer:
     """Return an error in the shape of the route. No client should try it again."""
-    answer = _answer(refusal.status, WIRES.get(route, wire_chat).problem(refusal))
+    answer = _answer(error.status, WIRES.get(route, wire_chat).problem(error))
     answer.headers["x-should-retry"] = "false"
     return answer

@@ -86,11 +86,16 @@ class Client(openai.AsyncOpenAI):
 
     @functools.cached_property
     def chat(self) -> AsyncChat:
-        return _Chat(self)
+        chat = AsyncChat(self)
+        kinds = ChatCompletion, ChatCompletionChunk
+        _shorten(chat.completions, "chat/completions", _CHAT, kinds)
+        return chat
 
     @functools.cached_property
     def completions(self) -> AsyncCompletions:
-        return _Completions(self)
+        completions = AsyncCompletions(self)
+        _shorten(completions, "completions", _TEXT, (Completion, Completion))
+        return completions
 
 
 class _Http(httpx2.AsyncClient):
@@ -101,39 +106,24 @@ class _Http(httpx2.AsyncClient):
         self.service = service
 
 
-class _Chat(AsyncChat):
-    @functools.cached_property
-    def completions(self) -> AsyncChatCompletions:
-        return _ChatCompletions(self._client)
+def _shorten(resource: Any, route: str, fields: frozenset[str], kinds: tuple[Any, Any]) -> None:
+    """Let `create` of a resource go straight to the service where it can."""
+    own, client = resource.create, resource._client
 
+    @functools.wraps(own)
+    async def create(**given: Any) -> Any:
+        if (body := _plain(client, given, fields)) is None:
+            return await own(**given)
+        return await _asked(client, route, body, kinds)
 
-class _ChatCompletions(AsyncChatCompletions):
-    @functools.wraps(AsyncChatCompletions.create)
-    async def create(self, **given: Any) -> Any:  # type: ignore[override]  # of overloads
-        if (body := _plain(self._client, given, _CHAT)) is None:
-            return await super().create(**given)
-        kinds = ChatCompletion, ChatCompletionChunk
-        return await _asked(self._client, "chat/completions", body, kinds, given.get("stream"))
-
-
-class _Completions(AsyncCompletions):
-    @functools.wraps(AsyncCompletions.create)
-    async def create(self, **given: Any) -> Any:  # type: ignore[override]  # of overloads
-        if (body := _plain(self._client, given, _TEXT)) is None:
-            return await super().create(**given)
-        kinds = Completion, Completion
-        return await _asked(self._client, "completions", body, kinds, given.get("stream"))
+    resource.create = create
 
 
 _NO_BODY = ("self", "extra_headers", "extra_query", "extra_body", "timeout")
-
-
-def _fields(create: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(create).parameters).difference(_NO_BODY)
-
-
-_CHAT = _fields(AsyncChatCompletions.create)
-_TEXT = _fields(AsyncCompletions.create)
+_CHAT, _TEXT = (
+    frozenset(inspect.signature(kind.create).parameters).difference(_NO_BODY)
+    for kind in (AsyncChatCompletions, AsyncCompletions)
+)
 
 
 def _plain(client: openai.AsyncOpenAI, given: dict[str, Any], fields: frozenset[str]) -> Any:
@@ -158,7 +148,8 @@ def _plain(client: openai.AsyncOpenAI, given: dict[str, Any], fields: frozenset[
     extra = given.get("extra_body") or {}
     if not fields.issuperset(body) or not isinstance(extra, dict) or "stream" in extra:
         return None
-    body = {name: value for name, value in body.items() if not _omitted(value)} | extra
+    nothing = openai.Omit | openai.NotGiven
+    body = {name: value for name, value in body.items() if not isinstance(value, nothing)} | extra
     try:
         text = json.dumps(
             body, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_dumped
@@ -166,10 +157,6 @@ def _plain(client: openai.AsyncOpenAI, given: dict[str, Any], fields: frozenset[
         return text.encode()
     except (TypeError, ValueError):
         return None
-
-
-def _omitted(value: Any) -> bool:
-    return isinstance(value, openai.Omit | openai.NotGiven)
 
 
 def _dumped(value: Any) -> Any:
@@ -186,7 +173,7 @@ def _url(base: httpx2.URL, route: str) -> httpx2.URL:
 
 
 async def _asked(
-    client: openai.AsyncOpenAI, route: str, body: bytes, kinds: tuple[Any, Any], stream: Any
+    client: openai.AsyncOpenAI, route: str, body: bytes, kinds: tuple[Any, Any]
 ) -> Any:
     """Ask the service, and return an answer or a stream of openai's. Raises openai's errors."""
     service = client._client.service  # type: ignore[attr-defined]  # _plain has checked it

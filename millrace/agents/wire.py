@@ -1,55 +1,48 @@
-"""What the wire formats share: the words of a request, refusals, and readers of JSON values."""
+"""What the wire formats share: what a client asked for and gets, and the reader of a body."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
-from millrace.agents.request import ChatRequest, ChatTurn
-from millrace.types import Message, Tokens
+from millrace.agents.request import ChatRequest, ChatTurn, RequestError, normal, short, wrong
+from millrace.types import Message, Tokens, tokens_of
 
 Body = dict[str, Any]
 """One JSON object."""
 
-MAX_STOPS = 16
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+Objects = Annotated[list[Body], msgspec.Meta(min_length=1)]
+Stops = Text | Annotated[list[Text], msgspec.Meta(max_length=16)]
 
-NEUTRAL = {
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "min_p": 0,
-    "min_tokens": 0,
-    "logit_bias": {},
-    "ignore_eos": False,
-    "seed": None,
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "ignore_eos": (False,),
+    "seed": (),
 }
 """The fields of sampling that a run leaves alone, with the values that change nothing."""
 
-
-class Refusal(Exception):
-    """An answer that is an error. Each wire format writes it in its own shape."""
-
-    def __init__(
-        self, message: str, *, status: int = 400, code: str = "invalid_value", param: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.status = status
-        self.code = code
-        self.param = param
+_Kind = TypeVar("_Kind", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(ChatRequest):
     """What a client asked for, in any wire format."""
 
-    request: ChatRequest
-    """The conversation and its limits. /v1/completions has no messages: see `prompt`."""
     prompt: Tokens | str | None = None
+    """What /v1/completions continues. It has no messages."""
     n: int = 1
     stream: bool = False
     usage: bool = False
@@ -64,19 +57,19 @@ class Asked:
     """The messages that a later `previous_response_id` continues, without the answer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Drawn:
     """The turns of one request, and what an answer shows about them."""
 
+    asked: Asked
     nonce: str
     """Unique part of the ids in the answer."""
     created: int
-    model: str
-    turns: tuple[ChatTurn, ...]
     prompt: Callable[[ChatTurn], Tokens]
     """Return the tokens that the policy read before a turn."""
     text: Callable[[Tokens], str]
     """Return the text of tokens."""
+    turns: list[ChatTurn] = field(default_factory=list)
 
     @property
     def usage(self) -> tuple[int, int]:
@@ -84,49 +77,64 @@ class Drawn:
         drawn = sum(len(turn.tokens) for turn in self.turns)
         return max(turn.prompt_tokens for turn in self.turns), drawn
 
+    def words(self, turn: ChatTurn) -> list[tuple[str, float]]:
+        """Return the text and the log-prob of each token. -9999 is OpenAI's impossible token."""
+        pairs = zip(turn.tokens, turn.log_probs, strict=True)
+        return [(self.text(tokens_of((t,))), p if math.isfinite(p) else -9999.0) for t, p in pairs]
+
 
 class Wire(Protocol):
     """One wire format. Its module has these functions."""
 
-    def answer(self, asked: Asked, drawn: Drawn) -> Body:
+    def read(self, reader: Reader) -> Asked:
+        """Return what a body asks for. Raises RequestError."""
+        ...
+
+    def answer(self, drawn: Drawn) -> Body:
         """Return the body of the answer."""
         ...
 
-    def events(self, asked: Asked, drawn: Drawn) -> Iterator[str]:
+    def events(self, drawn: Drawn) -> Iterator[str]:
         """Yield the server-sent events of the answer."""
         ...
 
-    def problem(self, refusal: Refusal) -> Body:
+    def problem(self, error: RequestError) -> Body:
         """Return the body of an error."""
         ...
 
-    def trouble(self, refusal: Refusal) -> str:
+    def trouble(self, error: RequestError) -> str:
         """Return the event that ends a stream with an error."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """The distribution of the run. A client cannot change it."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Reader:
     """The reader of one body. It notes the fields that have no effect."""
 
-    body: Mapping[str, Any]
-    sampling: Sampling = field(default_factory=Sampling)
-    strict: bool = False
-    ignored: list[str] = field(default_factory=list)
+    def __init__(
+        self,
+        body: Body,
+        temperature: float = 1.0,
+        strict: bool = False,
+        *,
+        counting: bool = False,
+        earlier: Mapping[str, tuple[Message, ...]] | None = None,
+    ) -> None:
+        """`counting` draws nothing. `earlier` has the messages behind each response's id."""
+        self.body = {name: value for name, value in body.items() if value is not None}
+        self.counting = counting
+        self.earlier = earlier or {}
+        self.ignored: list[str] = []
+        self._neutral = {"temperature": (temperature,), **NEUTRAL}
+        self._strict = strict
+
+    def into(self, kind: type[_Kind]) -> _Kind:
+        """Return the body as a Struct, which says what each field must be. Raises RequestError."""
+        return converted(self.body, kind)
 
     def ignore(self, name: str, fix: str = "leave it out") -> None:
-        """Note that `name` has no effect. Raises Refusal in strict mode."""
-        if self.strict:
-            raise Refusal(
+        """Note that `name` has no effect. Raises RequestError in strict mode."""
+        if self._strict:
+            raise RequestError(
                 f"{name} would change what the policy draws, and agents.strict is set. Fix: {fix}.",
                 code="unsupported_parameter",
                 param=name,
@@ -134,141 +142,86 @@ class Reader:
         if name not in self.ignored:
             self.ignored.append(name)
 
-    def ignore_sampling(self) -> None:
-        """Note every sampling field that differs from the run's distribution."""
-        own = {
-            "temperature": self.sampling.temperature,
-            "top_p": self.sampling.top_p,
-            "top_k": self.sampling.top_k,
-            **NEUTRAL,
-        }
-        for name, value in own.items():
-            asked = self.body.get(name)
-            if asked is not None and asked != value and not (name == "top_k" and asked == -1):
-                self.ignore(name, f"the run's own value is {value!r}; leave it out")
+    def ignore_unless(self, name: str, value: Any, neutral: str, fix: str) -> None:
+        """Note a field whose value, or whose type if it is an object, is not `neutral`."""
+        kind = value.get("type") if isinstance(value, dict) else value
+        if kind is not None and kind != neutral:
+            self.ignore(name, fix)
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self.body.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise wrong(name, value, "must be true or false")
-        return value
+    def ignore_hints(self, response_format: Any = None) -> None:
+        """Note what cannot be honoured without another distribution than the run's."""
+        for name, values in self._neutral.items():
+            if name in self.body and self.body[name] not in values:
+                self.ignore(name, "leave it out: the run's own value counts")
 
-    def count(self, name: str, largest: int | None = None) -> int | None:
-        """Return a whole number of at least 1, or None if the field is missing."""
-        value = self.body.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise wrong(name, value, "must be a whole number of at least 1")
-        if largest is not None and value > largest:
-            raise wrong(name, value, f"must be at most {largest}")
-        return value
+        choice, fix = self.body.get("tool_choice"), "let the policy choose"
+        self.ignore_unless("tool_choice", choice, "auto", fix)
+        fix = "ask for JSON in the prompt"
+        self.ignore_unless("response_format", response_format, "text", fix)
+        if self.body.get("top_logprobs"):
+            self.ignore("top_logprobs", "ask for log-probs alone, at /v1/chat/completions")
 
-    def text(self, name: str, default: str = "") -> str:
-        value = self.body.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise wrong(name, value, "must be a string")
-        return value
+    def refuse(self, *names: str) -> None:
+        """Raise RequestError if a field is used that nothing here serves."""
+        for name in names:
+            if self.body.get(name) not in (None, False, "", [], {}, ["text"]):
+                rule = "is not served. Fix: leave it out"
+                raise RequestError(f"{name} {rule}.", code="invalid_value", param=name)
 
-    def objects(self, name: str, required: bool = False) -> list[Body]:
-        """Return a list of JSON objects."""
-        value = self.body.get(name)
-        if value is None and not required:
-            return []
-        if not isinstance(value, list) or any(not isinstance(one, dict) for one in value):
-            raise wrong(name, value, "must be a list of objects")
-        if required and not value:
-            raise wrong(name, value, "must not be empty")
-        return value
-
-    def object(self, name: str) -> Body:
-        value = self.body.get(name)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise wrong(name, value, "must be an object")
-        return value
-
-    def stops(self, name: str = "stop") -> tuple[str, ...]:
-        """Return the stop strings."""
-        value = self.body.get(name)
-        if value is None:
-            return ()
-        stops = [value] if isinstance(value, str) else value
-        if not isinstance(stops, list) or any(not isinstance(s, str) or not s for s in stops):
-            raise wrong(name, value, "must be a string or a list of strings, none empty")
-        if len(stops) > MAX_STOPS:
-            raise wrong(name, f"{len(stops)} strings", f"must have at most {MAX_STOPS}")
-        return tuple(stops)
+    def tools(self, kind: str, parameters: str) -> tuple[Body, ...]:
+        """Return the tools of `kind`, with their schema in `parameters`. Others are ignored."""
+        found = []
+        for k, tool in enumerate(self.body.get("tools", ())):
+            if (tool.get("type") or kind) != kind:
+                fix = f"give the tool with {parameters}, and run it yourself"
+                self.ignore("hosted_tools", fix)
+                continue
+            function = {**tool, "parameters": tool.get(parameters)}
+            found.append(tool_of(converted(function, Function, f"tools[{k}].")))
+        return tuple(found)
 
 
-def wrong(name: str, value: object, rule: str) -> Refusal:
-    """Return the refusal of a field's value."""
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return Refusal(f"{name} = {shown}: {name} {rule}.", param=name)
+class Function(msgspec.Struct):
+    """A function that the policy may call."""
+
+    name: Text
+    description: str | None = None
+    parameters: Body | None = None
 
 
-def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Return the text of a message's content: a string, null, or parts of text.
-
-    Raises Refusal for images, audio and files. Nothing is ever fetched.
-    """
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise wrong(where, content, "must be a string, null or a list of parts")
-    parts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if kind in kinds else None
-        if not isinstance(text, str):
-            raise Refusal(
-                f"{where} has a part of type {kind!r}: the policy reads text alone, and no URL is "
-                f"fetched. Fix: send parts of type {kinds[0]!r}.",
-                code="unsupported_content",
-                param=where,
-            )
-        parts.append(text)
-    return "".join(parts)
-
-
-def call_of(number: Any, name: Any, arguments: Any, where: str) -> Body:
-    """Return a tool call in OpenAI's form."""
-    if not isinstance(name, str) or not isinstance(arguments, str) or not isinstance(number, str):
-        raise wrong(where, (number, name, arguments), "needs an id, a name and arguments as text")
-    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def tool_of(name: Any, description: Any, parameters: Any, where: str) -> Body:
+def tool_of(function: Function) -> Body:
     """Return a tool in OpenAI's form."""
-    if not isinstance(name, str) or not name:
-        raise wrong(f"{where}.name", name, "must be a string that is not empty")
-    function: Body = {"name": name}
-    if isinstance(description, str):
-        function["description"] = description
-    function["parameters"] = {} if parameters is None else parameters
-    if not isinstance(function["parameters"], dict):
-        raise wrong(f"{where}.parameters", parameters, "must be an object")
-    return {"type": "function", "function": function}
+    made: Body = {"name": function.name}
+    if function.description is not None:
+        made["description"] = function.description
+    return {"type": "function", "function": {**made, "parameters": function.parameters or {}}}
 
 
-def own_tools(reader: Reader, kind: str, parameters: str) -> tuple[Body, ...]:
-    """Return the tools of `kind`, with their schema in `parameters`. Others are ignored."""
-    tools = []
-    for k, tool in enumerate(reader.objects("tools")):
-        if (tool.get("type") or kind) != kind:
-            reader.ignore("hosted_tools", f"give the tool with {parameters}, and run it yourself")
-            continue
-        name, about = tool.get("name"), tool.get("description")
-        tools.append(tool_of(name, about, tool.get(parameters), f"tools[{k}]"))
-    return tuple(tools)
+def converted(value: Any, kind: type[_Kind], where: str = "") -> _Kind:
+    """Return JSON as a Struct. Raises RequestError with the field that is wrong."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        rule, _, path = str(error).partition(" - at `$")
+        name = (where + path.strip("`.")).strip(".")
+        given = f" = {short(value[name])}" if name in value else ""
+        text = f"{name}{given}: {rule}" if name else rule
+        raise RequestError(f"{text}.", code="invalid_value", param=name) from None
+
+
+def message_of(message: Message, where: str) -> Message:
+    """Return a client's message in the normal form. Raises RequestError.
+
+    A tool's answer without the id of its call would be rendered as the answer to another one.
+    """
+    answered = message.get("tool_call_id")
+    if message.get("role") == "tool" and not isinstance(answered, str):
+        raise wrong(f"{where}.tool_call_id", answered, "must be a string")
+    return normal(message, where)
+
+
+def stops_of(stops: str | list[str]) -> tuple[str, ...]:
+    return (stops,) if isinstance(stops, str) else tuple(stops)
 
 
 def calls_of(message: Message) -> list[tuple[str, str, str]]:
@@ -279,6 +232,12 @@ def calls_of(message: Message) -> list[tuple[str, str, str]]:
     ]
 
 
+def bearer_of(headers: Mapping[str, str]) -> str:
+    """Return the key of the header `authorization`, or nothing."""
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
+
+
 def json_text(value: Any) -> str:
     """Return a value as compact JSON."""
     return msgspec.json.encode(value).decode()
@@ -286,12 +245,21 @@ def json_text(value: Any) -> str:
 
 def head_of(drawn: Drawn, prefix: str, kind: str) -> Body:
     """Return the first fields of an answer or chunk of chat and completions."""
-    return {
-        "id": f"{prefix}-{drawn.nonce}",
-        "object": kind,
-        "created": drawn.created,
-        "model": drawn.model,
-    }
+    model = drawn.asked.model
+    number = f"{prefix}-{drawn.nonce}"
+    return {"id": number, "object": kind, "created": drawn.created, "model": model}
+
+
+def usage_of(drawn: Drawn) -> Body:
+    """Return the usage in the form of chat and completions."""
+    read, drew = drawn.usage
+    return {"prompt_tokens": read, "completion_tokens": drew, "total_tokens": read + drew}
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Yield a text in two pieces, so that clients join them as they would elsewhere."""
+    middle = len(text) // 2
+    yield from (piece for piece in (text[:middle], text[middle:]) if piece)
 
 
 def event(body: Body, name: str = "") -> str:
@@ -300,19 +268,13 @@ def event(body: Body, name: str = "") -> str:
     return f"{first}data: {json_text(body)}\n\n"
 
 
-def log_prob(value: float) -> float:
-    """Return a log-prob that JSON can hold. OpenAI writes -9999 for an impossible token."""
-    return value if math.isfinite(value) else -9999.0
-
-
-def openai_problem(refusal: Refusal) -> Body:
+def openai_problem(error: RequestError) -> Body:
     """Return an error in OpenAI's shape."""
-    kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
-    return {
-        "error": {
-            "message": refusal.message,
-            "type": kind,
-            "param": refusal.param or None,
-            "code": refusal.code,
-        }
-    }
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    body = {"message": str(error), "type": kind, "param": error.param or None, "code": error.code}
+    return {"error": body}
+
+
+def openai_trouble(error: RequestError) -> str:
+    """Return the event of an error in a stream of chunks."""
+    return event(openai_problem(error))

@@ -3,72 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from itertools import accumulate
+from typing import Annotated
 
-from millrace.agents.request import ChatRequest, ChatTurn
-from millrace.agents.wire import Asked, Body, Drawn, Reader, event, head_of, log_prob, wrong
-from millrace.agents.wire_chat import problem as problem
-from millrace.agents.wire_chat import trouble as trouble
-from millrace.agents.wire_chat import usage_of
+from msgspec import Meta
+
+from millrace.agents import wire
+from millrace.agents.request import ChatTurn, wrong
+from millrace.agents.wire import Asked, Body, Count, Drawn, Reader
+from millrace.agents.wire import openai_problem as problem
+from millrace.agents.wire import openai_trouble as trouble
+from millrace.agents.wire_chat import Common
 from millrace.types import Tokens, tokens_of
 
+__all__ = ["answer", "events", "problem", "read", "trouble"]
 
-def read(reader: Reader, max_n: int = 64) -> Asked:
+_Id = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class _Body(Common, kw_only=True):
+    prompt: str | list[_Id | str | list[_Id]]
+    logprobs: int | None = None
+    echo: bool = False
+    best_of: Count = 1
+
+
+def read(reader: Reader) -> Asked:
     """Return what a body of /v1/completions asks for."""
-    reader.ignore_sampling()
-    for name in ("suffix", "prompt_embeds"):
-        if reader.body.get(name) is not None:
-            raise wrong(name, "...", "is not served. Fix: leave it out")
-    if reader.flag("echo") and reader.body.get("logprobs") is not None:
+    body = reader.into(_Body)
+    reader.ignore_hints()
+    reader.refuse("suffix", "prompt_embeds")
+    if body.echo and body.logprobs is not None:
         raise wrong("echo", True, "has no log-probs of the prompt. Fix: leave echo or logprobs out")
-    if (reader.count("best_of") or 1) > 1:
+    if body.best_of > 1:
         reader.ignore("best_of", "ask for n")
     return Asked(
-        ChatRequest(
-            messages=(),
-            max_tokens=reader.count("max_tokens"),
-            stop=reader.stops(),
-            model=reader.text("model"),
-        ),
-        prompt=_prompt(reader.body.get("prompt")),
-        n=reader.count("n", max_n) or 1,
-        stream=reader.flag("stream"),
-        usage=bool(reader.object("stream_options").get("include_usage")),
-        logprobs=reader.body.get("logprobs") is not None,
-        token_ids=reader.flag("return_token_ids"),
-        echo=reader.flag("echo"),
+        messages=(),
+        max_tokens=body.max_tokens,
+        stop=wire.stops_of(body.stop),
+        model=body.model,
+        prompt=_prompt(body.prompt),
+        n=body.n,
+        stream=body.stream,
+        usage=bool(body.stream_options.include_usage),
+        logprobs=body.logprobs is not None,
+        token_ids=body.return_token_ids,
+        echo=body.echo,
         ignored=tuple(reader.ignored),
     )
 
 
-def _prompt(value: Any) -> Tokens | str:
+def _prompt(value: str | list[int | str | list[int]]) -> Tokens | str:
     """Return one prompt. A list of prompts is a batch, which is refused."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]
-    if isinstance(value, str):
-        if not value:
-            raise wrong("prompt", value, "must not be empty")
-        return value
-    if not isinstance(value, list) or not value:
-        raise wrong("prompt", value, "must be a string or a list of token ids")
-    if any(isinstance(token, str | list) for token in value):
-        raise wrong("prompt", f"{len(value)} prompts", "must be one. Fix: send a request for each")
-    if any(not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < 2**31 for t in value):
-        raise wrong("prompt", value, "must be a string or a list of token ids")
-    return tokens_of(value)
+    one = value[0] if len(value) == 1 and isinstance(value[0], str | list) else value
+    if not one:
+        raise wrong("prompt", value, "must not be empty")
+    if isinstance(one, str):
+        return one
+    tokens = [token for token in one if isinstance(token, int)]
+    if len(tokens) < len(one):
+        raise wrong("prompt", f"{len(one)} prompts", "must be one. Fix: send a request for each")
+    return tokens_of(tokens)
 
 
-def answer(asked: Asked, drawn: Drawn) -> Body:
+def answer(drawn: Drawn) -> Body:
     """Return a text_completion."""
-    return {
-        **head_of(drawn, "cmpl", "text_completion"),
-        "choices": [_choice(asked, drawn, k, turn) for k, turn in enumerate(drawn.turns)],
-        "usage": usage_of(drawn),
-    }
+    choices = [_choice(drawn, k, turn) for k, turn in enumerate(drawn.turns)]
+    head = wire.head_of(drawn, "cmpl", "text_completion")
+    return {**head, "choices": choices, "usage": wire.usage_of(drawn)}
 
 
-def _choice(asked: Asked, drawn: Drawn, index: int, turn: ChatTurn) -> Body:
-    text = turn.message.get("content") or ""
+def _choice(drawn: Drawn, index: int, turn: ChatTurn) -> Body:
+    asked, text = drawn.asked, turn.message.get("content") or ""
     if asked.echo:
         whole = asked.prompt if isinstance(asked.prompt, str) else drawn.text(drawn.prompt(turn))
         text = whole + text
@@ -87,30 +93,20 @@ def _choice(asked: Asked, drawn: Drawn, index: int, turn: ChatTurn) -> Body:
 
 
 def _logprobs(turn: ChatTurn, drawn: Drawn) -> Body:
-    texts = [drawn.text(tokens_of((token,))) for token in turn.tokens]
-    offsets, at = [], 0
-    for text in texts:
-        offsets.append(at)
-        at += len(text)
+    words = drawn.words(turn)
     return {
-        "tokens": texts,
-        "token_logprobs": [log_prob(value) for value in turn.log_probs],
+        "tokens": [text for text, _ in words],
+        "token_logprobs": [value for _, value in words],
         "top_logprobs": None,
-        "text_offset": offsets,
+        "text_offset": list(accumulate((len(text) for text, _ in words), initial=0))[:-1],
     }
 
 
-def events(asked: Asked, drawn: Drawn) -> Iterator[str]:
+def events(drawn: Drawn) -> Iterator[str]:
     """Yield the chunks of a stream, up to [DONE]. Each choice comes in one chunk."""
+    head = wire.head_of(drawn, "cmpl", "text_completion")
     for k, turn in enumerate(drawn.turns):
-        yield event(
-            {
-                **head_of(drawn, "cmpl", "text_completion"),
-                "choices": [_choice(asked, drawn, k, turn)],
-            }
-        )
-    if asked.usage:
-        yield event(
-            {**head_of(drawn, "cmpl", "text_completion"), "choices": [], "usage": usage_of(drawn)}
-        )
+        yield wire.event({**head, "choices": [_choice(drawn, k, turn)]})
+    if drawn.asked.usage:
+        yield wire.event({**head, "choices": [], "usage": wire.usage_of(drawn)})
     yield "data: [DONE]\n\n"

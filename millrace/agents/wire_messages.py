@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from millrace.agents.request import ChatRequest, ChatTurn
-from millrace.agents.wire import (
-    Asked,
-    Body,
-    Drawn,
-    Reader,
-    Refusal,
+from millrace.agents import wire
+from millrace.agents.request import (
+    ChatTurn,
+    RequestError,
     call_of,
-    calls_of,
-    event,
-    json_text,
-    own_tools,
+    normal,
     text_of,
     wrong,
 )
-from millrace.agents.wire_chat import pieces
+from millrace.agents.wire import Asked, Body, Count, Drawn, Reader
 from millrace.types import Message
 
 KINDS = {
@@ -33,105 +27,97 @@ KINDS = {
 }
 
 
-def read(reader: Reader, counting: bool = False) -> Asked:
+class _Said(msgspec.Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Body]
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    type: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Body(msgspec.Struct, kw_only=True):
+    messages: list[_Said]
+    model: str = ""
+    system: str | list[Body] = ""
+    max_tokens: Count | None = None
+    stop_sequences: wire.Stops = []
+    stream: bool = False
+    tools: list[Body] = []
+    tool_choice: _Choice = _Choice()
+
+
+def read(reader: Reader) -> Asked:
     """Return what a body of /v1/messages asks for, or one of its count_tokens."""
-    system = text_of(reader.body.get("system"), "system")
-    messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    for k, message in enumerate(reader.objects("messages", required=True)):
-        messages += _messages(reader, message, f"messages[{k}]")
-    limit = reader.count("max_tokens")
-    if limit is None and not counting:
+    body, given = reader.into(_Body), reader.body
+    if body.max_tokens is None and not reader.counting:
         raise wrong("max_tokens", None, "must be a whole number of at least 1")
-    choice = reader.object("tool_choice")
-    reader.ignore_sampling()
-    if choice.get("type", "auto") != "auto":
-        reader.ignore("tool_choice", "let the policy choose")
-    if reader.object("thinking").get("type", "disabled") != "disabled":
-        reader.ignore("thinking", "the chat template decides")
+    system = text_of(body.system, "system")
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    for k, said in enumerate(body.messages):
+        messages += _messages(reader, said, f"messages[{k}]")
+    if not body.messages:
+        raise wrong("messages", [], "must not be empty")
+    reader.refuse("mcp_servers", "container")
+    reader.ignore_hints()
+    fix = "the chat template decides"
+    reader.ignore_unless("thinking", given.get("thinking"), "disabled", fix)
     for name in ("output_config", "output_format"):
-        if reader.body.get(name) is not None:
+        if name in given:
             reader.ignore(name)
-    for name in ("mcp_servers", "container"):
-        if reader.body.get(name):
-            raise wrong(name, "...", "is not served. Fix: leave it out")
     return Asked(
-        ChatRequest(
-            messages=tuple(messages),
-            tools=own_tools(reader, "custom", "input_schema"),
-            max_tokens=limit,
-            stop=reader.stops("stop_sequences"),
-            model=reader.text("model"),
-            parallel_tool_calls=not choice.get("disable_parallel_tool_use", False),
-        ),
-        stream=reader.flag("stream"),
+        messages=tuple(messages),
+        tools=reader.tools("custom", "input_schema"),
+        max_tokens=body.max_tokens,
+        stop=wire.stops_of(body.stop_sequences),
+        model=body.model,
+        parallel_tool_calls=not body.tool_choice.disable_parallel_tool_use,
+        stream=body.stream,
         ignored=tuple(reader.ignored),
     )
 
 
-def _messages(reader: Reader, message: Body, where: str) -> list[Message]:
+def _messages(reader: Reader, said: _Said, where: str) -> list[Message]:
     """Return one message of Anthropic's as messages of OpenAI's form."""
-    role, content = message.get("role"), message.get("content")
-    if role == "system":
-        return [{"role": "system", "content": text_of(content, where)}]
-    if role not in ("user", "assistant"):
-        raise wrong(f"{where}.role", role, "must be user, assistant or system")
-    if not isinstance(content, str | list):
-        raise wrong(f"{where}.content", content, "must be a string or a list of blocks")
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if any(not isinstance(block, dict) for block in blocks):
-        raise wrong(f"{where}.content", content, "must be a list of blocks")
-    if role == "assistant":
+    text = [{"type": "text", "text": said.content}]
+    blocks = text if isinstance(said.content, str) else said.content
+    if said.role == "assistant":
         return [_assistant(blocks, where)]
     found: list[Message] = []
-    for k, block in enumerate(blocks):
-        at = f"{where}.content[{k}]"
-        if block.get("type") == "tool_result":
-            if not isinstance(block.get("tool_use_id"), str):
-                raise wrong(f"{at}.tool_use_id", block.get("tool_use_id"), "must be a string")
+    for block in blocks:
+        if block.get("type") == "tool_result" and said.role == "user":
             if block.get("is_error"):
                 reader.ignore("is_error", "say in the content that the tool failed")
-            text = text_of(block.get("content"), at)
-            found.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
-            continue
-        text = text_of([block], at)
-        if found and found[-1]["role"] == "user":
-            found[-1]["content"] += text
+            found.append({**block, "role": "tool", "tool_call_id": block.get("tool_use_id")})
+        elif found and found[-1]["role"] == said.role:
+            found[-1]["content"].append(block)
         else:
-            found.append({"role": "user", "content": text})
-    return found or [{"role": "user", "content": ""}]
+            found.append({"role": said.role, "content": [block]})
+    return [wire.message_of(m, where) for m in found or [{"role": said.role}]]
 
 
 def _assistant(blocks: list[Body], where: str) -> Message:
     texts, thinking, calls = [], [], []
-    for k, block in enumerate(blocks):
-        at = f"{where}.content[{k}]"
-        kind = block.get("type")
-        if kind == "tool_use":
+    for block in blocks:
+        if block.get("type") == "tool_use":
             given = block.get("input")
             if not isinstance(given, dict):
-                raise wrong(f"{at}.input", given, "must be an object")
-            calls.append(call_of(block.get("id", 0), block.get("name"), json_text(given), at))
-        elif kind == "thinking":
-            thinking.append(text_of([{"type": "text", "text": block.get("thinking")}], at))
+                raise wrong(f"{where}.input", given, "must be an object")
+            calls.append(call_of(block.get("id"), block.get("name"), wire.json_text(given)))
+        elif block.get("type") == "thinking":
+            thinking.append({"text": block.get("thinking")})
         else:
-            texts.append(text_of([block], at))
-    found: Message = {"role": "assistant", "content": "".join(texts)}
-    if calls:
-        found["tool_calls"] = calls
-    if thinking:
-        found["reasoning_content"] = "".join(thinking)
-    return found
+            texts.append(block)
+    found = {"role": "assistant", "content": texts, "tool_calls": calls}
+    return normal({**found, "reasoning_content": text_of(thinking, where)}, where)
 
 
-def answer(asked: Asked, drawn: Drawn) -> Body:
+def answer(drawn: Drawn) -> Body:
     """Return a message."""
     turn = drawn.turns[0]
-    return {
-        **_head(drawn, turn),
-        "content": _blocks(turn),
-        "stop_reason": _reason(turn),
-        "stop_sequence": turn.stopped_by,
-    }
+    ended = {"stop_reason": _reason(turn), "stop_sequence": turn.stopped_by}
+    return {**_head(drawn, turn), "content": _blocks(turn), **ended}
 
 
 def _head(drawn: Drawn, turn: ChatTurn) -> Body:
@@ -139,7 +125,7 @@ def _head(drawn: Drawn, turn: ChatTurn) -> Body:
         "id": f"msg_{drawn.nonce}",
         "type": "message",
         "role": "assistant",
-        "model": drawn.model,
+        "model": drawn.asked.model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
@@ -154,7 +140,7 @@ def _blocks(turn: ChatTurn) -> list[Body]:
         blocks.append({"type": "thinking", "thinking": thinking, "signature": "none"})
     if turn.message.get("content"):
         blocks.append({"type": "text", "text": turn.message["content"]})
-    for number, name, arguments in calls_of(turn.message):
+    for number, name, arguments in wire.calls_of(turn.message):
         given = _input(arguments)
         blocks.append({"type": "tool_use", "id": number, "name": name, "input": given})
     return blocks
@@ -174,7 +160,7 @@ def _reason(turn: ChatTurn) -> str:
     return "end_turn" if turn.stopped_by is None else "stop_sequence"
 
 
-def events(asked: Asked, drawn: Drawn) -> Iterator[str]:
+def events(drawn: Drawn) -> Iterator[str]:
     """Yield the events of a stream, up to message_stop."""
     turn = drawn.turns[0]
     head = _head(drawn, turn)
@@ -187,42 +173,31 @@ def events(asked: Asked, drawn: Drawn) -> Iterator[str]:
             yield _event("content_block_delta", index=k, delta=delta)
         yield _event("content_block_stop", index=k)
     ended = {"stop_reason": _reason(turn), "stop_sequence": turn.stopped_by}
-    usage = {"output_tokens": len(turn.tokens)}
-    yield _event("message_delta", delta=ended, usage=usage)
+    yield _event("message_delta", delta=ended, usage={"output_tokens": len(turn.tokens)})
     yield _event("message_stop")
 
 
 def _parts(block: Body) -> tuple[Body, list[Body]]:
     """Return a block's beginning, and the deltas that complete it."""
-    if block["type"] == "text":
-        deltas = [{"type": "text_delta", "text": block["text"]}]
-        return {"type": "text", "text": ""}, deltas
-    if block["type"] == "thinking":
-        deltas = [
-            {"type": "thinking_delta", "thinking": block["thinking"]},
-            {"type": "signature_delta", "signature": block["signature"]},
-        ]
-        return {"type": "thinking", "thinking": "", "signature": ""}, deltas
-    deltas = [
-        {"type": "input_json_delta", "partial_json": piece}
-        for piece in pieces(json_text(block["input"]))
-    ]
-    return {**block, "input": {}}, deltas
+    if block["type"] == "tool_use":
+        parts = wire.pieces(wire.json_text(block["input"]))
+        deltas = [{"type": "input_json_delta", "partial_json": part} for part in parts]
+        return {**block, "input": {}}, deltas
+    texts = {name: value for name, value in block.items() if name != "type"}
+    deltas = [{"type": f"{name}_delta", name: value} for name, value in texts.items()]
+    return {"type": block["type"], **dict.fromkeys(texts, "")}, deltas
 
 
 def _event(name: str, **fields: Any) -> str:
-    return event({"type": name, **fields}, name)
+    return wire.event({"type": name, **fields}, name)
 
 
-def problem(refusal: Refusal) -> Body:
+def problem(error: RequestError) -> Body:
     """Return an error in Anthropic's shape. It has no code, so the message begins with it."""
-    kind = KINDS.get(refusal.status, "api_error" if refusal.status >= 500 else KINDS[400])
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": f"{refusal.code}: {refusal.message}"},
-    }
+    kind = KINDS.get(error.status, "api_error" if error.status >= 500 else KINDS[400])
+    return {"type": "error", "error": {"type": kind, "message": f"{error.code}: {error}"}}
 
 
-def trouble(refusal: Refusal) -> str:
+def trouble(error: RequestError) -> str:
     """Return the event of an error in a stream."""
-    return event(problem(refusal), "error")
+    return wire.event(problem(error), "error")

@@ -2,113 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from millrace.agents.request import ChatRequest
-from millrace.agents.wire import (
-    Asked,
-    Body,
-    Drawn,
-    Reader,
-    Refusal,
-    call_of,
-    calls_of,
-    event,
-    openai_problem,
-    own_tools,
-    text_of,
-    wrong,
-)
-from millrace.agents.wire_chat import pieces
-from millrace.agents.wire_chat import problem as problem
+import msgspec
+
+from millrace.agents import wire
+from millrace.agents.request import RequestError, call_of, text_of, wrong
+from millrace.agents.wire import Asked, Body, Count, Drawn, Reader
+from millrace.agents.wire import openai_problem as problem
 from millrace.types import Message
 
-PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+__all__ = ["answer", "events", "problem", "read", "trouble"]
 
 
-def read(reader: Reader, before: Sequence[Message] = ()) -> Asked:
+class _Format(msgspec.Struct, frozen=True):
+    format: Body | None = None
+
+
+class _Body(msgspec.Struct, kw_only=True):
+    input: str | list[Body] = []
+    instructions: str = ""
+    previous_response_id: str = ""
+    model: str = ""
+    tools: list[Body] = []
+    max_output_tokens: Count | None = None
+    stop: wire.Stops = []
+    stream: bool = False
+    store: bool = True
+    parallel_tool_calls: bool = True
+    text: _Format = _Format()
+    reasoning: Body = {}
+
+
+def read(reader: Reader) -> Asked:
     """Return what a body of /v1/responses asks for.
 
-    `before` has the messages of the response that `previous_response_id` names, with its answer.
-    Its instructions are not among them: a client sends them with each request.
+    The instructions of the response that `previous_response_id` names are not continued: a client
+    sends them with each request.
     """
-    _hints(reader)
-    messages = (*before, *_messages(reader.body.get("input")))
+    body = reader.into(_Body)
+    previous = body.previous_response_id
+    if previous and previous not in reader.earlier:
+        raise RequestError(
+            f"no response of this episode has the id {previous[:80]!r}",
+            code="previous_response_not_found",
+            param="previous_response_id",
+        )
+    reader.refuse("background", "conversation", "prompt", "max_tool_calls")
+    reader.ignore_hints(body.text.format)
+    if any(value is not None for value in body.reasoning.values()):
+        reader.ignore("reasoning", "the chat template decides")
+    messages = (*reader.earlier.get(previous, ()), *_messages(body.input))
     if not messages:
         raise wrong("input", None, "must be a string or a list of items")
-    instructions = reader.text("instructions")
-    system = ({"role": "system", "content": instructions},) if instructions else ()
+    system = ({"role": "system", "content": body.instructions},) if body.instructions else ()
     return Asked(
-        ChatRequest(
-            messages=(*system, *messages),
-            tools=own_tools(reader, "function", "parameters"),
-            max_tokens=reader.count("max_output_tokens"),
-            stop=reader.stops(),
-            model=reader.text("model"),
-            parallel_tool_calls=reader.flag("parallel_tool_calls", True),
-        ),
-        stream=reader.flag("stream"),
+        messages=(*system, *messages),
+        tools=reader.tools("function", "parameters"),
+        max_tokens=body.max_output_tokens,
+        stop=wire.stops_of(body.stop),
+        model=body.model,
+        parallel_tool_calls=body.parallel_tool_calls,
+        stream=body.stream,
         ignored=tuple(reader.ignored),
-        continued=messages if reader.flag("store", True) else (),
+        continued=messages if body.store else (),
     )
 
 
-def _hints(reader: Reader) -> None:
-    reader.ignore_sampling()
-    if reader.body.get("tool_choice") not in (None, "auto"):
-        reader.ignore("tool_choice", "let the policy choose")
-    if Reader(reader.object("text")).object("format").get("type", "text") != "text":
-        reader.ignore("response_format", "ask for JSON in the prompt")
-    if any(value is not None for value in reader.object("reasoning").values()):
-        reader.ignore("reasoning", "the chat template decides")
-    if reader.body.get("top_logprobs"):
-        reader.ignore("top_logprobs", "ask for log-probs at /v1/chat/completions")
-    for name in ("background", "conversation", "prompt", "max_tool_calls"):
-        if reader.body.get(name):
-            raise wrong(name, "...", "is not served. Fix: leave it out")
-
-
-def _messages(value: Any) -> list[Message]:
+def _messages(items: str | list[Body]) -> list[Message]:
     """Return the items as messages. Items of one answer become one assistant message."""
-    if value is None:
-        return []
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, list) or any(not isinstance(item, dict) for item in value):
-        raise wrong("input", value, "must be a string or a list of items")
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
     found: list[Message] = []
-    for k, item in enumerate(value):
+    for k, item in enumerate(items):
         _add(found, item, f"input[{k}]")
-    return found
+    return [wire.message_of(message, "input") for message in found]
 
 
 def _add(found: list[Message], item: Body, where: str) -> None:
     kind = item.get("type") or "message"
     if kind == "message" and item.get("role") != "assistant":
-        role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
-        if role not in ("system", "user"):
-            raise wrong(f"{where}.role", role, "must be user, system, developer or assistant")
-        found.append({"role": role, "content": text_of(item.get("content"), where, PARTS)})
+        if item.get("role") not in ("system", "developer", "user"):
+            rule = "must be user, system, developer or assistant"
+            raise wrong(f"{where}.role", item.get("role"), rule)
+        found.append({"role": item["role"], "content": item.get("content")})
     elif kind == "message":
         last = _open(found, ("tool_calls", "content"))
-        last["content"] = text_of(item.get("content"), where, PARTS)
+        last["content"] = text_of(item.get("content"), where)
     elif kind == "reasoning":
         last = _open(found, ("tool_calls", "content", "reasoning_content"))
-        parts = item.get("content") or item.get("summary")
-        if text := text_of(parts, where, PARTS):
-            last["reasoning_content"] = text
+        last["reasoning_content"] = text_of(item.get("content") or item.get("summary"), where)
     elif kind == "function_call":
         last = _open(found, ())
-        call = call_of(item.get("call_id", 0), item.get("name"), item.get("arguments"), where)
+        call = call_of(item.get("call_id"), item.get("name"), item.get("arguments"))
         last["tool_calls"] = [*last.get("tool_calls", ()), call]
     elif kind == "function_call_output":
-        if not isinstance(item.get("call_id"), str):
-            raise wrong(f"{where}.call_id", item.get("call_id"), "must be a string")
-        text = text_of(item.get("output"), where, PARTS)
-        found.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+        content = {"tool_call_id": item.get("call_id"), "content": item.get("output")}
+        found.append({"role": "tool", **content})
     else:
-        raise Refusal(
+        raise RequestError(
             f"{where} is an item of type {kind!r}: the policy reads messages, reasoning and "
             "function calls. Fix: leave it out.",
             code="unsupported_content",
@@ -124,44 +117,41 @@ def _open(found: list[Message], full: tuple[str, ...]) -> Message:
     return found[-1]
 
 
-def answer(asked: Asked, drawn: Drawn) -> Body:
+def answer(drawn: Drawn) -> Body:
     """Return a response."""
-    turn = drawn.turns[0]
-    cut = turn.finish == "length"
-    read_, written = drawn.usage
+    cut = drawn.turns[0].finish == "length"
+    read, drew = drawn.usage
     return {
-        **_head(asked, drawn),
+        **_head(drawn),
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "output": _items(drawn),
         "usage": {
-            "input_tokens": read_,
+            "input_tokens": read,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": written,
+            "output_tokens": drew,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": read_ + written,
+            "total_tokens": read + drew,
         },
     }
 
 
-def _head(asked: Asked, drawn: Drawn) -> Body:
-    return {
+def _head(drawn: Drawn) -> Body:
+    asked = drawn.asked
+    nothing = dict.fromkeys(
+        ("error", "incomplete_details", "instructions", "temperature", "top_p", "usage")
+    )
+    return nothing | {
         "id": f"resp_{drawn.nonce}",
         "object": "response",
         "created_at": drawn.created,
         "status": "in_progress",
-        "model": drawn.model,
+        "model": asked.model,
         "output": [],
-        "error": None,
-        "incomplete_details": None,
-        "instructions": None,
         "metadata": {},
-        "parallel_tool_calls": asked.request.parallel_tool_calls,
+        "parallel_tool_calls": asked.parallel_tool_calls,
         "tool_choice": "auto",
-        "tools": [{"type": "function", **tool["function"]} for tool in asked.request.tools],
-        "temperature": None,
-        "top_p": None,
-        "usage": None,
+        "tools": [{"type": "function", **tool["function"]} for tool in asked.tools],
     }
 
 
@@ -171,29 +161,21 @@ def _items(drawn: Drawn) -> list[Body]:
     items: list[Body] = []
     if thinking := turn.message.get("reasoning_content"):
         parts = [{"type": "reasoning_text", "text": thinking}]
-        items.append(
-            {"id": f"rs_{drawn.nonce}", "type": "reasoning", "summary": [], "content": parts}
-        )
-    calls = calls_of(turn.message)
+        item = {"id": f"rs_{drawn.nonce}", "type": "reasoning", "summary": [], "content": parts}
+        items.append(item)
+    calls = wire.calls_of(turn.message)
     text = turn.message.get("content") or ""
     if text or not calls:
-        part: Body = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-        items.append(
-            {
-                "id": f"msg_{drawn.nonce}",
-                "type": "message",
-                "role": "assistant",
-                "status": status,
-                "content": [part],
-            }
-        )
+        parts = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+        item = {"id": f"msg_{drawn.nonce}", "type": "message", "role": "assistant"}
+        items.append({**item, "status": status, "content": parts})
     for k, (number, name, arguments) in enumerate(calls):
         call = {"id": f"fc_{drawn.nonce}_{k}", "type": "function_call", "status": status}
         items.append({**call, "call_id": number, "name": name, "arguments": arguments})
     return items
 
 
-def events(asked: Asked, drawn: Drawn) -> Iterator[str]:
+def events(drawn: Drawn) -> Iterator[str]:
     """Yield the events of a stream, up to response.completed."""
     number = 0
 
@@ -201,16 +183,16 @@ def events(asked: Asked, drawn: Drawn) -> Iterator[str]:
         nonlocal number
         body = {"type": f"response.{kind}", "sequence_number": number, **fields}
         number += 1
-        return event(body, f"response.{kind}")
+        return wire.event(body, f"response.{kind}")
 
-    head = _head(asked, drawn)
+    head = _head(drawn)
     yield step("created", response=head)
     yield step("in_progress", response=head)
     for k, item in enumerate(_items(drawn)):
         at = {"item_id": item["id"], "output_index": k}
         yield step("output_item.added", output_index=k, item=_empty(item))
         if item["type"] == "function_call":
-            for piece in pieces(item["arguments"]):
+            for piece in wire.pieces(item["arguments"]):
                 yield step("function_call_arguments.delta", **at, delta=piece)
             whole = {"name": item["name"], "arguments": item["arguments"]}
             yield step("function_call_arguments.done", **at, **whole)
@@ -224,20 +206,18 @@ def events(asked: Asked, drawn: Drawn) -> Iterator[str]:
             yield step(f"{kind}.done", **at, text=part["text"], **more)
             yield step("content_part.done", **at, part=part)
         yield step("output_item.done", output_index=k, item=item)
-    found = answer(asked, drawn)
+    found = answer(drawn)
     yield step(str(found["status"]), response=found)
 
 
 def _empty(item: Body) -> Body:
     """Return an item as a stream announces it."""
-    if item["type"] == "function_call":
-        return {**item, "arguments": "", "status": "in_progress"}
-    if item["type"] == "message":
-        return {**item, "content": [], "status": "in_progress"}
-    return {**item, "content": []}
+    empty: Body = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+    status = {} if item["type"] == "reasoning" else {"status": "in_progress"}
+    return item | empty | status
 
 
-def trouble(refusal: Refusal) -> str:
+def trouble(error: RequestError) -> str:
     """Return the event of an error in a stream."""
-    error = openai_problem(refusal)["error"]
-    return event({**error, "type": "error", "sequence_number": 0}, "error")
+    body = problem(error)["error"]
+    return wire.event({**body, "type": "error", "sequence_number": 0}, "error")

@@ -11,39 +11,33 @@ import contextlib
 import json
 from typing import Any
 
+from millrace.agents.command import CommandProgram, object_in
 from millrace.agents.process import Launcher, Running
-from millrace.agents.programs import Task
-from millrace.errors import EpisodeError
+from millrace.agents.programs import Task, reward_in
 
 GRACE_S = 5.0
 """Seconds in which a worker must answer for an episode that is over. Then it is killed."""
 
 
-class WorkerProgram:
+class WorkerProgram(CommandProgram):
     """Plays with `workers` processes, `concurrent` episodes at once. Dead workers are replaced."""
 
     def __init__(self, launcher: Launcher, workers: int, concurrent: int) -> None:
-        self._launcher = launcher
+        super().__init__(launcher, concurrent)
         self._most = workers
-        self._room = asyncio.Semaphore(concurrent)
         self._starting = asyncio.Lock()
         self._workers: list[_Worker] = []
 
-    async def start(self) -> None:
-        await self._launcher.start()
-
-    async def run(self, task: Task) -> Any:
-        async with self._room:
-            task.begin()
-            worker = await self._worker()
-            return await worker.play(task)
+    async def _play(self, task: Task) -> Any:
+        worker = await self._worker()
+        return await worker.play(task)
 
     async def close(self) -> None:
         """End all workers."""
         for worker in self._workers:
             worker.kill()
         await asyncio.gather(*(worker.watch for worker in self._workers))
-        await self._launcher.close()
+        await super().close()
 
     async def _worker(self) -> _Worker:
         """Return the worker with the fewest episodes. A new one if all are busy and few."""
@@ -51,8 +45,10 @@ class WorkerProgram:
             self._workers = [one for one in self._workers if not one.watch.done()]
             alive = [one for one in self._workers if one.alive]
             if len(alive) < self._most and all(one.load for one in alive):
-                alive = [await _Worker.started(self._launcher)]
-                self._workers += alive
+                worker = _Worker()
+                await worker.start(self._launcher)
+                self._workers.append(worker)
+                return worker
             return min(alive, key=lambda one: one.load)
 
 
@@ -63,25 +59,18 @@ class _Worker:
     watch: asyncio.Task[None]
 
     def __init__(self) -> None:
-        self._playing: dict[str, asyncio.Future[Any]] = {}
+        self._playing: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._late: dict[str, asyncio.TimerHandle] = {}
         self._killed = False
 
-    @classmethod
-    async def started(cls, launcher: Launcher) -> _Worker:
-        worker = cls()
-        worker.running = await launcher.launch({}, worker._take)
-        name = f"worker {worker.process.pid}"
-        worker.watch = asyncio.get_running_loop().create_task(worker._watched(), name=name)
-        return worker
-
-    @property
-    def process(self) -> asyncio.subprocess.Process:
-        return self.running.process
+    async def start(self, launcher: Launcher) -> None:
+        self.running = await launcher.launch({}, self._take)
+        self._name = f"worker {self.running.process.pid}"
+        self.watch = asyncio.get_running_loop().create_task(self._watched(), name=self._name)
 
     @property
     def alive(self) -> bool:
-        return not self._killed and self.process.returncode is None
+        return not self._killed and self.running.process.returncode is None
 
     @property
     def load(self) -> int:
@@ -90,26 +79,21 @@ class _Worker:
 
     async def play(self, task: Task) -> Any:
         """Play one episode. A cancelled episode that the worker does not end is the worker's end."""
-        loop = asyncio.get_running_loop()
-        assert self.process.stdin is not None
+        loop, stdin = asyncio.get_running_loop(), self.running.process.stdin
+        assert stdin is not None
         result = self._playing[task.key] = loop.create_future()
         line = json.dumps({**task.data, "api_key": task.key}, default=str)
         try:
             with contextlib.suppress(ConnectionError):  # It is dead: `_watched` says how.
-                self.process.stdin.write(line.encode() + b"\n")
-                await self.process.stdin.drain()
-            answer = await result
+                stdin.write(line.encode() + b"\n")
+                await stdin.drain()
+            return reward_in(await result, task.name)
         except asyncio.CancelledError:
             if result.cancelled() or not result.done():
                 self._late[task.key] = loop.call_later(GRACE_S, self.kill)
             raise
         finally:
             self._playing.pop(task.key, None)
-        if isinstance(answer, EpisodeError):
-            raise answer
-        if "error" in answer:
-            raise EpisodeError("agent_raised", f"{task.name}: {answer['error']}"[:2000])
-        return answer if "reward" in answer else None
 
     def kill(self) -> None:
         self._killed = True
@@ -117,10 +101,8 @@ class _Worker:
 
     def _take(self, line: str) -> None:
         """Read a line of output: the result of an episode, or a line of the log."""
-        answer: Any = None
-        with contextlib.suppress(ValueError, RecursionError):
-            answer = json.loads(line)
-        key = answer.pop("api_key", None) if isinstance(answer, dict) else None
+        answer = object_in(line)
+        key = answer.pop("api_key", None)
         if not isinstance(key, str):
             self.running.last.append(line)
         elif key in self._late:
@@ -136,4 +118,4 @@ class _Worker:
             timer.cancel()
         for result in self._playing.values():
             if not result.done():
-                result.set_result(self.running.failure(f"worker {self.process.pid}", code))
+                result.set_exception(self.running.failure(self._name, code))

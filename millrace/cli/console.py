@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, TextIO, TypeVar, cast
 
 import typer
@@ -19,8 +22,10 @@ from rich.text import Text
 
 from millrace.config import Config, recipe
 from millrace.config.trl import HINTS
-from millrace.errors import ConfigError, MissingDependency
+from millrace.errors import ConfigError, MissingDependency, bad_value
 from millrace.observe.progress import Progress, make_view
+from millrace.pipeline import ownership
+from millrace.report.page.folder import not_yet
 from millrace.run import supervised
 
 T = TypeVar("T")
@@ -331,7 +336,8 @@ async def _with_signals(
                 "once, without saving."
             )
         else:
-            progress.note(f"{number.name}: ending. No training is running, so nothing is saved.")
+            why = "No training is running, so no checkpoint is written."
+            progress.note(f"{number.name}: ending. {why}")
             task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -340,6 +346,24 @@ async def _with_signals(
         loop.add_signal_handler(number, on_signal, number)
     with supervised.stops(lambda number: on_signal(signal.Signals(number), "passed on")):
         return await task
+
+
+def check_run(run: Path) -> None:
+    """Raise ConfigError unless the folder is that of a run with a history."""
+    if not (run / "history.jsonl").is_file():
+        if ownership.is_ours(run):
+            raise not_yet(run)
+        rule = f"no such folder (from {Path.cwd()})"
+        if run.exists():
+            rule = "is not a run folder, because it has no history.jsonl"
+        raise bad_value("RUN", str(run), rule, "a folder such as runs/quickstart-1")
+
+
+def unwrap_help(*apps: typer.Typer) -> None:
+    """Let the terminal wrap the paragraphs of a command's help, in place of the source."""
+    for command in (c for app in apps for c in app.registered_commands):
+        text = inspect.cleandoc(command.help or command.callback.__doc__ or "")
+        command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", text)
 
 
 def report(json_: bool, result: dict[str, Any], text: str) -> None:

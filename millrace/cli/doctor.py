@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import socket
@@ -82,6 +83,7 @@ def run() -> list[Check]:
     return [
         _python(),
         *_packages(),
+        _bytecode(),
         *_devices(),
         _memory(),
         _shared_memory(),
@@ -130,6 +132,16 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _bytecode() -> Check:
+    """Check that processes need not compile their packages. A run starts several."""
+    found = importlib.util.find_spec("torch")
+    kept = found is None or (found.cached is not None and Path(found.cached).is_file())
+    if sys.dont_write_bytecode and not kept:
+        what = "PYTHONDONTWRITEBYTECODE is set, so each process compiles all that it imports"
+        return Check("bytecode", "warning", what, "unset PYTHONDONTWRITEBYTECODE")
+    return Check("bytecode", "good", "Python keeps what it compiles")
 
 
 def _devices() -> list[Check]:

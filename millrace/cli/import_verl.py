@@ -17,7 +17,10 @@ from millrace.errors import ConfigError, bad_value
 
 ScriptFile = Annotated[
     Path,
-    typer.Argument(help="A launch script, or a file with one override in each line; - reads stdin"),
+    typer.Argument(
+        metavar="SCRIPT",
+        help="A launch script, or a file with one override in each line; - reads stdin",
+    ),
 ]
 Sets = Annotated[
     list[str] | None,

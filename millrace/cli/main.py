@@ -34,6 +34,7 @@ from millrace.cli.console import (
     Overrides,
     Recipe,
     base_of,
+    check_run,
     configure,
     has_printed,
     open_console,
@@ -43,6 +44,7 @@ from millrace.cli.console import (
     report,
     run_async,
     stopped_by,
+    unwrap_help,
 )
 from millrace.cli.import_verl import import_verl
 from millrace.cli.keep_going import KeepGoing, Restarts, keep_going
@@ -54,7 +56,7 @@ from millrace.cli.simulate import simulate
 from millrace.cli.watch import watch
 from millrace.cli.why import why
 from millrace.config import Config
-from millrace.errors import MillraceError, SampleError, WorkerError
+from millrace.errors import MillraceError, SampleError, WorkerError, redact
 from millrace.observe.progress import shown
 from millrace.run import supervised
 
@@ -63,6 +65,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Asynchronous RL post-training of language models.\n\n"
     "Start with [bold]millrace train quickstart[/bold]. Commands that train or measure take a "
     "RECIPE and any number of key=value overrides. A recipe is a YAML file, or a name that "
@@ -71,15 +74,6 @@ app = typer.Typer(
     "Exit codes: 0 complete, 1 failed, 2 a key, a file or a row is wrong, 129, 130 or 143 "
     "stopped by a signal.",
 )
-app.add_typer(bench, name="bench")
-app.command()(import_verl)
-app.command()(watch)
-app.command()(why)
-app.command()(serve)
-app.command()(scale)
-app.command()(simulate)
-app.command()(query)
-app.command("report")(report_page)
 
 
 def version_option(value: bool) -> None:
@@ -221,9 +215,9 @@ def _validate(config: Config, json_: bool) -> None:
 @app.command()
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A checkpoint folder, or a run folder for its newest checkpoint")
+        Path, typer.Argument(metavar="CHECKPOINT", help="Or a run folder, for its newest one")
     ],
-    folder: Annotated[Path, typer.Argument(help="New folder for the model")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder for the model")],
     json_: Json = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face model folder that transformers can load.
@@ -240,6 +234,12 @@ def export(
     )
 
 
+for _command in (import_verl, watch, why, scale, serve):
+    app.command()(_command)
+app.command("report")(report_page)
+app.command()(query)
+
+
 @app.command()
 def ledger(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder")], json_: Json = False
@@ -252,18 +252,9 @@ def ledger(
     """
     import msgspec
 
-    from millrace.errors import bad_value
     from millrace.pipeline.history import audit
 
-    if not (run / "history.jsonl").is_file():
-        raise bad_value(
-            "RUN",
-            str(run),
-            "is not a run folder, because it has no history.jsonl"
-            if run.exists()
-            else f"no such folder (from {Path.cwd()})",
-            "a folder such as runs/quickstart-1",
-        )
+    check_run(run)
     result = msgspec.to_builtins(audit(run))
     report(json_, result, "  ".join(f"{name} {value}" for name, value in result.items()))
     if result["lost"] or result["trained_twice"]:
@@ -330,6 +321,11 @@ def doctor(json_: Json = False) -> None:
         raise typer.Exit(1)
 
 
+app.command()(simulate)
+app.add_typer(bench, name="bench")
+unwrap_help(app, bench)
+
+
 def first_cause(error: BaseException) -> BaseException:
     """Return the first error of an exception group that is not just a cancellation."""
     if isinstance(error, BaseExceptionGroup):
@@ -375,8 +371,8 @@ def main() -> None:
             _exit(2, f"RUN: {cause.filename}: {cause.strerror}. Fix: {fix}.")
         import traceback
 
-        traceback.print_exception(cause)
-        _exit(1, f"{type(cause).__name__}: {cause}")
+        sys.stderr.write(redact("".join(traceback.format_exception(cause))))
+        _exit(1, redact(f"{type(cause).__name__}: {cause}"))
 
 
 def _exit(code: int, error: str, *, reported: bool = False) -> NoReturn:

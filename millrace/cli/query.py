@@ -13,11 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from millrace.cli.console import Json, print_json
+from millrace.cli.console import Json, check_run, print_json
 from millrace.errors import bad_value
-from millrace.pipeline import ownership
 from millrace.report import query as asking
-from millrace.report.page.folder import not_yet
 
 _ROWS = 200
 """Rows on a terminal. --csv and --json print all of them."""
@@ -48,15 +46,7 @@ def query(
 
     Example: millrace query runs/quickstart-1 'select version, "reward/mean" from metrics'
     """
-    if not (run / "history.jsonl").is_file():
-        if ownership.is_ours(run):
-            raise not_yet(run)
-        rule = (
-            "is not a run folder, because it has no history.jsonl"
-            if run.exists()
-            else f"no such folder (from {Path.cwd()})"
-        )
-        raise bad_value("RUN", str(run), rule, "a folder such as runs/quickstart-1")
+    check_run(run)
     if sql is None:
         if csv_ is not None:
             raise bad_value("SQL", "", "--csv needs a query", f"for example {asking.EXAMPLES[0]}")

@@ -6,6 +6,7 @@ import re
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from millrace.cli.console import Json, report
 from millrace.errors import DeadlineError, MillraceError, bad_value
 from millrace.run.scaling import ANSWER, REQUEST, Reply, Request, write
 from millrace.waits import kernel
-from millrace.waits.ask import gone, processes
+from millrace.waits.ask import Told, gone, processes
 from millrace.waits.graph import DRIVER
 from millrace.waits.side import FOLDER
 
@@ -34,13 +35,14 @@ def scale(
 ) -> None:
     """Change the number of rollout replicas of a running run. Nothing else restarts.
 
-    A replica that joins serves from the next weight sync on. A resumed run starts with the number
-    of its configuration.
+    A replica that joins serves from the next weight sync on. On a Ray cluster it takes free
+    devices of any node. The newest command counts, and sets rollout.max_replicas to its number. A
+    resumed run starts with the number of its configuration.
 
     Example: millrace scale runs/quickstart-1 rollout=2
     """
     count = count_of(change)
-    check_running(run)
+    driver = running(run)
     request = Request(uuid.uuid4().hex, count, deadline if wait else 0.0)
     folder = run / FOLDER
     file = folder / f"{request.id}{REQUEST}"
@@ -50,7 +52,7 @@ def scale(
         raise MillraceError(f"{file}: {error.strerror}. The run may have ended") from error
     if wait:
         typer.echo(f"waiting until {count} replicas serve ...", err=True)
-    reply = wait_for(file, deadline + _ANSWER_S)
+    reply = wait_for(file, deadline + _ANSWER_S, lambda: driver_of(run) == driver)
     if reply.error:
         raise MillraceError(reply.error)
     text = f"scaled from {reply.before} to {reply.after} replicas after {reply.seconds:.1f} s"
@@ -61,37 +63,46 @@ def scale(
 
 def count_of(change: str) -> int:
     """Return N of `rollout=N`."""
-    key, _, value = change.partition("=")
+    key, equals, value = change.partition("=")
+    if not equals:
+        fix = f"rollout={change}" if change.isdecimal() else "rollout=2"
+        raise bad_value("rollout=N", change, "must be of the form rollout=N", fix)
     if key != "rollout":
         raise bad_value(key, value, "only the replicas of a running run can change", "rollout=2")
     if not re.fullmatch("[0-9]{1,4}", value) or int(value) < 1:
-        raise bad_value(key, value, "the number of replicas is an integer from 1 on", "rollout=2")
+        raise bad_value(key, value, "must be an integer from 1 on", "rollout=2")
     return int(value)
 
 
-def check_running(run: Path) -> None:
-    """Raise ConfigError unless the driver of the run lives on this machine."""
+def driver_of(run: Path) -> Told | None:
+    """Return the driver of a run, if the run has one."""
+    return next((p for p in processes(run) if p["name"] == DRIVER), None)
+
+
+def running(run: Path) -> Told:
+    """Return the driver of a run. Raises ConfigError unless it lives on this machine."""
     if not (run / ".millrace-run").exists():
         raise bad_value(
             "RUN", str(run), "is not a run folder", "a folder such as runs/quickstart-1"
         )
-    driver = next((p for p in processes(run) if p["name"] == DRIVER), None)
+    driver = driver_of(run)
     if driver is not None and driver["host"] != socket.gethostname():
         rule = f"the driver runs on {driver['host']}"
         raise bad_value("RUN", str(run), rule, f"`millrace scale {run}` there")
     if driver is None or gone(kernel.look([driver["pid"]])[driver["pid"]]):
         raise bad_value("RUN", str(run), "the run does not run", "the folder of a running run")
+    return driver
 
 
-def wait_for(file: Path, deadline_s: float) -> Reply:
-    """Wait for the driver's answer to the request in `file`."""
+def wait_for(file: Path, deadline_s: float, same: Callable[[], bool]) -> Reply:
+    """Wait for the answer to the request in `file`, while the driver is the `same`."""
     end, answer = time.monotonic() + deadline_s, file.with_suffix(ANSWER)
     while time.monotonic() < end:
         if answer.exists():
             reply = msgspec.json.decode(answer.read_bytes(), type=Reply)
             answer.unlink()
             return reply
-        if not file.parent.exists():
+        if not same():
             raise MillraceError("the run has ended before it answered")
         time.sleep(_POLL_S)
     file.unlink(missing_ok=True)

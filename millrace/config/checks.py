@@ -145,6 +145,15 @@ def _check_placement(sides: Sides) -> None:
             f"n_gpus_per_node = {r.nnodes} x {r.n_gpus_per_node}",
             f"rollout.nnodes={t.nnodes} rollout.n_gpus_per_node={t.n_gpus_per_node}",
         )
+    most, key = r.max_replicas, "rollout.max_replicas"
+    if most and t.runtime != "ray":
+        rule = "trainer.runtime=local has no nodes that join"
+        raise bad_value(key, most, rule, "trainer.runtime=ray, or `millrace scale RUN rollout=N`")
+    if most and sides.colocated:
+        rule = "in a colocated mode the number of replicas is fixed"
+        raise bad_value(key, most, rule, f"a mode with separate devices, or {key}=0")
+    if 0 < most < r.replicas:
+        raise bad_value(key, most, f"the run starts with {r.replicas} replicas", f"{key}=0")
 
 
 def _check_groups(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:

@@ -39,10 +39,10 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 def no_section(key: str, value: object, section: type[BaseModel]) -> ConfigError:
     """Return the error for a section that is set to a plain value."""
-    first = next(iter(section.model_fields))
-    return bad_value(
-        key, value, "is a section: a mapping of keys", f"keys under it, such as {key}.{first}"
-    )
+    fix = f"keys under it, such as {key}.{next(iter(section.model_fields))}"
+    if pair := re.fullmatch(r"(\w+)[:=](\S+)", str(value)):
+        fix = f"'{pair[1]}: {pair[2]}', with a space after the colon"
+    return bad_value(key, value, "is a section: a mapping of keys", fix)
 
 
 def example(key: str) -> str:
@@ -93,7 +93,8 @@ def explain(error: ErrorDetails) -> str:
         if hint := HINTS.get(key if own else tail):
             rule = "no such key: it is a name of TRL's"
             return str(bad_value(key, value, rule, f"{hint}; docs/from_trl.md has all names"))
-        near = _nearest(key, known)
+        same = [k for k in known if k.rsplit(".", 1)[-1] == key]
+        near = " or ".join(same[:3]) or _nearest(key, known)
         return str(
             bad_value(key, value, "no such key", f"{near}; {_ALL_KEYS}" if near else _ALL_KEYS)
         )

@@ -70,7 +70,7 @@ def _read_yaml(path: Path) -> Tree:
             f"{path} line {line + 1}{hides(path)}",
             shown,
             rule,
-            "correct this line, or the line before it",
+            _TABS if "'\\t'" in rule else "correct this line, or the line before it",
         ) from None
     except (YAMLError, OmegaConfBaseException, OSError) as error:
         raise _bad_recipe(
@@ -80,6 +80,9 @@ def _read_yaml(path: Path) -> Tree:
             "correct the file",
         ) from None
     return {str(key): value for key, value in tree.items() if value is not None}
+
+
+_TABS = "spaces in place of tabs, in this line and in all others"
 
 
 def _bad_recipe(where: str, value: str, rule: str, fix: str) -> ConfigError:
@@ -100,9 +103,8 @@ def settings_of(overrides: Sequence[str]) -> list[Setting]:
             raise bad_value("override", item, rule, f"{key[1:]}=VALUE with the value that you want")
         key = key.lstrip("+")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
-            raise bad_value(
-                "override", item, "must be of the form key=value", f"for example {example(key)}"
-            )
+            rule = "must be of the form key=value, without spaces"
+            raise bad_value("override", item, rule, f"for example {example(key)}")
         settings += _leaves({key: _value(text)}, "")
     return settings
 

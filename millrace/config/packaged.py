@@ -58,6 +58,10 @@ def hides(path: Path) -> str:
 
 
 def _unknown(given: Path, folder: Path, key: str, shown: str) -> ConfigError:
+    if "=" in shown and key == "RECIPE":
+        return bad_value(key, shown, "a recipe comes before the settings", f"quickstart {shown}")
+    if (folder / given / "config.yaml").is_file():
+        return bad_value(key, shown, "is a folder, not a recipe", f"{given}/config.yaml")
     if (folder / given).is_dir():
         fix = f"the file of a recipe; for a model, quickstart model.path={given}"
         return bad_value(key, shown, "is a folder, not a recipe", fix)

@@ -21,6 +21,7 @@ from millrace.config.explain import all_keys, describe, explain, no_section, sec
 from millrace.config.keys import Config
 from millrace.config.layers import Tree, expand, file_layers, merge, settings_of
 from millrace.config.packaged import find
+from millrace.config.secrets import check_secrets
 from millrace.config.unread import check_unread
 from millrace.config.verl.translate import Note
 from millrace.config.verl.values import NO_LOGGERS, Updates
@@ -44,6 +45,7 @@ def load(recipe: str | Path, *overrides: Sequence[str], keep_warm_up: bool = Fal
     layers = expand([*file_layers(path), *map(settings_of, overrides)], notes)
     tree = resolve(layers)
     tree.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem))
+    check_secrets(tree)
     note = "" if keep_warm_up else dropped(tree, layers)
     config = parse(tree)
     check_unread(config.value_of)

@@ -141,6 +141,12 @@ class RolloutConfig(Section):
     without the replica. A run without any replica saves and ends.
     """
 
+    max_replicas: int = Field(0, ge=0)
+    """trainer.runtime=ray: add replicas on free devices of the cluster, up to this number.
+
+    They join as nodes join. 0 keeps the number of the start. `millrace scale` sets it anew.
+    """
+
     @property
     def devices(self) -> int:
         return self.nnodes * self.n_gpus_per_node

@@ -33,6 +33,9 @@ _CONVERSATION = (
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
 
+TEMPLATES = (_TEMPLATE, _CONVERSATION)
+"""The chat templates that millrace writes itself."""
+
 
 def make_tokenizer(
     kind: Literal["chars", "bpe"], texts: Iterable[str], vocab_size: int, *, roles: bool = False

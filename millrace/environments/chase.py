@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.environments.chat import Start, Step, ToolError
+from millrace.environments.chat import OneAnswer, Start, ToolError
 from millrace.environments.prompts import messages_of
 from millrace.errors import bad_row
-from millrace.types import Message, Prompt, Score
+from millrace.types import Prompt, Score
 
 
 class Lookup:
@@ -38,12 +38,10 @@ class Lookup:
         return self._table[position]
 
 
-class Chase:
+class Chase(OneAnswer):
     """One problem. The first message without a call is the answer, such as `=3`."""
 
-    def __init__(self) -> None:
-        self._truth: str | None = None
-        self._answer: str | None = None
+    _truth: str | None = None
 
     async def reset(self, task: Prompt) -> Start:
         table = task.extra_info.get("table")
@@ -54,15 +52,7 @@ class Chase:
         self._truth = str(task.ground_truth)
         return Start(messages_of(task), (Lookup(table),))
 
-    async def step(self, message: Message) -> Step:
-        self._answer = str(message.get("content") or "")
-        return Step(done=True)
-
     async def score(self) -> Score | None:
         """Return 1 for the right answer, and 0 for a wrong one or none."""
-        answer = (self._answer or "").removeprefix("=")
-        right = self._answer == f"={self._truth}"
-        return Score(float(right), answer=answer)
-
-    async def close(self) -> None:
-        return None
+        right = self.answer == f"={self._truth}"
+        return Score(float(right), answer=(self.answer or "").removeprefix("="))

@@ -52,6 +52,22 @@ class Start:
     tools: Sequence[Tool] = field(default_factory=tuple)
 
 
+class OneAnswer:
+    """The steps of a task: the first message of the policy that calls no tool is its answer."""
+
+    answer: str | None = None
+
+    async def step(self, message: Message) -> Step:
+        self.answer = str(message.get("content") or "")
+        return Step(done=True)
+
+    async def score(self) -> Score | None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+
 class ChatEnvironment(Protocol):
     """One conversation, for a single use.
 

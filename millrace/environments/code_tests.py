@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from millrace.environments.chat import Start, Step, Tool
+from millrace.environments.chat import OneAnswer, Start, Tool
 from millrace.environments.prompts import messages_of
 from millrace.errors import bad_row
-from millrace.types import Message, Prompt, Score
+from millrace.types import Prompt, Score
 
 _BLOCK = re.compile(r"```(?:python)?\s*\n(.*?)```", re.DOTALL)
 _HARNESS = """
@@ -43,7 +43,7 @@ class Runner(Protocol):
     async def run(self, program: str, *, files: dict[str, str]) -> Outcome: ...
 
 
-class CodeTests:
+class CodeTests(OneAnswer):
     """One problem. Its row has extra_info.tests: pairs of an expression and its value's repr.
 
     `try_it` are tools for the policy, such as the sandboxed Python tool. The first message without
@@ -55,7 +55,6 @@ class CodeTests:
         self._tools = tuple(try_it)
         self._tests: list[list[str]] = []
         self._prefix = ""
-        self._answer = ""
 
     async def reset(self, task: Prompt) -> Start:
         tests: Any = task.extra_info.get("tests")
@@ -67,25 +66,19 @@ class CodeTests:
         self._prefix = str(task.extra_info.get("prefix", ""))
         return Start(messages_of(task), self._tools)
 
-    async def step(self, message: Message) -> Step:
-        self._answer = str(message.get("content") or "")
-        return Step(done=True)
-
     async def score(self) -> Score | None:
         """Return the share of tests that pass. `solved` is 1 if all of them do."""
-        if not self._answer.strip():
+        answer = self.answer or ""
+        if not answer.strip():
             return Score(0.0, {"solved": 0.0}, answer="")
-        found = _BLOCK.search(self._answer)
-        code = self._prefix + (found[1] if found else self._answer)
+        found = _BLOCK.search(answer)
+        code = self._prefix + (found[1] if found else answer)
         harness = _HARNESS.format(expressions=[expression for expression, _ in self._tests])
         outcome = await self._runner.run(harness, files={"answer.py": code})
         values = _values(outcome.stdout)
         wanted = [value for _, value in self._tests]
         share = sum(a == b for a, b in zip(values, wanted, strict=False)) / len(wanted)
         return Score(share, {"solved": float(share == 1)}, answer=code)
-
-    async def close(self) -> None:
-        return None
 
 
 def _is_test(value: Any) -> bool:

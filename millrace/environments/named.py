@@ -6,7 +6,7 @@ import difflib
 import shlex
 import shutil
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 from urllib.parse import parse_qs, urlsplit
 
@@ -14,8 +14,10 @@ from millrace.data.user_code import check_name, load
 from millrace.environments.chase import Chase
 from millrace.environments.chat import ChatEnvironment, Tool
 from millrace.environments.code_tests import CodeTests, Runner
-from millrace.environments.mcp_tools import McpOptions, McpServers
-from millrace.environments.openenv import OpenEnvOptions, OpenEnvServer
+from millrace.environments.mcp_connection import McpOptions
+from millrace.environments.mcp_tools import McpServers
+from millrace.environments.openenv import OpenEnvServer
+from millrace.environments.openenv_socket import OpenEnvOptions
 from millrace.environments.text_games import text_games
 from millrace.environments.trl import TrlFactory
 from millrace.errors import ConfigError, EpisodeError, bad_value
@@ -58,6 +60,10 @@ class Environments(Protocol):
 
     def make(self) -> ChatEnvironment: ...
 
+    async def reach(self) -> None:
+        """Reach the server once. Raises EpisodeError if no episode could."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -72,7 +78,6 @@ class Maker:
     make: Callable[[Prompt], ChatEnvironment]
     close: Callable[[], Awaitable[None]] = _nothing
     reach: Callable[[], Awaitable[None]] = _nothing
-    """Reach the server once. Raises EpisodeError if no episode could."""
 
 
 async def check_server(maker: Maker, value: str) -> None:
@@ -86,37 +91,33 @@ async def check_server(maker: Maker, value: str) -> None:
 
 def check_environment(value: str) -> None:
     """Raise ConfigError if `value` names no environment. This imports nothing."""
-    kind, colon, rest = value.partition(":")
-    if kind in KINDS:
-        _check_kind(value, kind, rest)
-    elif value not in OWN and not colon:
+    kind, colon, _ = value.partition(":")
+    if value in OWN:
+        return
+    if not colon and kind not in KINDS:
         near = difflib.get_close_matches(value, [*OWN, *KINDS], 1)
         forms = near[0] if near else ", ".join([*OWN, "path.py:Class", *KINDS.values()])
         raise _bad(value, "is not the name of an environment", forms)
-    elif value not in OWN:
-        if not value.rpartition(":")[0].endswith(".py") and "." not in value:  # such as opnenv:...
-            _check_kind(value, kind, rest)
+    is_code = value.rpartition(":")[0].endswith(".py") or "." in value
+    if kind in KINDS or not is_code:  # such as opnenv:...
+        _options(value)
+    else:
         check_name("agents.environment", value)
 
 
 def environment_maker(
-    value: str,
-    *,
-    deadline_s: float,
-    runner: Callable[[], tuple[Runner, Callable[[], Tool]]],
+    value: str, *, deadline_s: float, sandbox: Runner, tool: Callable[[], Tool]
 ) -> Maker:
     """Return the maker of the environments that `value` names. Raise ConfigError if it names none.
 
-    `deadline_s` bounds each step and each call. `runner` returns a sandbox, and what makes a tool
-    on it.
+    `deadline_s` bounds each step and each call. `tool` makes a tool on the sandbox.
     """
     check_environment(value)
     if value in OWN:
-        sandbox, tool = runner()
         return Maker(lambda _: OWN[value].make(sandbox, tool))
     if value.partition(":")[0] in KINDS:
         named = named_environments(value, deadline_s=deadline_s, tool_deadline_s=deadline_s)
-        return Maker(lambda _: named.make(), named.close, getattr(named, "reach", _nothing))
+        return Maker(lambda _: named.make(), named.close, named.reach)
     kind = load("agents.environment", value, kind="class")
     if callable(getattr(kind, "step", None)) and callable(getattr(kind, "reset", None)):
         return Maker(lambda _: kind())
@@ -131,26 +132,27 @@ def named_environments(
     `deadline_s` bounds each step of an environment, and `tool_deadline_s` each call of an MCP tool.
     """
     kind, _, rest = value.partition(":")
-    _check_kind(value, kind, rest)
-    if kind == "openenv":
-        return OpenEnvServer(_openenv(value, rest, deadline_s))
-    if kind in ("mcp", "mcp-shared"):
-        return McpServers(_mcp(value, rest, kind == "mcp-shared", tool_deadline_s))
+    options = _options(value)
+    if isinstance(options, OpenEnvOptions):
+        return OpenEnvServer(replace(options, deadline_s=deadline_s))
+    if isinstance(options, McpOptions):
+        return McpServers(replace(options, deadline_s=tool_deadline_s))
     return text_games(kind, rest, deadline_s)
 
 
-def _check_kind(value: str, kind: str, rest: str) -> None:
+def _options(value: str) -> OpenEnvOptions | McpOptions | None:
+    """Return what `value` says about a server. Raise ConfigError if it is none of KINDS."""
+    kind, _, rest = value.partition(":")
     if kind not in KINDS or not rest.strip():
         near = difflib.get_close_matches(kind, KINDS, 1)
         forms = KINDS[near[0]] if near else "; ".join(["path.py:Class", *KINDS.values()])
         raise _bad(value, "is not the name of an environment", forms)
     if kind == "openenv":
-        _openenv(value, rest, 1.0)
-    if kind in ("mcp", "mcp-shared"):
-        _mcp(value, rest, False, 1.0)
+        return _openenv(value, rest)
+    return _mcp(value, rest, kind == "mcp-shared") if kind.startswith("mcp") else None
 
 
-def _openenv(value: str, rest: str, deadline_s: float) -> OpenEnvOptions:
+def _openenv(value: str, rest: str) -> OpenEnvOptions:
     _check_url(value, rest)
     url, _, query = rest.partition("?")
     options = parse_qs(query, keep_blank_values=True)
@@ -159,13 +161,13 @@ def _openenv(value: str, rest: str, deadline_s: float) -> OpenEnvOptions:
         rule = f"{unknown[0]!r} is not an option of openenv"
         raise _bad(value, rule, "action=FIELD or observation=FIELD, the fields with the text")
     action, observation = (options.get(k, [None])[-1] for k in ("action", "observation"))
-    return OpenEnvOptions(url, action or None, observation or None, deadline_s=deadline_s)
+    return OpenEnvOptions(url, action or None, observation or None)
 
 
-def _mcp(value: str, rest: str, shared: bool, deadline_s: float) -> McpOptions:
+def _mcp(value: str, rest: str, shared: bool) -> McpOptions:
     if rest.startswith(("http://", "https://")):
         _check_url(value, rest)
-        return McpOptions(url=rest, shared=shared, deadline_s=deadline_s)
+        return McpOptions(url=rest, shared=shared)
     try:
         command = tuple(shlex.split(rest))
     except ValueError as error:
@@ -173,7 +175,7 @@ def _mcp(value: str, rest: str, shared: bool, deadline_s: float) -> McpOptions:
     if not command or shutil.which(command[0]) is None:
         rule = f"there is no program {command[0] if command else ''!r} on PATH"
         raise _bad(value, rule, "such as mcp:python my_server.py")
-    return McpOptions(command=command, shared=shared, deadline_s=deadline_s)
+    return McpOptions(command=command, shared=shared)
 
 
 def _check_url(value: str, url: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from millrace.environments.chat import Start, Step, Tool
+from millrace.environments.chat import OneAnswer, Start, Tool
 from millrace.environments.prompts import messages_of
 from millrace.errors import bad_row
-from millrace.types import Message, Prompt, Score
+from millrace.types import Prompt
 
 _AGENTS = {"tool_agent": True, "single_turn_agent": False}
 """verl's agents, and whether they have tools."""
@@ -59,7 +59,7 @@ def selected(prompt: Prompt, tools: Sequence[Tool]) -> tuple[Tool, ...]:
     return tuple(known[name] for name in names)
 
 
-class TaskWithTools:
+class TaskWithTools(OneAnswer):
     """The environment of a task that the policy solves with tools. Its first answer ends it."""
 
     def __init__(self, tools: Callable[[Prompt], Sequence[Tool]]) -> None:
@@ -69,12 +69,6 @@ class TaskWithTools:
     async def reset(self, task: Prompt) -> Start:
         self._open = selected(task, self._tools(task))
         return Start(messages_of(task), self._open)
-
-    async def step(self, message: Message) -> Step:
-        return Step(done=True)
-
-    async def score(self) -> Score | None:
-        return None
 
     @property
     def counts(self) -> Mapping[str, float]:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import math
-import queue
 import random
-import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from millrace.data.user_code import message_of
 from millrace.environments.chat import Start, Step
 from millrace.environments.prompts import opening, seed_of
-from millrace.environments.threads import RAISED
-from millrace.errors import INSTALL, EpisodeError, MissingDependency, bad_value
+from millrace.environments.threads import RAISED, in_thread
+from millrace.errors import EpisodeError, MissingDependency, bad_value, needed
 from millrace.types import Message, Prompt, Score
 
 Result = TypeVar("Result")
@@ -37,47 +35,43 @@ class Game(Protocol):
         """Return the reward of the whole game."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return None
 
 
 class TextGames:
-    """The games of a run. They share one thread, because some use Python's global random state."""
+    """The games of a run. One moves at a time: some use Python's global random state."""
 
     def __init__(self, name: str, make: Callable[[], Game], deadline_s: float = 60.0) -> None:
         self.name = name
         self.deadline_s = deadline_s
         self._make = make
-        self._thread: _Thread | None = None
+        self._turn = asyncio.Lock()
 
     def make(self) -> TextGame:
         return TextGame(self, self._make)
 
     async def run(self, call: Callable[..., Result], *arguments: Any) -> Result:
-        """Run a call of a game in the thread. Raise EpisodeError if it fails or never ends."""
-        if self._thread is None:
-            self._thread = _Thread()
-        thread = self._thread
+        """Run a call of a game. Raise EpisodeError if it fails or never ends."""
+        running = asyncio.ensure_future(self._alone(call, *arguments))
         try:
             async with asyncio.timeout(self.deadline_s):
-                return await thread.run(lambda: call(*arguments))
+                return await asyncio.shield(running)  # a cancelled episode leaves its call alone
         except TimeoutError:
-            if thread is self._thread:  # the thread cannot be stopped: the next games get another
-                await self.close()
+            running.cancel()
+            self._turn = asyncio.Lock()  # nothing can stop the call: the next games do not wait
             detail = f"{self.name}: a step took over {self.deadline_s:g} s"
             raise EpisodeError("environment_deadline", detail) from None
 
-    async def close(self) -> None:
-        if self._thread is not None:
-            self._thread.calls.put(None)
-            self._thread = None
+    async def _alone(self, call: Callable[..., Result], *arguments: Any) -> Result:
+        async with self._turn:
+            return await in_thread(call, *arguments)
 
-    def check(self) -> str:
-        """Begin one game, and return its first observation. Raise what it raises."""
-        game = self._make()
-        with _own_random(random.Random(0)):
-            text = game.reset(0)
-            game.close()
-        return text
+    async def reach(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
 
 
 class TextGame:
@@ -129,47 +123,6 @@ class TextGame:
                 raise EpisodeError("environment_error", detail) from error
 
 
-class _Thread:
-    """A thread that runs calls in order. A call that never ends does not keep the process alive."""
-
-    def __init__(self) -> None:
-        self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="text-games", daemon=True).start()
-
-    async def run(self, call: Callable[[], Result]) -> Result:
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[Result] = loop.create_future()
-
-        def work() -> None:
-            if ended.cancelled():
-                return
-            try:
-                result = call()
-            except (EpisodeError, MissingDependency) as error:
-                settle = functools.partial(_fail, ended, error)
-            else:
-                settle = functools.partial(_succeed, ended, result)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(settle)
-
-        self.calls.put(work)
-        return await ended
-
-    def _serve(self) -> None:
-        while (work := self.calls.get()) is not None:
-            work()
-
-
-def _succeed(future: asyncio.Future[Result], result: Result) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
-
-
 @contextlib.contextmanager
 def _own_random(state: random.Random) -> Iterator[None]:
     """Give the block `state` as the global random state, and restore the global one after it."""
@@ -182,15 +135,11 @@ def _own_random(state: random.Random) -> Iterator[None]:
         random.setstate(before)
 
 
-class TextArena:
+class TextArena(Game):
     """A game of textarena for one player, without the wrappers that repeat the whole game."""
 
     def __init__(self, name: str) -> None:
-        try:
-            import textarena
-        except ImportError as error:
-            rule = "games of textarena need the package textarena, which is missing"
-            raise MissingDependency(f"{rule}. Fix: {INSTALL['textarena']}") from error
+        textarena = needed("textarena", "a game of textarena")
         self._game: Any = textarena.make(name)
         self._core = self._game
         while isinstance(self._core, textarena.Wrapper):
@@ -208,24 +157,17 @@ class TextArena:
         rewards, _ = self._game.close()
         return 0.0 if rewards is None else _number(rewards[0])  # a limit ended the game
 
-    def close(self) -> None:
-        return None
-
     def _said(self) -> str:
         """Return what the game said since the last turn. The policy's own words are left out."""
         player, messages = self._core.get_observation()
         return "\n".join(text for author, text, *_ in messages if author != player)
 
 
-class GymnasiumText:
+class GymnasiumText(Game):
     """A gymnasium environment whose actions and observations are text. Rewards are summed."""
 
     def __init__(self, name: str) -> None:
-        try:
-            import gymnasium
-        except ImportError as error:
-            rule = "environments of gymnasium need the package gymnasium, which is missing"
-            raise MissingDependency(f"{rule}. Fix: {INSTALL['gymnasium']}") from error
+        gymnasium = needed("gymnasium", "an environment of gymnasium")
         self._game: Any = gymnasium.make(name, disable_env_checker=True)
         self._sum = 0.0
         for what in ("observation_space", "action_space"):
@@ -256,20 +198,21 @@ def _number(reward: Any) -> float:
     return value
 
 
+KINDS: dict[str, Callable[[str], Game]] = {"textarena": TextArena, "gymnasium": GymnasiumText}
+
+
 def text_games(kind: str, name: str, deadline_s: float) -> TextGames:
-    """Return the games of a kind ("textarena" or "gymnasium"). Raise ConfigError if none begins."""
-    makers: dict[str, Callable[[str], Game]] = {
-        "textarena": TextArena,
-        "gymnasium": GymnasiumText,
-    }
-    maker = makers[kind]
-    games = TextGames(f"{kind}:{name}", lambda: maker(name), deadline_s)
+    """Return the games of one of KINDS. Raise ConfigError if none begins."""
+    make = partial(KINDS[kind], name)
     try:
-        games.check()
+        with _own_random(random.Random(0)):
+            game = make()
+            game.reset(0)
+            game.close()
     except MissingDependency:
         raise
     except Exception as error:
         rule = f"the game does not begin: {type(error).__name__}: {error}"
         fix = f"the name of a game of {kind} for one player, with text in and text out"
         raise bad_value("agents.environment", f"{kind}:{name}", rule, fix) from error
-    return games
+    return TextGames(f"{kind}:{name}", make, deadline_s)

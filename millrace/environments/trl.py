@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from millrace.data.user_code import failure
-from millrace.environments.chat import Start, Step, Tool
+from millrace.environments.chat import OneAnswer, Start, Tool
 from millrace.environments.prompts import messages_of
 from millrace.environments.task_tools import selected
 from millrace.environments.threads import in_thread
 from millrace.environments.tools import FunctionTool, schema_of
 from millrace.errors import EpisodeError, bad_value
-from millrace.types import Message, Prompt, Score
+from millrace.types import Prompt, Score
 
 _OWN = ("reset", "get_reward")
 
 
-class TrlEnvironment:
+class TrlEnvironment(OneAnswer):
     """An instance of `environment_factory=Class` for one episode. Its first answer ends it."""
 
     def __init__(self, instance: Any, tools: Sequence[FunctionTool]) -> None:
@@ -34,9 +34,6 @@ class TrlEnvironment:
                 raise EpisodeError("environment", detail)
             messages[-1] = messages[-1] | {"content": messages[-1]["content"] + said}
         return Start(tuple(messages), selected(task, self._tools))
-
-    async def step(self, message: Message) -> Step:
-        return Step(done=True)
 
     async def score(self) -> Score | None:
         if not hasattr(self._instance, "get_reward"):

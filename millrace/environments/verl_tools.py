@@ -7,6 +7,7 @@ place while such a file loads.
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,12 +33,12 @@ _PARTS = ("create_kwargs", "execute_kwargs", "release_kwargs", "calc_reward_kwar
 class Schema(SimpleNamespace):
     """A tool's schema as verl's classes read it: by attributes, or as a dict by model_dump."""
 
-    def model_dump(self, **options: Any) -> dict[str, Any]:
-        return {k: _plain(v) for k, v in vars(self).items()}
+    def model_dump(self, **options: Any) -> Any:
+        return json.loads(json.dumps(self, default=vars))
 
     @classmethod
-    def model_validate(cls, value: Mapping[str, Any]) -> Schema:
-        return cls(**{k: _attributes(v) for k, v in value.items()})
+    def model_validate(cls, value: Any) -> Any:
+        return json.loads(json.dumps(value), object_hook=lambda fields: cls(**fields))
 
 
 class ToolResponse:
@@ -78,7 +79,10 @@ class VerlTool:
         self._tool = tool
         self._options = {part: dict(options.get(part) or {}) for part in _PARTS}
         self._instance: str | None = None
-        self.schema = schema_dict(tool.get_openai_tool_schema())
+        schema = tool.get_openai_tool_schema()
+        if not isinstance(schema, Mapping):
+            schema = schema.model_dump(exclude_unset=True, exclude_none=True)
+        self.schema: dict[str, Any] = dict(schema)
         self.name = self.schema["function"]["name"]
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"the name of a tool is a text, and not {self.name!r}")
@@ -188,7 +192,7 @@ def _tool(key: str, path: str, n: int, entry: dict[str, Any]) -> Any:
     if kind != "native":
         rule = f"tools[{n}] is of type {kind}, and only native tools are read"
         raise bad_value(key, path, rule, "type: native, or an MCP tool of millrace")
-    module, _, attribute = entry["class_name"].rpartition(".")
+    module, _, attribute = name.rpartition(".")
     with stand_ins():
         kind_of = load(key, f"{module}:{attribute}", kind="class")
     schema = entry.get("tool_schema")
@@ -218,13 +222,6 @@ def function_tool(function: Any = None, *, schema: Any = None, **options: Any) -
     if function is None:
         return lambda f: function_tool(f, schema=schema)
     return FunctionTool(function, schema)
-
-
-def schema_dict(schema: Any) -> dict[str, Any]:
-    """Return a schema as a dict, without the fields that are not set."""
-    if not isinstance(schema, Mapping):
-        schema = schema.model_dump(exclude_unset=True, exclude_none=True)
-    return dict(schema)
 
 
 @contextmanager
@@ -258,15 +255,3 @@ def stand_ins() -> Iterator[None]:
     finally:
         for name in modules:
             sys.modules.pop(name, None)
-
-
-def _attributes(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return Schema.model_validate(value)
-    return [_attributes(v) for v in value] if isinstance(value, list) else value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Schema):
-        return value.model_dump()
-    return [_plain(v) for v in value] if isinstance(value, list) else value

@@ -46,13 +46,17 @@ def join_group(store: dist.Store, rank: int, world_size: int, trainer: TrainerCo
 def prepare(trainer: TrainerConfig) -> None:
     """Set the number of threads and the determinism of this process.
 
-    Call it once, before anything is built.
+    Call it once, before anything is built, and before the first use of a GPU.
     """
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
     torch.set_num_threads(threads)
     if trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    if trainer.engine == "megatron" and trainer.megatron.sequence_parallel:
+        # One queue keeps the order of kernels, so Megatron hides communication. CUDA reads the
+        # variable when it starts.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def matmul_rate(trainer: TrainerConfig, dtype: str) -> float:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
+from millrace.errors import redact
+
 Row = dict[str, float]
 
 
@@ -149,6 +151,6 @@ class Background:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the first line of an error, without the password of a URL."""
-    line = next(iter(str(error).splitlines()), "").rstrip(".")
+    """Return the first line of an error, without secrets and without the password of a URL."""
+    line = next(iter(redact(str(error)).splitlines()), "").rstrip(".")
     return f"{type(error).__name__}: " + re.sub(r"//[^/\s]+@", "//***@", line)[:200]

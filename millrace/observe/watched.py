@@ -22,8 +22,9 @@ class WatchedReplica:
     ) -> tuple[Segment, ...]:
         with self._watch.span(self._track, "request", session) as facts:
             segments = await self._engine.generate(tokens, params, session)
-            facts["tokens"] = sum(len(s.tokens) for s in segments)
-            facts["versions"] = [[s.version, len(s.tokens)] for s in segments]
+            versions = [[s.version, len(s.tokens)] for s in segments]
+            facts["tokens"] = sum([count for _, count in versions])
+            facts["versions"] = versions
             facts["stop"] = str(segments[-1].stop) if segments else "interrupted"
         return segments
 

@@ -97,15 +97,19 @@ class Rollouter:
             for sample_id in ledger.ids(State.WAITING):  # restored from a checkpoint
                 self._launch(tasks, sample_id)
             while True:
-                # No deadline: the trainer frees slots, and each of its waits has one.
-                await self.queue.wait(
-                    "rollouter",
-                    "a free slot",
-                    lambda: ledger.can_admit() and not self.paused,
-                    on=Topic.SLOTS,
-                    deadline_s=1e9,
-                )
+                while not self._may_admit():
+                    # No deadline: the trainer frees slots, and each of its waits has one.
+                    await self.queue.wait(
+                        *("rollouter", "a free slot", self._may_admit),
+                        on=Topic.SLOTS,
+                        deadline_s=1e9,
+                    )
+                    # A version frees many slots. The trainer first sends its next step.
+                    await asyncio.sleep(0)
                 self._launch(tasks, self.queue.do(ledger.admit, self.prompts[ledger.admitted]))
+
+    def _may_admit(self) -> bool:
+        return self.queue.ledger.can_admit() and not self.paused
 
     def _launch(self, tasks: asyncio.TaskGroup, sample_id: int) -> None:
         self._change_live(self.roller.num_responses)

@@ -225,17 +225,19 @@ class Trainer:
         ):
             with self.watch.part("sync_keep"):
                 await self.sync.keep(version)
+            row = self._close(await self.rollouter.pool.stats())
             self._arriving = self._tasks.create_task(
-                self._publish_in_background(version, await self._close()), name=f"version-{version}"
+                self._publish_in_background(version, row), name=f"version-{version}"
             )
             return
-        synced = await self._activate(version, self.watch.part)
+        stats: list[RolloutStats] = []
+        synced = await self._activate(version, self.watch.part, stats)
         # Nothing is awaited between the new version and this snapshot, so the trainer has no
-        # sample. The weights do not change until the next step.
-        snapshot = ledger.snapshot()
-        row = await self._close()
-        self._write_row(version, row(synced=synced))
-        if due:
+        # sample. The weights do not change until the next step. Nor does the next step wait for
+        # the requests that the new version's free slots begin.
+        snapshot = ledger.snapshot() if due else None
+        self._write_row(version, self._close(*stats)(synced=synced))
+        if snapshot is not None:
             with self.watch.part("save_checkpoint"):
                 await self.observer.checkpoint(snapshot, last=ledger.done())
 
@@ -254,15 +256,21 @@ class Trainer:
                 await asyncio.wait([self._arriving])
             self._arriving = None
 
-    async def _activate(self, version: PolicyVersion, part: Parts) -> Synced:
-        """Make the sealed version live."""
+    async def _activate(
+        self, version: PolicyVersion, part: Parts, stats: list[RolloutStats] | None = None
+    ) -> Synced:
+        """Make the sealed version live. Append the totals of the replicas before it to `stats`."""
         ledger, clock = self.queue.ledger, asyncio.get_running_loop().time
         await self.turns.make_room(part)
         with part("sync_transfer"):
             transfer = await self.sync.transfer(version)
         async with self.turns.activation(partial(self._pause, part, "sync")) as paused_since:
             with part("sync_activate"):
+                if stats is not None:  # Both calls travel in one frame.
+                    reading = self._tasks.create_task(self.rollouter.pool.stats(), name="stats")
                 pause_s = await self.sync.activate(version)
+                if stats is not None:
+                    stats.append(await reading)
             retired, totals = self.queue.do(ledger.published), ledger.totals()
             self.observer.published(retired, totals)
             self.queue.watch.at("run", "published", version=version, ids=retired, totals=totals)
@@ -270,12 +278,12 @@ class Trainer:
         hold_s = None if paused_since is None else clock() - paused_since
         return Synced(transfer, pause_s, hold_s, live)
 
-    async def _close(self) -> MakeRow:
-        """Close the figures of the steps since the last version.
+    def _close(self, after: RolloutStats) -> MakeRow:
+        """Close the figures of the steps since the last version. `after` has the totals of now.
 
         Return a function that takes the figures of the sync and makes the row.
         """
-        after, before = await self.rollouter.pool.stats(), self._stats
+        before = self._stats
         metrics, self._metrics, self._stats = self._metrics, VersionMetrics(), after
         usable_slots = self.queue.ledger.schedule.capacity * self.rollouter.roller.num_responses
         return partial(

@@ -66,8 +66,10 @@ def query(run_dir: Path, sql: str) -> Answer:
             raise bad_value("SQL", sql, rule, "a limit, such as: limit 1000")
         return answer
     except duckdb.Error as error:
-        names = ", ".join(TABLES)
-        raise bad_value("SQL", sql, _rule(error), f"SQL on the tables {names}") from None
+        fix = f"SQL on the tables {', '.join(TABLES)}"
+        if name := re.search(r"(?<![\"'\w/])[A-Za-z_]\w*(/[\w@]+)+(?![\"'\w/])", sql):
+            fix = f'"{name[0]}" in double quotes, if it is one name'
+        raise bad_value("SQL", sql, _rule(error), fix) from None
     finally:
         connection.close()
 

@@ -231,6 +231,8 @@ def to_score(value: Any) -> Score:
 
 
 def _number(value: Any, what: str) -> float:
+    if type(value) is float and abs(value) <= _LARGEST:
+        return value  # The checks of a protocol take longer than most functions.
     kind = getattr(getattr(value, "dtype", None), "kind", "")
     if not isinstance(value, SupportsFloat) or isinstance(value, _TEXTS) or kind in _NO_NUMBERS:
         raise RewardError(

@@ -112,7 +112,8 @@ class ScoreCache:
         self._read()
         new = self._path.with_name(f".{self._path.name}.new")
         new.unlink(missing_ok=True)
-        new.write_text("".join(json.dumps(entry) + "\n" for entry in self._scores.items()))
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.writelines(json.dumps(entry) + "\n" for entry in self._scores.items())
         new.replace(self._path)
         self.close()
         self._lines = len(self._scores)

@@ -1,6 +1,7 @@
-"""What workers print: it goes to stderr, up to a limit in each minute. The rest is counted.
+"""What workers print: it goes to stderr without secrets, up to a limit in each minute.
 
-So a function that prints a gigabyte fills no disk, and no call of it waits for a full pipe.
+The rest is counted. So a function that prints a gigabyte fills no disk, and no call of it waits for
+a full pipe.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ import os
 from collections import Counter
 from contextlib import suppress
 
+from millrace.errors import redact
+
 KEPT = 64 * 1024
 """Bytes that the workers of one reward may print in each minute."""
 WINDOW_S = 60.0
 _PIECE = 1 << 20
+_LINE = 8192
+"""The last bytes of a line wait for its end. A secret may come in two pieces."""
 
 
 class Budget:
@@ -48,6 +53,8 @@ class Output:
 
     def __init__(self, fd: int, budget: Budget) -> None:
         self._fd, self._budget = fd, budget
+        self._line = b""
+        """The begin of a line that has no end yet."""
         self._loop = asyncio.get_running_loop()
         os.set_blocking(fd, False)
         self._loop.add_reader(fd, self._read)
@@ -61,6 +68,7 @@ class Output:
 
     def _end(self) -> None:
         if self._fd >= 0:
+            self._show(b"\n" if self._line else b"")
             self._loop.remove_reader(self._fd)
             os.close(self._fd)
             self._fd = -1
@@ -74,7 +82,7 @@ class Output:
                 data = os.read(self._fd, budget.room)
                 budget.room -= len(data)
                 count = len(data)
-                _show(data)
+                self._show(data)
             else:
                 count = _skip(self._fd)
                 budget.drop(count)
@@ -83,6 +91,19 @@ class Output:
         if not count:
             self._end()
         return bool(count)
+
+    def _show(self, data: bytes) -> None:
+        """Print the lines that are whole, without secrets. The rest waits for its end."""
+        data = _redacted(self._line + data)
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        end = max(end, len(data) - _LINE)
+        whole, self._line = data[:end], data[end:]
+        if whole:
+            _show(whole)
+
+
+def _redacted(data: bytes) -> bytes:
+    return redact(data.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
 
 
 def _skip(fd: int) -> int:

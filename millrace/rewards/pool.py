@@ -96,6 +96,7 @@ class RewardPool:
     async def _call(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         """Return the scores of one call of the function."""
         self._calls += 1
+        messages = [one.messages for one in completions]
         call = Call(
             self._calls,
             prompt.text,
@@ -104,7 +105,7 @@ class RewardPool:
             prompt.extra_info,
             prompt.columns,
             [one.text for one in completions],
-            [one.messages for one in completions] if any(c.messages for c in completions) else [],
+            messages if any(messages) else [],
         )
         try:
             payload = pack(call)

@@ -6,7 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from millrace.errors import SyncError, WorkerError, bad_row, bad_value
-from millrace.types import Experts, Floats, PolicyVersion, SamplingParams, Segment, Stop, Tokens
+from millrace.types import (
+    Author,
+    Experts,
+    Floats,
+    PolicyVersion,
+    SamplingParams,
+    Segment,
+    Stop,
+    Tokens,
+)
 
 
 def check_request(
@@ -110,6 +119,11 @@ def cut_by_version(
     has those of `context` tokens before the one that predicts the first token, and of all that
     predict the tokens.
     """
+    if len(starts) == 1 and tokens and experts is None:
+        first = starts[0]
+        kv_version = None if first.kv_version == first.version else first.kv_version
+        drawn = Segment(tokens, Author.POLICY, first.version, log_probs, stop, None, kv_version)
+        return (drawn,)
     width = len(experts) // (context + len(tokens)) if experts and tokens else 0
 
     def own(start: int, end: int) -> Experts | None:

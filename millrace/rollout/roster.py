@@ -9,7 +9,7 @@
 | LOST | it died, fell silent or stood still; its worker is ended and started anew |
 | STALE | its worker runs again; it serves nothing until a sync has proven its weights |
 | RETIRED | it was lost too often in a row; the run goes on without it |
-| LEFT | a user took it out of the run; it is not started anew |
+| LEFT | a user took it out, or its node is gone; it is not started anew |
 
 Each start of a worker is an incarnation of its replica. News of an older incarnation change
 nothing.
@@ -100,9 +100,9 @@ class Roster:
         self._move(replica, Standing.STALE)
         return entry.incarnation
 
-    def leave(self, replica: int) -> None:
+    def leave(self, replica: int, why: str = "`millrace scale` took it out") -> None:
         """Take a replica out of the run. This is no loss."""
-        self._entries[replica].why = "a user took it out of the run"
+        self._entries[replica].why = why
         self.left += 1
         self._move(replica, Standing.LEFT)
 
@@ -154,6 +154,11 @@ class Roster:
     def present(self) -> dict[int, int]:
         """Return the replicas with a running worker, with their incarnations."""
         return {i: self._entries[i].incarnation for i in self.ids(*PRESENT)}
+
+    @property
+    def members(self) -> list[int]:
+        """Return the replicas that serve, start or start again."""
+        return self.ids(Standing.LIVE, Standing.STALE, Standing.LOST)
 
     @property
     def starved(self) -> bool:

@@ -111,7 +111,7 @@ class SampleRoller:
         )
 
     def _params(self, prompt: Prompt, i: int) -> SamplingParams:
-        params = replace(self.params, seed=request_seed(self.seed, prompt.index, i))
+        params = self.params.with_seed(request_seed(self.seed, prompt.index, i))
         if self.lengths is not None:
             params = replace(params, max_tokens=self.lengths.of(params.seed), ignore_eos=True)
         return params if i < self.n else replace(params, temperature=0.0)

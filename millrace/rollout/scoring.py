@@ -34,7 +34,7 @@ async def scored(
     EpisodeError if a trajectory has no score from anyone, and RewardError if the reward fails.
     """
     asked = [t for t in finished if t.score is None]
-    given: Iterator[Score] = repeat(Score(0.0))
+    given: Iterator[Score]
     if asked and reward is not None:
         given = iter(await reward.score(prompt, [completion_of(t, decode) for t in asked]))
     elif unscored := [t for t in asked if not _rewards(t)]:
@@ -46,6 +46,8 @@ async def scored(
             f"{lost if dead else none}, and there is no reward function. "
             "Fix: return a score, or set reward.function",
         )
+    else:
+        given = repeat(Score(0.0))
     done = [t.with_score(next(given)) if t.score is None else t for t in finished]
     return [_with_turn_rewards(t) for t in done]
 

@@ -220,7 +220,8 @@ async def _environments(agents: AgentConfig) -> Maker:
     maker = environment_maker(
         agents.environment,
         deadline_s=agents.tool_deadline_s,
-        runner=lambda: (sandbox, lambda: PythonTool(sandbox)),
+        sandbox=sandbox,
+        tool=lambda: PythonTool(sandbox),
     )
     await check_server(maker, agents.environment)
     return maker
@@ -237,16 +238,16 @@ async def _serve(
 ) -> AsyncIterator[Agent]:
     """Yield the agent of a program, and serve it for as long."""
     from millrace.agents.endpoint import Endpoint
+    from millrace.agents.live import ServiceOptions
     from millrace.agents.programs import ProgramAgent
     from millrace.agents.remote import RemoteProgram
-    from millrace.agents.service import Service, ServiceOptions
-    from millrace.agents.wire import Sampling
+    from millrace.agents.service import Service
 
     service = Service(
         ServiceOptions(
             model=MODEL,
             max_model_len=rollout.max_len,
-            sampling=Sampling(rollout.temperature),
+            temperature=rollout.temperature,
             strict=agents.strict,
             turn_deadline_s=agents.turn_deadline_s,
             retry_grace_s=agents.retry_grace_s,

@@ -14,7 +14,10 @@ _PLACES_OF_TRAINING = (
     *("offload", "offload_policy", "wait_deadline_s", "stop_grace_s"),
     *("stall_s", "on_stall", "max_restarts", "max_skipped_steps"),
 )
-_PLACES_OF_ROLLOUTS = ("nnodes", "n_gpus_per_node", "heartbeat_s", "stall_s", "max_restarts")
+_PLACES_OF_ROLLOUTS = (
+    *("nnodes", "n_gpus_per_node", "max_replicas"),
+    *("heartbeat_s", "stall_s", "max_restarts"),
+)
 _RECORDS = (
     *("save_freq", "async_save", "save_last", "max_ckpt_to_keep", "journal", "resume", "run_dir"),
     "mirror",
@@ -27,6 +30,7 @@ WITHOUT_EFFECT_ON_WEIGHTS = (
     *("data.val_files", "data.val_max_samples"),
 )
 """Keys that may change while a resumed run trains the steps of the journal again."""
+_FREE = tuple(f"{key}." for key in WITHOUT_EFFECT_ON_WEIGHTS)
 
 
 def digests(values: dict[str, Any]) -> tuple[str, str]:
@@ -36,11 +40,7 @@ def digests(values: dict[str, Any]) -> tuple[str, str]:
     """
     flat = dict(_flat(values))
     samples = {key: flat.get(key) for rule in RULES for key in rule.keys}
-    training = {
-        key: value
-        for key, value in flat.items()
-        if not any(f"{key}.".startswith(f"{free}.") for free in WITHOUT_EFFECT_ON_WEIGHTS)
-    }
+    training = {key: value for key, value in flat.items() if not f"{key}.".startswith(_FREE)}
     first, second = (
         hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16]
         for part in (samples, training)

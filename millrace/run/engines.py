@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from millrace.config import Config
@@ -21,14 +22,14 @@ from millrace.run import keeper
 from millrace.run.folder import RunDir
 from millrace.run.keeper import Keeper
 from millrace.run.problems import weights_folder
-from millrace.run.scaling import Scaler, limit_of
+from millrace.run.scaling import Scaler
 from millrace.runtime import ranks as ranks_
 from millrace.runtime.ranks import Ranks
 from millrace.runtime.recovering import RecoveringTrainEngine
 from millrace.runtime.remote import first_error
 from millrace.runtime.replica import RemoteRolloutEngine
 from millrace.runtime.roster_sync import RosterSync
-from millrace.runtime.rpc import Peer, Runtime
+from millrace.runtime.rpc import Limit, Peer, Runtime
 from millrace.types import PolicyVersion
 from millrace.waits.side import FOLDER
 
@@ -162,6 +163,12 @@ class Workers:
         self._met.pop(peer, None)
         await self._runtime.end(peer)
 
+    def release(self, replica: int) -> None:
+        self._runtime.release(replica)
+
+    async def limit(self) -> Limit:
+        return await self._runtime.limit()
+
 
 async def all_ended(work: Iterable[Awaitable[T]]) -> list[T]:
     """Return the results once all have ended, so that nothing of a failure goes on. Raises it."""
@@ -185,9 +192,9 @@ async def open_engines(
     engines = await build_engines(runtime, config, run, rollout=rollout, restarts=restarts)
     engines.keeper.news.note = engines.train.ranks.note = progress.note
     engines.train.folder = run.path
-    if restarts:
-        engines.scaler.note = progress.note
-        engines.keeper.scaling = engines.scaler.serve(run.path / FOLDER)
+    scaler = engines.scaler
+    scaler.note = progress.note
+    engines.keeper.scaling = partial(scaler.serve, run.path / FOLDER), scaler.follow
     async with engines.keeper:
         yield engines
 
@@ -261,7 +268,12 @@ def engines_of(
     turns = turns_of(shared, pool, train)
     sync = RosterSync(ranks, replicas, roster, deadline_s=deadline_s)
     keeper = Keeper(roster, replicas, ranks, starter, heartbeat_s=c.heartbeat_s)
-    scaler = Scaler(keeper, replicas, limit_of(config.sides))
+    alone = "replicas join and leave in a run of `millrace train` alone"
+    fixed = "" if restarts and rollouts else alone
+    if shared:
+        why = "in this mode the replicas share the trainer's devices"
+        fixed = f"{why}. Fix: a mode with separate devices"
+    scaler = Scaler(keeper, replicas, most=max(len(rollouts), c.max_replicas), fixed=fixed)
     scaler.tell(lambda i, engine: pool.add(engine))
     return Engines(train, pool, turns, sync, keeper, scaler)
 

@@ -56,7 +56,7 @@ async def evaluate(config: Config, progress: Progress) -> dict[str, Any]:
             "data.val_files",
             (),
             "there are no problems to validate on",
-            "data.val_files=[task:sort_digits?split=val&size=256]",
+            "'data.val_files=[task:sort_digits?split=val&size=256]'",
         )
     run = open_eval_dir(config)
     async with open_session(config, progress, run=run) as s:

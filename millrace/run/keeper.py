@@ -13,13 +13,13 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Protocol
 
-from millrace.errors import MillraceError, ReplicaLost
+from millrace.errors import MillraceError, NoDevices, ReplicaLost
 from millrace.rollout.patience import RESTART
 from millrace.rollout.roster import Change, Roster, Standing
 from millrace.run.news import News
 from millrace.runtime.ranks import Ranks
 from millrace.runtime.replica import RemoteRolloutEngine
-from millrace.runtime.rpc import Peer
+from millrace.runtime.rpc import Limit, Peer
 from millrace.waits.registry import as_actor, current, doing, within
 
 _GOODBYE_S = 30.0
@@ -44,6 +44,14 @@ class Starter(Protocol):
         """End a worker at once, with all processes that it started."""
         ...
 
+    def release(self, replica: int) -> None:
+        """Give back the devices of a replica whose worker has ended for good."""
+        ...
+
+    async def limit(self) -> Limit:
+        """Return how many replicas find devices now, with those that run."""
+        ...
+
 
 class Keeper:
     """Keeps the replicas and the ranks of a run going while the body of `async with` runs."""
@@ -61,10 +69,10 @@ class Keeper:
         self.roster = roster
         self._ranks = ranks
         self._engines = engines
-        self._starter = starter
+        self.starter = starter
         self._heartbeat_s = heartbeat_s
-        self.scaling: Coroutine[Any, Any, None] | None = None
-        """Serves requests for another number of replicas, once the keeper runs."""
+        self.scaling: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
+        """What changes the number of replicas, once the keeper runs."""
         self.running = False
         self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,8 +91,8 @@ class Keeper:
             self._follow(i, engine.peer, self.roster.incarnation(i))
         self._ranks.follow(self.begin)
         self.begin(self._listen(), "heartbeats")
-        if self.scaling is not None:
-            self.begin(self.scaling, "scaling")
+        for work in self.scaling:
+            self.begin(work(), "scaling")
         return self
 
     async def __aexit__(self, *error: Any) -> None:
@@ -104,8 +112,11 @@ class Keeper:
         It is STALE until a sync has proven its weights.
         """
         try:
-            start = self._starter.start(replica, partial(self._starting.__setitem__, replica))
+            start = self.starter.start(replica, partial(self._starting.__setitem__, replica))
             peer = await start
+        except BaseException:
+            self.starter.release(replica)
+            raise
         finally:
             self._starting.pop(replica, None)
         take(peer)
@@ -125,7 +136,8 @@ class Keeper:
                     await engine.interrupt()
                     await asyncio.sleep(_AGAIN_S)
         peer.mark_dead("left: a user took the replica out of the run")
-        await self._starter.end(peer)
+        await self.starter.end(peer)
+        self.starter.release(replica)
 
     def begin(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run `work` until its end, or until the keeper's end."""
@@ -180,17 +192,29 @@ class Keeper:
                 self._healing[change.replica] = task
 
     async def _heal(self, replica: int, lost: Peer) -> None:
-        """End a lost worker, and start others until one runs or the replica is given up."""
+        """End a lost worker, and start others until one runs or the replica is given up.
+
+        If no devices are left for it, such as after the death of its node, it leaves the run. The
+        last replica waits for devices instead.
+        """
         with doing("the end of the lost worker"):
-            await self._starter.end(lost)
+            await self.starter.end(lost)
+        waits = False
         while self.roster.state(replica) is Standing.LOST:
             with doing("the pause before the next start"):
                 await asyncio.sleep(self.roster.backoff_s(replica))
             try:
                 with doing("the start of a worker"):
-                    peer = await self._starter.start(
+                    peer = await self.starter.start(
                         replica, partial(self._starting.__setitem__, replica)
                     )
+            except NoDevices as error:
+                if self.roster.members != [replica]:
+                    self.roster.leave(replica, str(error))
+                elif not waits:
+                    waits = True
+                    self.news.note(f"replica rollout-{replica} waits for devices: {error}")
+                continue
             except (MillraceError, OSError) as error:
                 self.roster.start_failed(replica, str(error))
                 continue
@@ -200,3 +224,5 @@ class Keeper:
             self._engines[replica].renew(peer)
             self._follow(replica, peer, self.roster.restarted(replica))
             return
+        self._healing.pop(replica, None)
+        self.starter.release(replica)

@@ -30,7 +30,7 @@ class News:
         if change.to is Standing.LEFT:
             self._lost_at.pop(replica, None)
             self._joined_at.pop(replica, None)
-            self.note(f"replica rollout-{replica} left the run")
+            self.note(f"replica rollout-{replica} left the run: {change.why}")
         elif change.to is Standing.LIVE and replica in self._joined_at:
             seconds = now - self._joined_at.pop(replica)
             self.note(f"replica rollout-{replica} serves, {seconds:.1f} s after its worker came")

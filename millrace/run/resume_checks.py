@@ -202,7 +202,7 @@ _AGENTS = (
     "sandbox",
 )
 _KV = ("kv_on_swap", "session_kv_slots")
-_LOSSES = ("heartbeat_s", "stall_s", "max_restarts")
+_LOSSES = ("heartbeat_s", "stall_s", "max_restarts", "max_replicas")
 _DATA = ("val_files", "val_max_samples", "train_batch_size", "gen_batch_size")
 _MEMORY = ("gradient_checkpointing", "gradient_checkpointing_share", "compile", "trust_remote_code")
 

@@ -18,7 +18,7 @@ from millrace.rewards.start import Body, arguments, how
 from millrace.rewards.wire import Job
 
 if TYPE_CHECKING:
-    from millrace.tools.sandbox import Running
+    from millrace.tools.start import Running
 
 _PROCESSES = 64
 _FOR_EVER = 10**9
@@ -61,15 +61,15 @@ class Isolated:
     async def start(
         self, job: Job, connection: int, output: int, environment: Mapping[str, str]
     ) -> Body:
-        from millrace.tools.sandbox import Limits
+        from millrace.tools.start import Limits
 
         memory = job.memory_mb << 20 or psutil.virtual_memory().total
         limits = Limits(_FOR_EVER, _FOR_EVER, memory, _PROCESSES, address=-1)
         program = [self._sandbox.python, "-s", "-B", *arguments(0, 0, job)]
         variables = {"PYTHONPATH": os.pathsep.join(self._paths)}
         try:
-            running = await self._sandbox.hold(
-                program, limits, connection=connection, output=output, environment=variables
+            running = await self._sandbox.open(
+                program, limits, streams=(connection, output, output), environment=variables
             )
         except EpisodeError as error:
             raise OSError(str(error)) from error

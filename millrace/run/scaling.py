@@ -1,6 +1,6 @@
-"""Another number of replicas for a running run: the requests of `millrace scale`.
+"""Another number of replicas for a running run: `millrace scale`, and nodes that come and go.
 
-waits for  a request file in RUN/.waits; the start and the end of workers
+waits for  a request file in RUN/.waits; free devices; the start and the end of workers
 produces   replicas that join or leave; an answer file
 
 The folder belongs to the run's user, and each attempt empties it. So no old request is found.
@@ -9,25 +9,28 @@ The folder belongs to the run's user, and each attempt empties it. So no old req
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from millrace.config import Sides
 from millrace.errors import DeadlineError, MillraceError
 from millrace.rollout.patience import wait_for_replicas
 from millrace.rollout.roster import Standing
 from millrace.run.keeper import Keeper
-from millrace.runtime.local import visible_gpus
 from millrace.runtime.replica import RemoteRolloutEngine
 from millrace.runtime.rpc import Peer
 
 REQUEST, ANSWER = ".scale", ".scaled"
 """The ends of the files' names. They begin with the id of the request."""
 _POLL_S = 0.25
+_LOOK_S, _LONGEST_S = 5.0, 300.0
+"""The pauses between two looks for free devices: the usual one, and the longest one."""
+_LONGEST = 4096
+"""Bytes of a request."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -51,30 +54,6 @@ class Reply(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Limit(msgspec.Struct, frozen=True):
-    """The most replicas of a run, and the reason."""
-
-    most: int | None
-    why: str
-
-
-def limit_of(sides: Sides) -> Limit:
-    """Return how many replicas a run may have."""
-    trainer, rollout = sides.trainer, sides.rollout
-    if sides.colocated:
-        return Limit(0, "in this mode the replicas share the trainer's devices")
-    if trainer.runtime == "ray":
-        most = rollout.devices // rollout.tensor_model_parallel_size
-        return Limit(most, "with Ray, a run has reserved the devices of its start")
-    gpus = visible_gpus() if trainer.device != "cpu" else []
-    if not gpus:
-        return Limit(None, "")
-    each = rollout.tensor_model_parallel_size
-    uses = f"the trainer uses {trainer.ranks}, and a replica {each}"
-    why = f"this machine has {len(gpus)} GPUs, {uses}"
-    return Limit((len(gpus) - trainer.ranks) // each, why)
-
-
 def write(path: Path, content: Request | Reply) -> None:
     """Write a file as a whole."""
     new = path.with_name(f".{path.name}.new")
@@ -82,14 +61,43 @@ def write(path: Path, content: Request | Reply) -> None:
     new.replace(path)
 
 
-class Scaler:
-    """Lets replicas join and leave. It serves one request at a time."""
+def unread(folder: Path, seen: set[str]) -> list[Path]:
+    """Return the requests in a folder, the oldest first. `seen` has the names of earlier ones."""
+    found: list[tuple[int, Path]] = []
+    for file in folder.glob(f"[!.]*{REQUEST}"):
+        if file.name not in seen:
+            with suppress(OSError):
+                found.append((file.lstat().st_mtime_ns, file))
+    seen.update(file.name for _, file in found)
+    return [file for _, file in sorted(found)]
 
-    def __init__(self, keeper: Keeper, engines: list[RemoteRolloutEngine], limit: Limit) -> None:
-        """`engines` gets the engine of each replica that joins."""
+
+def read(file: Path) -> Request:
+    """Read a request, and remove it. Raises OSError or DecodeError for anything else."""
+    about = file.lstat()
+    if not stat.S_ISREG(about.st_mode) or about.st_size > _LONGEST:
+        raise OSError(f"not a file of at most {_LONGEST} bytes")
+    data = file.read_bytes()
+    file.unlink()
+    return msgspec.json.decode(data, type=Request)
+
+
+class Scaler:
+    """Lets replicas join and leave. The newest request is the one that counts."""
+
+    def __init__(
+        self, keeper: Keeper, engines: list[RemoteRolloutEngine], *, most: int, fixed: str
+    ) -> None:
+        """`engines` gets the engine of each replica that joins.
+
+        Replicas join by themselves while there are fewer than `most` and free devices for them.
+        With a reason in `fixed`, none joins or leaves.
+        """
         self.note: Callable[[str], None] = lambda text: None
         self._keeper, self._roster, self._engines = keeper, keeper.roster, engines
-        self._limit, self._turn = limit, asyncio.Lock()
+        self._most, self._fixed, self._turn = most, fixed, asyncio.Lock()
+        self._newest = 0
+        """The number of the newest request."""
         self._told: list[Callable[[int, RemoteRolloutEngine], None]] = []
 
     def tell(self, take: Callable[[int, RemoteRolloutEngine], None]) -> None:
@@ -97,19 +105,43 @@ class Scaler:
         self._told.append(take)
 
     async def serve(self, folder: Path) -> None:
-        """Answer the requests in a folder."""
+        """Answer the requests in a folder. Each has a task of its own."""
+        seen = set[str]()
         while True:
             await asyncio.sleep(_POLL_S)
-            for file in sorted(folder.glob(f"[!.]*{REQUEST}")):
+            for file in unread(folder, seen):
                 try:
-                    data = file.read_bytes()
-                    file.unlink()
-                    request = msgspec.json.decode(data, type=Request)
-                    write(file.with_suffix(ANSWER), await self._answer(request))
+                    request = read(file)
                 except (OSError, msgspec.DecodeError) as error:
-                    self.note(f"warning: a request of `millrace scale` failed: {error}")
+                    self.note(f"warning: {file.name} in {folder} is no request: {error}")
+                else:
+                    self._keeper.begin(self._answer(file, request), "scaling")
 
-    async def _answer(self, request: Request) -> Reply:
+    async def follow(self) -> None:
+        """Let replicas join as devices become free. After a failure, wait longer and longer."""
+        pause_s = _LOOK_S
+        while not self._fixed:
+            await asyncio.sleep(pause_s)
+            try:
+                await self._fill()
+                pause_s = _LOOK_S
+            except (MillraceError, OSError) as error:
+                pause_s = min(2 * pause_s, _LONGEST_S)
+                self.note(f"no replica joined: {error}; the next try is in {pause_s:g} s")
+
+    async def _fill(self) -> None:
+        """Let as many replicas join as there are devices for, up to the most."""
+        async with self._turn:
+            members, given_up = len(self.members), len(self._roster.ids(Standing.RETIRED))
+            if members + given_up >= self._most:
+                return
+            room = (await self._keeper.starter.limit()).most
+            total = self._most if room is None else min(self._most, room)
+            if (count := total - given_up) > members:
+                self.note(f"free devices: the run grows from {members} to {count} replicas")
+                await self._grow(count, self._newest, [Standing.LEFT])
+
+    async def _answer(self, file: Path, request: Request) -> None:
         clock = asyncio.get_running_loop().time
         start, before, error = clock(), len(self.members), ""
         try:
@@ -122,7 +154,11 @@ class Scaler:
         if after != before:
             self.note(f"scaled from {before} to {after} replicas after {seconds:.1f} s")
         serving = len(self._roster.live) == after
-        return Reply(request.id, before, after, seconds, serving, error)
+        reply = Reply(request.id, before, after, seconds, serving, error)
+        try:
+            write(file.with_suffix(ANSWER), reply)
+        except OSError as failure:
+            self.note(f"warning: `millrace scale` gets no answer: {failure}")
 
     async def _serving(self, wait_s: float) -> None:
         """Wait until no replica is STALE, at most `wait_s` seconds."""
@@ -134,36 +170,45 @@ class Scaler:
     @property
     def members(self) -> list[int]:
         """The replicas that serve, start or start again."""
-        return self._roster.ids(Standing.LIVE, Standing.STALE, Standing.LOST)
+        return self._roster.members
 
     async def scale(self, count: int) -> None:
         """Let replicas join or leave until there are `count`. The highest numbers leave first.
 
-        A replica that joins serves from the next weight sync on.
+        A replica that joins serves from the next weight sync on. A newer call ends one that is
+        under way.
         """
+        self._newest += 1
+        number = self._newest
         async with self._turn:
-            await self._scale(count)
+            await self._check(count)
+            await self._grow(count, number, [Standing.LEFT, Standing.RETIRED])
+            for replica in reversed(self.members[count:]):
+                await self._keeper.leave(replica)
+            self._most = count
 
-    async def _scale(self, count: int) -> None:
-        self._check(count)
+    async def _grow(self, count: int, number: int, again: Sequence[Standing]) -> None:
+        """Let replicas join until there are `count`, those in the states `again` first."""
         while len(self.members) < count:
-            gone = self._roster.ids(Standing.LEFT, Standing.RETIRED)
-            replica = min(gone, default=len(self._roster))
+            if number != self._newest:
+                raise MillraceError("a newer `millrace scale` asks for another number")
+            replica = min(self._roster.ids(*again), default=len(self._roster))
             if replica in self._roster.ids(Standing.RETIRED):
                 await self._keeper.leave(replica)
             await self._keeper.join(replica, partial(self._take, replica))
-        for replica in reversed(self.members[count:]):
-            await self._keeper.leave(replica)
 
-    def _check(self, count: int) -> None:
-        most, why = self._limit.most, self._limit.why
+    async def _check(self, count: int) -> None:
+        members = self.members
         if count < 1:
             raise MillraceError(f"rollout={count}: a run needs a replica. Fix: rollout=1")
-        if most == 0:
-            raise MillraceError(f"rollout={count}: {why}. Fix: a mode with separate devices")
-        if most is not None and count > most:
-            raise MillraceError(f"rollout={count}: {why}. Fix: rollout={most} or less")
-        if not {*self.members[:count]} & {*self._roster.live}:
+        if self._fixed:
+            raise MillraceError(f"rollout={count}: {self._fixed}")
+        if count > len(members):
+            most, why, more = await self._keeper.starter.limit()
+            if most is not None and count > most:
+                fix = f"{more}rollout={max(most, len(members))} or less"
+                raise MillraceError(f"rollout={count}: {why}. Fix: {fix}")
+        elif count < len(members) and not {*members[:count]} & {*self._roster.live}:
             fix = "wait for a weight sync, and try again"
             raise MillraceError(f"rollout={count}: none of the replicas left serves. Fix: {fix}")
 

@@ -11,6 +11,7 @@ from typing import Any
 from millrace.config import Config
 from millrace.errors import bad_value
 from millrace.observe.progress import Progress
+from millrace.rollout.demonstration import demonstration
 from millrace.rollout.episode import SingleTurn
 from millrace.run.session import Session, open_session
 from millrace.types import Tokens, tokens_of
@@ -56,8 +57,6 @@ async def _examples(s: Session, start: int, count: int) -> list[tuple[Tokens, ..
     """Return demonstrations as tokens. With an agent, it plays all of them with scripts, at once."""
     if isinstance(s.agent, SingleTurn):
         return [*await asyncio.to_thread(s.problems.examples, start, count)]
-    from millrace.agents.scripted import demonstration
-
     chat = s.problems.chat
     eos, encode = tokens_of(chat.eos_ids[:1]), cache(chat.encode)
     scripts = await asyncio.to_thread(s.problems.scripts, start, count)

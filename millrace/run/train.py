@@ -107,7 +107,9 @@ async def write_report(folder: Path, progress: Progress) -> Path | None:
     try:
         from millrace.report.page.write import write_report as work
 
-        return await unless_stopped(work, [folder])
+        if (written := await unless_stopped(work, [folder])) is None:
+            progress.note(f"stopped before the report was written: `millrace report {folder}`")
+        return written
     except Exception as error:  # noqa: BLE001 - a run does not fail because its report does
         progress.note(f"warning: there is no report: {type(error).__name__}: {error}")
         return None

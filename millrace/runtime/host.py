@@ -29,8 +29,20 @@ from millrace.waits.registry import acting
 from millrace.waits.side import Side, start_in_worker
 
 HEADER = struct.Struct("<Q")
+_SHORT = 1 << 20
+"""A copy of as many bytes takes less time than a system call."""
 _REMEMBERED = 10_000
 """Calls that a worker remembers, to recognise one that arrives twice."""
+
+
+def write_frame(writer: asyncio.StreamWriter, frame: bytes) -> None:
+    """Write a frame after its length. A short one takes a single system call."""
+    header = HEADER.pack(len(frame))
+    if len(frame) < _SHORT:
+        writer.write(header + frame)
+    else:
+        writer.write(header)
+        writer.write(frame)
 
 
 class Host:
@@ -49,7 +61,7 @@ class Host:
     def receive(self, frame: bytes) -> None:
         for message in read_frame(frame):
             if message.kind == CANCEL:
-                if task := self._tasks.get(message.id):
+                if task := self._tasks.pop(message.id, None):
                     task.cancel()
                 continue
             if message.id in self._seen:
@@ -59,10 +71,6 @@ class Host:
                 del self._seen[next(iter(self._seen))]
             task = self._group.create_task(self._serve(message), name=message.method)
             self._tasks[message.id] = task
-            task.add_done_callback(partial(self._forget, message.id))
-
-    def _forget(self, call_id: int, task: asyncio.Task[None]) -> None:
-        self._tasks.pop(call_id, None)
 
     async def _serve(self, message: Message) -> None:
         try:
@@ -84,6 +92,8 @@ class Host:
                     )
                 ),
             )
+        finally:
+            self._tasks.pop(message.id, None)
         self._outbox.post(reply)
 
     def _resolve(self, path: str) -> Any:
@@ -145,12 +155,8 @@ async def serve_socket(sock: socket.socket, root: object, side: Side | None = No
         side.loop = asyncio.get_running_loop()
     reader, writer = await asyncio.open_connection(sock=sock, limit=2**26)
 
-    def send(frame: bytes) -> None:
-        writer.write(HEADER.pack(len(frame)))
-        writer.write(frame)
-
     async with asyncio.TaskGroup() as tasks:
-        host = Host(root, send, tasks)
+        host = Host(root, partial(write_frame, writer), tasks)
         while True:
             try:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
@@ -170,7 +176,7 @@ def main() -> None:
     side = start_in_worker()
     from millrace.runtime.worker import make_worker
 
-    asyncio.run(serve_socket(socket.socket(fileno=fd), make_worker(role), side))
+    asyncio.run(serve_socket(socket.socket(fileno=fd), make_worker(role, alone=True), side))
 
 
 if __name__ == "__main__":

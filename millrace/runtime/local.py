@@ -25,10 +25,10 @@ import psutil
 from millrace.config import Sides
 from millrace.errors import bad_value
 from millrace.runtime.address import listening_at
-from millrace.runtime.host import HEADER
+from millrace.runtime.host import HEADER, write_frame
 from millrace.runtime.placement import threads
 from millrace.runtime.processes import group_of
-from millrace.runtime.rpc import Peer
+from millrace.runtime.rpc import Limit, Peer
 from millrace.waits.answer import Answer
 from millrace.waits.side import FOLDER, NAME, VARIABLE
 
@@ -140,10 +140,7 @@ class LocalRuntime:
         os.close(beats_in)
         reader, writer = await asyncio.open_connection(sock=driver_end, limit=2**26)
 
-        def send(frame: bytes) -> None:
-            writer.write(HEADER.pack(len(frame)))
-            writer.write(frame)
-
+        send = partial(write_frame, writer)
         peer = Peer(name, send, deadline_s=self._sides.trainer.wait_deadline_s)
         loop = asyncio.get_running_loop()
         worker = _Worker(peer, process, writer, beats)
@@ -216,6 +213,17 @@ class LocalRuntime:
         if not await _wait_for_end([worker.process.poll, *polls], GOODBYE_S):
             _warn_of([p.pid for p, poll in zip(processes, polls, strict=True) if poll() is None])
         _deafen(worker)
+
+    def release(self, replica: int) -> None:
+        """Do nothing: the devices of a process end with it."""
+
+    async def limit(self) -> Limit:
+        if not self._gpus:
+            return Limit(None)
+        ranks, each = self._sides.trainer.ranks, self._sides.rollout.tensor_model_parallel_size
+        uses = f"the trainer uses {ranks}, and a replica {each}"
+        why = f"this machine has {len(self._gpus)} GPUs, {uses}"
+        return Limit((len(self._gpus) - ranks) // each, why)
 
     def answers(self) -> list[Answer]:
         """Return nothing: each worker has a socket of its own."""

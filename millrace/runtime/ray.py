@@ -1,10 +1,9 @@
-"""Workers as Ray actors in a placement group. Only ray*.py import Ray.
+"""Workers as Ray actors in placement groups. Only ray*.py import Ray.
 
 Frames travel through two actor methods, `push` and a long poll `pull`. A step's hundreds of
-requests therefore cost a few Ray calls. A bundle is one node's share of both sides, and
-STRICT_SPREAD places each bundle on its own node. The placement group reserves the GPUs, and actors
-request none: with fractions, Ray could place two ranks on one GPU. The driver gives each actor its
-GPUs of the bundle.
+requests therefore cost a few Ray calls. The placement groups of ray_places.py reserve the GPUs, and
+actors request none: with fractions, Ray could place two ranks on one GPU. The driver gives each
+actor its GPUs of the bundle.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import os
 import signal
 import threading
@@ -24,57 +22,35 @@ from typing import Any, cast
 from millrace.config import Sides
 from millrace.errors import INSTALL, DeadlineError, MissingDependency, WorkerError, bad_value
 from millrace.runtime.address import check_reachable
-from millrace.runtime.placement import Plan, choose, refusal, threads
+from millrace.runtime.placement import threads
 from millrace.runtime.processes import kill_process
-from millrace.runtime.rpc import Peer
+from millrace.runtime.rpc import Limit, Peer
 from millrace.waits.answer import Answer
 
 try:
     import ray
-
-    # Ray has no public function for this without the dashboard.
-    from ray._private.state import available_resources_per_node
-    from ray.util.placement_group import placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
     raise MissingDependency(f"trainer.runtime=ray needs Ray. Fix: {INSTALL['ray']}.") from error
 
 from millrace.runtime.ray_host import BEAT, WHY, RayHost
-from millrace.runtime.ray_token import NO_TOKEN, asks_for_token, forget_token, fresh_token
+from millrace.runtime.ray_places import START_DEADLINE_S, Places, Seat, alive
+from millrace.runtime.ray_token import NO_TOKEN, forget_token, fresh_token
 
 GOODBYE_S = 5.0
-START_DEADLINE_S = 180.0
-PLACEMENT_DEADLINE_S = 60.0
 _ANSWER_S = 2.0
+_LOOK_S = 2.0
+"""Seconds between two looks at the node of a worker that starts."""
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """An actor of one worker, and its process on the node of a bundle."""
+    """An actor of one worker, and its process on the node of its place."""
 
     peer: Peer
     role: str
     actor: Any
-    node: int
+    seat: Seat
     process: tuple[int, float] | None = None  # its id and the time of its start
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """A bundle, as a process inside it sees it."""
-
-    address: str
-    gpus: list[str]  # in the form of CUDA_VISIBLE_DEVICES
-    has_folder: bool
-    cores: int
-    asks_for_token: bool
-
-
-def _inspect_share(folder: str) -> _Share:
-    context = ray.get_runtime_context()
-    gpus = context.get_accelerator_ids().get("GPU", [])
-    cores, has_folder = os.cpu_count() or 1, os.path.isdir(folder)
-    return _Share(ray.util.get_node_ip_address(), gpus, has_folder, cores, asks_for_token())
 
 
 def _join(options: dict[str, Any], token: contextlib.AbstractContextManager[None]) -> None:
@@ -98,6 +74,10 @@ def _restore_sigterm() -> None:
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
+async def _answered(call: Any) -> Any:
+    return await call
+
+
 def _answer(call: Any, name: str, node: str) -> Answer:
     try:
         answer: Answer = ray.get(call, timeout=_ANSWER_S)
@@ -109,16 +89,11 @@ def _answer(call: Any, name: str, node: str) -> Answer:
 
 
 class RayRuntime:
-    """Start actors in one placement group, and end all of them."""
+    """Start actors in their places, and end all of them."""
 
-    def __init__(self, sides: Sides, *, owns_cluster: bool) -> None:
-        self._sides = sides
+    def __init__(self, sides: Sides, places: Places, *, owns_cluster: bool) -> None:
+        self._sides, self._places = sides, places
         self._owns_cluster = owns_cluster
-        self._kind = "CPU"
-        self._plan: Plan
-        self._shares: list[_Share] = []
-        self._loopback = owns_cluster
-        self._group: Any = None
         self._workers: list[_Worker] = []
         self._started = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -172,93 +147,32 @@ class RayRuntime:
                 "`ray start --head`. If the cluster has a token, set RAY_AUTH_MODE=token and "
                 "RAY_AUTH_TOKEN for this command too"
             )
-            rule = f"millrace cannot join a cluster: {error}"
+            rule = f"millrace cannot join a cluster: {str(error).rstrip('.')}"
             raise bad_value("trainer.ray_address", address, rule, fix) from error
-        runtime = cls(sides, owns_cluster=owns_cluster)
+        places = Places(sides, log_dir.resolve(), note)
+        runtime = cls(sides, places, owns_cluster=owns_cluster)
         try:
-            await runtime._reserve()
-            await runtime._inspect(log_dir.resolve())
-            if not all(share.asks_for_token for share in runtime._shares):
+            await places.reserve()
+            if not places.all_ask_for_a_token:
                 note(NO_TOKEN)
         except BaseException:
             await runtime.close()
             raise
         return runtime
 
-    async def _reserve(self) -> None:
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        self._loopback = self._owns_cluster or all(
-            node["NodeManagerAddress"].startswith("127.") for node in nodes
-        )
-        device = self._sides.trainer.device
-        if device != "cpu" and any(node["Resources"].get("GPU") for node in nodes):
-            self._kind = "GPU"
-        elif device == "cuda":
-            raise bad_value(
-                "trainer.device", device, "no node of the cluster has a GPU", "trainer.device=auto"
-            )
-        sizes = [node["Resources"].get(self._kind, 0.0) for node in nodes]
-        self._plan = choose(self._sides, self._kind, sizes, self._free())
-        bundles = [{self._kind: float(share)} for share in self._plan.shares]
-        self._group = placement_group(
-            bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK"
-        )
-        if not await asyncio.to_thread(self._group.wait, PLACEMENT_DEADLINE_S):
-            free = ", ".join(f"{math.floor(n)}" for n in sorted(self._free(), reverse=True))
-            available = (
-                f"in {PLACEMENT_DEADLINE_S:g} s the cluster's nodes had no more than {free} free"
-            )
-            fix = "end other jobs (`ray status` shows the devices in use), or fewer devices"
-            raise refusal(self._sides, self._kind, available, fix)
-
-    def _free(self) -> list[float]:
-        return [
-            resources.get(self._kind, 0.0) for resources in available_resources_per_node().values()
-        ]
-
-    async def _inspect(self, folder: Path) -> None:
-        """Ask a process in each bundle for the bundle's GPUs, and whether it sees the run's folder.
-
-        Every node must see the same folder as the driver.
-        """
-        inspect: Any = ray.remote(_inspect_share)
-        on_gpus = self._kind == "GPU"
-        calls = [
-            inspect.options(
-                num_cpus=0,
-                num_gpus=share if on_gpus else 0,
-                scheduling_strategy=self._bundle(k),
-                max_retries=0,
-            ).remote(str(folder))
-            for k, share in enumerate(self._plan.shares)
-        ]
-        try:
-            self._shares = await asyncio.wait_for(asyncio.gather(*calls), START_DEADLINE_S)
-        except TimeoutError:
-            raise DeadlineError(
-                f"the cluster's nodes started no process within {START_DEADLINE_S:g} s"
-            ) from None
-        except ray.exceptions.RayError as error:
-            fix = "the same Python, millrace and packages on every node"
-            raise WorkerError(
-                f"a node of the cluster cannot run millrace: {error}. Fix: {fix}"
-            ) from error
-        if lacking := sorted({share.address for share in self._shares if not share.has_folder}):
-            rule = (
-                f"the driver's folder is not on {', '.join(lacking)}, and every node reads the "
-                "model and writes checkpoints there"
-            )
-            fix = "a folder on a file system that all nodes share"
-            raise bad_value("trainer.run_dir", str(folder.parent), rule, fix)
-
-    def _bundle(self, index: int) -> PlacementGroupSchedulingStrategy:
-        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-
     async def start(self, name: str, role: str, index: int) -> Peer:
-        node, devices = self._plan.place(role, index)
-        gpus = self._shares[node].gpus[devices]
-        share = (devices.stop - devices.start) * (0.5 if self._sides.colocated else 1.0)
-        workers = threads(self._sides.trainer, self._shares[node].cores, self._plan.shares[node])
+        """Start a worker. If its node dies meanwhile, start it elsewhere."""
+        while True:
+            seat = await self._places.seat(role, index)
+            peer = await self._start(name, role, seat)
+            if peer is not None:
+                return peer
+
+    async def _start(self, name: str, role: str, seat: Seat) -> Peer | None:
+        """Start a worker in a place. Return None if the node of the place dies meanwhile."""
+        address, gpus = seat.bundle.share.address, seat.gpus
+        share = seat.count * (0.5 if self._sides.colocated else 1.0)
+        workers = threads(self._sides.trainer, seat.bundle.share.cores, seat.bundle.devices)
         variables = {
             "OMP_NUM_THREADS": str(workers),
             "OMP_WAIT_POLICY": "PASSIVE",
@@ -268,34 +182,61 @@ class RayRuntime:
         remote: Any = ray.remote(**cast("Any", groups))(RayHost)
         actor = remote.options(
             name=f"millrace-{os.getpid()}-{name}-{next(self._started)}",
-            scheduling_strategy=self._bundle(node),
+            scheduling_strategy=seat.bundle.strategy,
             runtime_env={"env_vars": variables},
             max_concurrency=1000,
             num_cpus=0 if gpus else share,
-        ).remote(name, role, self._loopback, gpus)
+        ).remote(name, role, self._owns_cluster or self._places.loopback, gpus)
         numbers = itertools.count()
         peer = Peer(
             name,
             lambda frame: self._push(peer, actor, next(numbers), frame),
             deadline_s=self._sides.trainer.wait_deadline_s,
         )
-        worker = _Worker(peer, role, actor, node)
+        worker = _Worker(peer, role, actor, seat)
         self._workers.append(worker)
-        address = self._shares[node].address
         self._watch(self._serve(peer, actor, address))
         try:
-            worker.process = await asyncio.wait_for(actor.up.remote(), START_DEADLINE_S)
-        except TimeoutError:
+            worker.process = await self._up(worker, address)
+            if worker.process is None:
+                await self.end(peer)
+                return None
+            self._watch(self._pull(peer, actor, address))
+            self._watch(self._beat(peer, actor, address))
+            await peer.call("ping", deadline_s=START_DEADLINE_S)
+        except BaseException:  # also a cancellation: nobody else knows of this actor
             await self.end(peer)
-            raise DeadlineError(
-                f"worker {name} on {address} did not start within {START_DEADLINE_S:g} s"
-            ) from None
-        except ray.exceptions.RayError as error:
-            raise WorkerError(f"worker {name} on {address} is dead: {error}") from error
-        self._watch(self._pull(peer, actor, address))
-        self._watch(self._beat(peer, actor, address))
-        await peer.call("ping", deadline_s=START_DEADLINE_S)
+            raise
         return peer
+
+    async def _up(self, worker: _Worker, address: str) -> tuple[int, float] | None:
+        """Return the process of an actor once it runs, or None if its node dies before."""
+        name, node = worker.peer.name, worker.seat.bundle.share.node
+        clock, call = asyncio.get_running_loop().time, worker.actor.up.remote()
+        up, end = asyncio.ensure_future(_answered(call)), clock() + START_DEADLINE_S
+        try:
+            while not (await asyncio.wait([up], timeout=_LOOK_S))[0]:
+                if node not in await alive():
+                    return None
+                if clock() > end:
+                    raise DeadlineError(
+                        f"worker {name} on {address} did not start within {START_DEADLINE_S:g} s"
+                    )
+            process: tuple[int, float] = up.result()
+            return process
+        except ray.exceptions.RayError as error:
+            if node not in await alive():
+                return None
+            raise WorkerError(f"worker {name} on {address} is dead: {error}") from error
+        finally:
+            up.cancel()
+
+    def release(self, replica: int) -> None:
+        self._places.release(replica)
+
+    async def limit(self) -> Limit:
+        found = await self._places.limit()
+        return found._replace(more="") if self._owns_cluster else found  # No node can join.
 
     async def end(self, peer: Peer) -> None:
         """Kill the process of a worker and those that it started, and then its actor."""
@@ -303,14 +244,23 @@ class RayRuntime:
         if worker is None:
             return
         self._workers.remove(worker)
-        if worker.process is not None:
-            where = self._bundle(worker.node)
-            options: Any = {"num_cpus": 0, "scheduling_strategy": where, "max_retries": 0}
-            kill: Any = ray.remote(**options)(kill_process)
-            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # the node may be gone
-                await asyncio.wait_for(kill.remote(*worker.process), GOODBYE_S)
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(worker.actor)
+        try:
+            with contextlib.suppress(WorkerError):  # the cluster does not answer
+                if worker.process is not None and worker.seat.bundle.share.node in await alive():
+                    await self._kill(worker.process, worker.seat)
+        finally:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(worker.actor)
+
+    async def _kill(self, process: tuple[int, float], seat: Seat) -> None:
+        options: Any = {"num_cpus": 0, "max_retries": 0}
+        kill: Any = ray.remote(**options, scheduling_strategy=seat.bundle.strategy)(kill_process)
+        call = kill.remote(*process)
+        try:
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # its node may be gone
+                await asyncio.wait_for(_answered(call), GOODBYE_S)
+        finally:
+            ray.cancel(call)  # It would wait for another node.
 
     def _watch(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -353,7 +303,7 @@ class RayRuntime:
 
     def answers(self) -> list[Answer]:
         calls = [
-            (w.actor.why.remote(), w.peer.name, self._shares[w.node].address) for w in self._workers
+            (w.actor.why.remote(), w.peer.name, w.seat.bundle.share.address) for w in self._workers
         ]
         return [_answer(*call) for call in calls]
 
@@ -372,8 +322,7 @@ class RayRuntime:
             ray.kill(worker.actor)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=5.0)
-        if self._group is not None:
-            remove_placement_group(self._group)
+        self._places.close()
         if self._owns_cluster:
             await asyncio.to_thread(ray.shutdown)
             forget_token()

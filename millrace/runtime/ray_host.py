@@ -47,7 +47,7 @@ class RayHost:
         os.environ |= listening_at("127.0.0.1" if loopback else ray.util.get_node_ip_address())
         self._side = Side(name)
         self._side.start()
-        self._root = make_worker(role)
+        self._root = make_worker(role, alone=True)
         self._host: Host | None = None
         self._frames: list[bytes] = []
         self._early: dict[int, bytes] = {}

@@ -98,6 +98,8 @@ async def first_error(
     A dead worker breaks the collectives of other workers, which then fail too. In that case the
     dead worker is the error shown.
     """
+    if len(calls) == 1:  # Without a task of its own, the call is sent a turn of the loop earlier.
+        return [await _first_error_of(peers, calls[0])]
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -110,6 +112,18 @@ async def first_error(
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def _first_error_of(peers: Sequence[Peer], call: Coroutine[Any, Any, Any]) -> Any:
+    """Do what `first_error` does, for one call."""
+    try:
+        return await call
+    except Exception as error:
+        if isinstance(error, WorkerError | SyncError):
+            await wait_for_death(peers)
+        if deaths := [p.death for p in peers if p.death]:
+            raise WorkerError(deaths[0]) from None
+        raise
 
 
 async def wait_for_death(peers: Sequence[Peer]) -> None:

@@ -134,9 +134,11 @@ class RemoteRolloutEngine:
     ) -> Any:
         """Call the worker. Raises ReplicaLost, and the worker is then dead for everybody.
 
-        An answer that comes `soon` is one for which the worker never needs long.
+        An answer that comes `soon` is one for which the worker never needs long. It comes later if
+        the worker serves a call that may block it.
         """
         peer = self.peer
+        soon = soon and not peer.is_in(*_EXCUSES)
         limit_s = min(self._limit_s(peer), peer.deadline_s) if soon else None
         try:
             return await peer.call(method, args, result, deadline_s=limit_s)

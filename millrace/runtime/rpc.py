@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -205,6 +205,16 @@ class Peer:
         self._watch = loop.call_later(1.0, self._expire) if self._pending else None
 
 
+class Limit(NamedTuple):
+    """The most replicas that find devices now, with those that run."""
+
+    most: int | None
+    """None if nothing limits them."""
+    why: str = ""
+    more: str = ""
+    """What makes room for more, such as "another node, or "."""
+
+
 class Runtime(Protocol):
     """Start worker processes on one machine or on a cluster."""
 
@@ -214,6 +224,14 @@ class Runtime(Protocol):
 
     async def end(self, peer: Peer) -> None:
         """End one worker at once, with all processes that it started, also if it stands still."""
+        ...
+
+    def release(self, replica: int) -> None:
+        """Give back the devices that a replica has taken. Its worker has ended for good."""
+        ...
+
+    async def limit(self) -> Limit:
+        """Return how many replicas find devices now, with those that run."""
         ...
 
     def answers(self) -> list[Answer]:

@@ -6,7 +6,10 @@ set it up. Engines are imported inside functions, at first use.
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +28,23 @@ if TYPE_CHECKING:
 _CONNECT_S = 60.0
 
 
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Collect no garbage. Otherwise, an import of torch and transformers takes a sixth longer."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 class Worker:
     """The part that both roles share: a store where process groups meet."""
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool = False) -> None:
+        """`alone` says whether the process runs nothing but this worker."""
         self._store: Any = None
+        self._alone = alone
 
     async def ping(self) -> None:
         """Answer once the process runs."""
@@ -40,11 +55,22 @@ class Worker:
 
         The store listens at that host alone. Its port is bound before this returns.
         """
-        from millrace.sync.store import bound_store
+        with _importing():
+            from millrace.sync.store import bound_store
 
         host = os.environ.get("MILLRACE_HOST", "127.0.0.1")
         self._store = bound_store(host, wait_for_workers=False)
         return host, self._store.port
+
+    def _leave_to_exit(self) -> None:
+        """Let garbage collections ignore all objects of now, which live until the process ends.
+
+        Libraries and a model are hundreds of thousands of objects. A full collection looks at each
+        of them, for 0.1 s or more, between two tokens.
+        """
+        if self._alone:
+            gc.collect()
+            gc.freeze()
 
     def _meet(self, address: tuple[str, int], deadline_s: float) -> Any:
         """Return the store of trainer rank 0.
@@ -72,8 +98,9 @@ class TrainWorker(Worker):
         self, config: dict[str, Any], model_folder: str, rank: int, address: tuple[str, int]
     ) -> dict[str, Any]:
         """Join the train engine's process group and build this rank. Return its configuration."""
-        from millrace.models.device import join_group, prepare
-        from millrace.train.factory import train_engine
+        with _importing():
+            from millrace.models.device import join_group, prepare
+            from millrace.train.factory import train_engine
 
         resolved = Config.model_validate(config)
         world_size = resolved.trainer_ranks
@@ -85,6 +112,7 @@ class TrainWorker(Worker):
         self.config = resolved
         with doing("the build of its engine"), _starting():
             self.engine = train_engine(resolved, model_folder, rank=rank, world_size=world_size)
+            self._leave_to_exit()
         return resolved.model_dump(mode="json")
 
     async def connect(self, config: dict[str, Any], rank: int, address: tuple[str, int]) -> None:
@@ -129,6 +157,7 @@ class RolloutWorker(Worker):
         resolved = Config.model_validate(config)
         with doing("the build of its engine"), _starting():
             self.engine = _rollout_engine(resolved.sides, resolved.model, model_folder)
+            self._leave_to_exit()
         return resolved.model_dump(mode="json")
 
     async def connect(self, config: dict[str, Any], replica: int, address: tuple[str, int]) -> None:
@@ -164,11 +193,13 @@ def _rollout_engine(
 ) -> TorchRolloutEngine | VllmRolloutEngine:
     if sides.rollout.engine == "vllm":
         _vllm_environment(model_folder)
-        from millrace.vllm import engine as vllm_rollout
+        with _importing():
+            from millrace.vllm import engine as vllm_rollout
 
         return vllm_rollout.build(sides, model, model_folder)
-    from millrace.decode import engine as torch_rollout
-    from millrace.models.device import prepare
+    with _importing():
+        from millrace.decode import engine as torch_rollout
+        from millrace.models.device import prepare
 
     prepare(sides.trainer)
     return torch_rollout.build(sides, model, model_folder)
@@ -196,6 +227,6 @@ def _vllm_environment(model_folder: str) -> None:
         os.environ.setdefault(name, value)
 
 
-def make_worker(role: str) -> Worker:
+def make_worker(role: str, alone: bool = False) -> Worker:
     """Return the empty worker of a role."""
-    return {"trainer": TrainWorker, "rollout": RolloutWorker}[role]()
+    return {"trainer": TrainWorker, "rollout": RolloutWorker}[role](alone)

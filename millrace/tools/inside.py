@@ -11,6 +11,7 @@ standard library alone.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -37,41 +38,26 @@ def main(life: int, status: int) -> None:
     for fd, number in zip(ends, (LIFE, STATUS), strict=True):
         os.dup2(fd, number, inheritable=False)
     os.closerange(STATUS + 1, 4096)
+    with os.fdopen(os.dup(LIFE), "rb") as told:
+        line = told.readline()
+    if not line:  # the driver is gone
+        os._exit(1)
     try:
-        spec = json.loads(_first_line())
+        spec = json.loads(line)
         uid = _enter(spec)
         watcher = os.fork()
-    except OSError as error:
-        _report(failed=str(error))
-        os._exit(1)
-    if watcher == 0:
-        _guarded(_watch, spec, uid)
-    os.close(STATUS)
-    os.waitpid(watcher, 0)
-    os._exit(0)
-
-
-def _guarded(step: Any, *arguments: Any) -> None:
-    """Run a step that never returns. Report any error of it."""
-    try:
-        step(*arguments)
+        if watcher == 0:
+            _watch(spec, uid)
+        os.close(STATUS)
+        os.waitpid(watcher, 0)
     except BaseException as error:  # noqa: BLE001 - nothing may escape into the driver's copy
-        _report(failed=f"{type(error).__name__}: {error}")
-    os._exit(1)
+        _report(failed=str(error) if isinstance(error, OSError) else repr(error))
+        os._exit(1)
+    os._exit(0)
 
 
 def _report(**values: Any) -> None:
     os.write(STATUS, json.dumps(values).encode() + b"\n")
-
-
-def _first_line() -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        piece = os.read(LIFE, 65536)
-        if not piece:
-            os._exit(1)
-        line += piece
-    return line
 
 
 def _enter(spec: dict[str, Any]) -> int | None:
@@ -138,8 +124,7 @@ def _watch(spec: dict[str, Any], uid: int | None) -> None:
             os.write(tell, f"{type(error).__name__}: {error}".encode())
         os._exit(127)
     os.close(tell)
-    for fd in (0, 1, 2):
-        os.close(fd)
+    os.closerange(0, 3)
     if problem := os.read(failed, 4096):
         _report(failed=f"the program cannot start: {problem.decode()}")
         os._exit(1)
@@ -191,7 +176,7 @@ def _show(path: str, *, device: bool = False) -> None:
     if os.path.isdir(f"/old{path}"):
         os.mkdir(path)
     else:
-        os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
+        _write(path, "")
     kernel.bind(f"/old{path}", path, device=device)
 
 
@@ -211,7 +196,7 @@ def _become(spec: dict[str, Any], program: bytes) -> None:
     kernel.end_with_parent()
     limits = {
         resource.RLIMIT_AS: spec["address"],
-        resource.RLIMIT_CPU: spec["cpu"],
+        resource.RLIMIT_CPU: spec["cpu_s"],
         resource.RLIMIT_FSIZE: spec["disk"],
         resource.RLIMIT_NOFILE: 256,
         resource.RLIMIT_CORE: 0,
@@ -234,7 +219,7 @@ def _wait(spec: dict[str, Any], child: int, own: bool) -> tuple[int, str, int]:
     ended, waits = os.pidfd_open(child), select.poll()
     waits.register(ended, select.POLLIN)
     waits.register(LIFE, select.POLLIN)
-    deadline, peak, reason, tick = time.monotonic() + spec["wall"], 0, "", 0.002
+    deadline, peak, reason, tick = time.monotonic() + spec["wall_s"], 0, "", 0.002
     pids: list[int] = []
     while not reason:
         events = dict(waits.poll(1000 * tick))
@@ -244,7 +229,8 @@ def _wait(spec: dict[str, Any], child: int, own: bool) -> tuple[int, str, int]:
             reason = "gone"
             break
         tick = min(2 * tick, _TICK_S)
-        pids = _all_pids() if own else _descendants(os.getpid())
+        everybody = (int(name) for name in os.listdir("/proc") if name.isdigit())
+        pids = [pid for pid in everybody if pid > 1] if own else _descendants(os.getpid())
         used = sum(map(_memory, pids))
         peak = max(peak, used)
         if time.monotonic() >= deadline:
@@ -273,14 +259,8 @@ def _reap(child: int) -> None:
 
 
 def _kill(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def _all_pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
 
 def _descendants(root: int) -> list[int]:

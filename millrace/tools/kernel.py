@@ -20,57 +20,26 @@ READ_ONLY, NO_SUID, NO_DEV = 1, 2, 4
 _DETACH, _RECURSIVE, _AT_FDCWD = 2, 0x8000, -100
 _SET_DUMPABLE, _SET_NO_NEW_PRIVS, _SET_SECCOMP, _CAPBSET_DROP = 4, 38, 22, 24
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
-_MOUNT_SETATTR = 442
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 # (x86_64, aarch64) numbers. Newer calls have the same number everywhere.
 _DENIED = {
-    "ptrace": (101, 117),
-    "syslog": (103, 116),
-    "personality": (135, 92),
-    "pivot_root": (155, 41),
-    "acct": (163, 89),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "reboot": (169, 142),
-    "init_module": (175, 105),
-    "delete_module": (176, 106),
-    "quotactl": (179, 60),
-    "kexec_load": (246, 104),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "unshare": (272, 97),
-    "perf_event_open": (298, 241),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "setns": (308, 268),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "finit_module": (313, 273),
-    "memfd_create": (319, 279),
-    "kexec_file_load": (320, 294),
-    "bpf": (321, 280),
-    "userfaultfd": (323, 282),
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    **{name: (n, n) for n, name in enumerate(("io_uring_setup", "io_uring_enter"), 425)},
-    **{
-        name: (n, n)
-        for n, name in enumerate(
-            ("io_uring_register", "open_tree", "move_mount", "fsopen", "fsconfig", "fsmount"), 427
-        )
-    },
-    "fspick": (433, 433),
-    "pidfd_getfd": (438, 438),
-    "mount_setattr": (_MOUNT_SETATTR, _MOUNT_SETATTR),
-    "memfd_secret": (447, 447),
-}
+    "ptrace": (101, 117), "syslog": (103, 116), "personality": (135, 92),
+    "pivot_root": (155, 41), "acct": (163, 89), "mount": (165, 40), "umount2": (166, 39),
+    "swapon": (167, 224), "swapoff": (168, 225), "reboot": (169, 142),
+    "init_module": (175, 105), "delete_module": (176, 106), "quotactl": (179, 60),
+    "kexec_load": (246, 104), "add_key": (248, 217), "request_key": (249, 218),
+    "keyctl": (250, 219), "unshare": (272, 97), "perf_event_open": (298, 241),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "setns": (308, 268),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "finit_module": (313, 273), "memfd_create": (319, 279), "kexec_file_load": (320, 294),
+    "bpf": (321, 280), "userfaultfd": (323, 282), "shmget": (29, 194), "msgget": (68, 186),
+    "semget": (64, 190), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427), "open_tree": (428, 428), "move_mount": (429, 429),
+    "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
+    "pidfd_getfd": (438, 438), "mount_setattr": (442, 442), "memfd_secret": (447, 447),
+}  # fmt: skip
 _CLONE, _SOCKET, _CLONE3 = (56, 220), (41, 198), 435
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the numbers, and AUDIT_ARCH."""
@@ -104,7 +73,7 @@ def set_flags(target: str, flags: int, *, recursive: bool = False) -> None:
     """Set the flags of a mount. Needs Linux 5.12."""
     attributes = struct.pack("QQQQ", flags, 0, 0, 0)
     result = _libc.syscall(
-        ctypes.c_long(_MOUNT_SETATTR),
+        _number("mount_setattr"),
         ctypes.c_int(_AT_FDCWD),
         target.encode(),
         ctypes.c_uint(_RECURSIVE if recursive else 0),
@@ -116,9 +85,12 @@ def set_flags(target: str, flags: int, *, recursive: bool = False) -> None:
 
 def pivot(new_root: str, old_root: str) -> None:
     """Make `new_root` the root. The old root appears at `old_root`, a folder below the new one."""
-    number = {"x86_64": 155, "aarch64": 41}[os.uname().machine]
-    result = _libc.syscall(ctypes.c_long(number), new_root.encode(), old_root.encode())
+    result = _libc.syscall(_number("pivot_root"), new_root.encode(), old_root.encode())
     _check(result, "pivot_root")
+
+
+def _number(name: str) -> ctypes.c_long:
+    return ctypes.c_long(_DENIED[name][_MACHINES[os.uname().machine][0]])
 
 
 def detach(target: str) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from millrace.environments.chat import ToolError
 from millrace.errors import EpisodeError
-from millrace.tools.sandbox import Limits, Result, Running, Sandbox
+from millrace.tools.sandbox import Result, Sandbox
+from millrace.tools.start import Limits, Running
 
 _LOOP = """
 import ast, json, os, struct, sys, traceback
@@ -157,12 +157,4 @@ def describe(result: Result, limits: Limits) -> str:
 
 
 def _note(reason: str, limits: Limits) -> str:
-    with suppress(KeyError):
-        return _NOTES[reason].format(
-            wall_s=limits.wall_s,
-            cpu_s=limits.cpu_s,
-            memory=limits.memory,
-            processes=limits.processes,
-            output=limits.output,
-        )
-    return ""
+    return _NOTES.get(reason, "").format(**asdict(limits))

@@ -34,6 +34,7 @@ _HANDLERS_S = 2.0
 def start(arguments: dict[str, Any]) -> AsyncLLM:
     """Start vLLM. Raise WorkerError with the last error in the log of vLLM's processes."""
     os.environ[HOST_PID] = str(os.getpid())
+    os.umask(0o077)  # vLLM's sockets in /tmp carry pickles, so they are the user's alone
     log, over = _Log(), threading.Event()
     threading.Thread(target=_end_failed_core, args=(log, over), name="start", daemon=True).start()
     try:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import msgspec
 
@@ -22,12 +21,20 @@ DEADLINE_S = 2.0
 _MOST_BYTES = 256 * 2**20
 
 
-def processes(run: Path) -> list[dict[str, Any]]:
-    """Return what each process of a run wrote about itself: name, pid, host."""
+class Told(TypedDict):
+    """What a process of a run wrote about itself."""
+
+    name: str
+    pid: int
+    host: str
+
+
+def processes(run: Path) -> list[Told]:
+    """Return what each process of a run wrote about itself. Other files do not count."""
     found = []
     for path in sorted((run / FOLDER).glob("[!.]*.json")):
-        with contextlib.suppress(OSError, ValueError):
-            found.append(json.loads(path.read_text()))
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            found.append(msgspec.json.decode(path.read_bytes(), type=Told))
     return found
 
 
@@ -60,7 +67,7 @@ def _judge_death(answer: Answer) -> None:
         answer.dead = f"{what} (process {answer.pid}) has ended; its log is in RUN/logs"
 
 
-def ask_one(run: Path, told: dict[str, Any]) -> list[Answer]:
+def ask_one(run: Path, told: Told) -> list[Answer]:
     """Ask one of `processes`. With Ray, the driver answers for all."""
     path = run / FOLDER / f"{told['name']}.sock"
     data = b""

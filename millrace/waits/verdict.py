@@ -270,14 +270,15 @@ def report(verdict: Verdict) -> str:
     """Return the whole report as text: the sentence, the way to the culprit, waits and stacks."""
     lines = [verdict.sentence, *([f"Next: {verdict.next}."] if verdict.next else [])]
     lines += [f"also stands still: {other}" for other in verdict.others]
-    lines += ["", "the way from the trainer:", *(f"  {step}" for step in verdict.chain)]
-    lines += ["", "processes:"]
+    if verdict.chain:
+        lines += ["", "the way from the trainer:", *(f"  {step}" for step in verdict.chain)]
+    lines += ["", "processes:"] if verdict.answers else []
     for a in verdict.answers:
         lines.append(f"  {_process_line(a)}")
         lines += [f"    child {c.pid} {c.state} {c.wchan} {c.command[:80]}" for c in a.children]
-    lines += ["", "waits, the oldest first:"]
     waits = [(w, a) for a in verdict.answers for w in a.waits]
     waits.sort(key=lambda pair: -pair[0].seconds)
+    lines += ["", "waits, the oldest first:"] if waits else []
     for w, a in waits[:_MOST_LINES]:
         who = w.who or a.name
         whom = f" on {w.whom}" if w.whom else ""

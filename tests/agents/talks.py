@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, cast
 
-from millrace.agents.live import LiveEpisode
+from millrace.agents.conversation import Conversation
+from millrace.agents.live import LiveEpisode, ServiceOptions
 from millrace.agents.request import ChatRequest, ChatTurn, Finish
-from millrace.agents.service import Answer, Service, ServiceOptions
-from millrace.agents.wire import Sampling, json_text
+from millrace.agents.service import Answer, Service
+from millrace.agents.wire import json_text
 from millrace.ports import PolicySession
 from millrace.types import Message, Tokens, Turn, floats_of, tokens_of
 
@@ -31,7 +32,7 @@ def options(**changes: Any) -> ServiceOptions:
     given: dict[str, Any] = {
         "model": "policy",
         "max_model_len": 4096,
-        "sampling": Sampling(),
+        "temperature": 1.0,
         "strict": False,
         "turn_deadline_s": 20.0,
         "retry_grace_s": 5.0,
@@ -161,7 +162,7 @@ class Desk:
         self.episode = self.open()
 
     def open(self) -> LiveEpisode:
-        return self.service.open(self.talk, cast(PolicySession, self.session))
+        return self.service.open(cast(Conversation, self.talk), cast(PolicySession, self.session))
 
     async def post(self, path: str, body: Any, key: str | None = None, **headers: str) -> Answer:
         given = {"authorization": f"Bearer {self.episode.key if key is None else key}"}

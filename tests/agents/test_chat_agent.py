@@ -10,12 +10,12 @@ import pytest
 
 from millrace import codec
 from millrace.agents.chat_agent import ChatOptions
-from millrace.agents.scripted import demonstration
 from millrace.environments.chase import Chase
 from millrace.environments.chat import Start, Step
 from millrace.environments.task_tools import TaskWithTools
 from millrace.environments.tools import CallLimits, Cut, FunctionTool
 from millrace.errors import DataError, EpisodeError
+from millrace.rollout.demonstration import demonstration
 from millrace.rollout.session import Limits
 from millrace.types import Author, Message, Prompt, Score, Trajectory
 from tests.agents.scripts import CHAT, EOS, agent_of, play, prompt_of

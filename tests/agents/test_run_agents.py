@@ -186,7 +186,7 @@ def test_a_taskset_of_verifiers_is_trained(tmp_path: Path) -> None:
         "rollout.max_prompt_length=512",
         "rollout.max_response_length=16",
         f"data.train_files=[{tmp_path / 'rows.jsonl'}]",
-        steps=2,
+        steps=1,
     )
 
 

@@ -215,6 +215,30 @@ async def test_parts_that_are_no_text_are_refused(part: Any) -> None:
 
 
 @in_loop
+async def test_a_tools_answer_without_the_id_of_its_call_is_refused() -> None:
+    desk = Desk(lambda _: said("hi"))
+    given = {"messages": [{"role": "user", "content": "?"}, {"role": "tool", "content": "12"}]}
+    answer = await desk.post(CHAT, given)
+    assert answer.status == 400 and "messages[1].tool_call_id" in str(answer.body)
+    blocks = [{"role": "user", "content": [{"type": "tool_result", "content": "12"}]}]
+    answer = await desk.post("/v1/messages", {"messages": blocks, "max_tokens": 5})
+    assert answer.status == 400 and "tool_call_id" in str(answer.body)
+    items = [{"type": "function_call_output", "output": "12"}]
+    answer = await desk.post("/v1/responses", {"input": items})
+    assert answer.status == 400 and "tool_call_id" in str(answer.body)
+    assert not desk.talk.requests
+
+
+@in_loop
+async def test_an_empty_input_of_a_response_is_a_message() -> None:
+    desk = Desk(lambda _: said("hi"))
+    first = await body(desk, "/v1/responses", {"input": ""})
+    assert desk.talk.requests[-1].messages == ({"role": "user", "content": ""},)
+    await body(desk, "/v1/responses", {"input": "", "previous_response_id": first["id"]})
+    assert [m["role"] for m in desk.talk.requests[-1].messages] == ["user", "assistant", "user"]
+
+
+@in_loop
 async def test_no_body_is_a_500() -> None:
     """Bodies with random fields and values are served or refused, never an error of ours."""
     rng = random.Random(0)

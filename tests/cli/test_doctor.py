@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -50,3 +51,14 @@ def test_the_doctor_names_a_ray_token_that_others_read_and_a_cluster_without_one
     assert checkup._ray_token().state == "good"
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert checkup._ray_token().state == "warning"
+
+
+def test_the_doctor_warns_where_every_process_compiles_its_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))  # nothing is compiled there
+    found = checkup._bytecode()
+    assert (found.state, found.fix) == ("warning", "unset PYTHONDONTWRITEBYTECODE")
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert checkup._bytecode().state == "good"

@@ -55,12 +55,18 @@ def test_help_teaches_the_first_command_the_keys_and_the_exit_codes(
         assert part in out
     for command in ("train", "sft", "eval", "export", "ledger", "doctor"):
         assert f" {command} " in out
+    assert out.index(" train ") < out.index(" import-verl ") < out.index(" bench ")
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "eval", "export", "ledger", "doctor"])
 def test_every_command_has_help(run: Callable[..., Any], command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0 and f"millrace {command}" in out and "--json" in out
+    assert run(command, "-h") == (0, out, "")
+
+
+def test_the_terminal_wraps_the_paragraphs_of_a_help(run: Callable[..., Any]) -> None:
+    assert "The kernel says what is known of a process" in run("why", "--help")[1]
 
 
 @pytest.mark.parametrize(
@@ -178,6 +184,8 @@ def test_a_ledger_of_what_is_no_run_is_refused(run: Callable[..., Any], tmp_path
         code, out, err = run("ledger", folder)
         assert (code, out) == (2, "")
         assert err.startswith(f"error: RUN = {folder!r}: {rule}")
+    (tmp_path / ".millrace-run").touch()
+    assert "the run has not trained yet" in run("ledger", str(tmp_path))[2]
 
 
 def write_history(folder: Path, *trained: list[int], held: tuple[int, ...] = ()) -> None:

@@ -18,6 +18,7 @@ from millrace.data.rows import Problem, texts
 from millrace.data.sources import load_source
 from millrace.data.tokenizer import ROLES, make_tokenizer
 from millrace.errors import ConfigError, DataError
+from millrace.types import tokens_of
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -55,6 +56,15 @@ def test_chars_round_trip_exactly_and_take_one_token_a_character(text: Any) -> N
 @settings(deadline=None)
 def test_bpe_round_trips_any_text(text: Any) -> None:
     assert bpe().decode(bpe().encode(text)) == text  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(0, 255)), st.sampled_from(["chars", "bpe", "chatml"]))
+@settings(deadline=None)
+def test_decode_is_the_tokenizers_own(ids: list[int], kind: str) -> None:
+    chat = {"chars": chars, "bpe": bpe, "chatml": lru_cache(chatml)}[kind]()
+    tokens = tokens_of([i % len(chat.tokenizer) for i in ids])
+    clean = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    assert chat.decode(tokens) == chat.tokenizer.decode(list(tokens), **clean)
 
 
 def test_bpe_keeps_digits_apart_and_makes_a_preamble_short() -> None:

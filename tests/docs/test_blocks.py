@@ -12,8 +12,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from millrace.rewards.functions import load_function
 from millrace.run import problems
 from tests.docs import pages
 from tests.docs.pages import Block
+from tests.e2e import runs
 
 pytestmark = pytest.mark.xdist_group("docs")
 
@@ -58,15 +57,13 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for block in BLOCKS:
         if block.title:
             (folder / block.title).write_text(f"{block.text}\n")
-    train = [sys.executable, "-m", "millrace", "train", "quickstart", *TINY.split()]
-    env = os.environ | {"PYTHONPATH": str(pages.ROOT)}
-    done = subprocess.run(train, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
     before, patch = Path.cwd(), pytest.MonkeyPatch()
-    for module in (main, bench):
-        patch.setattr(module, "run_async", lambda *_: pytest.fail("not a dry run"))
     os.chdir(folder)
     try:
+        done = runs.millrace("train", "quickstart", *TINY.split())
+        assert done.code == 0, done.err
+        for module in (main, bench):
+            patch.setattr(module, "run_async", lambda *_: pytest.fail("not a dry run"))
         millrace(["export", "runs/quickstart-1", "my-model"])
         make_base_model()
         yield folder

@@ -19,7 +19,7 @@ from millrace.pipeline.history import audit
 from millrace.run.engines import build_engines
 from millrace.run.folder import RunDir
 from millrace.runtime.host import Host
-from millrace.runtime.rpc import Peer
+from millrace.runtime.rpc import Limit, Peer
 from millrace.runtime.worker import RolloutWorker, TrainWorker, make_worker
 from millrace.schedule.modes import MODES
 from millrace.waits.answer import Answer
@@ -179,6 +179,11 @@ class InThisProcess:
 
     async def end(self, peer: Peer) -> None:
         return None
+
+    def release(self, replica: int) -> None: ...
+
+    async def limit(self) -> Limit:
+        return Limit(None)
 
     def answers(self) -> list[Answer]:
         return []

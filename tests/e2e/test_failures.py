@@ -49,7 +49,10 @@ def attempts(folder: Path) -> int:
 
 
 def wait_for(
-    ready: Callable[[], bool], process: subprocess.Popen[bytes], output: Path, seconds: float = 90.0
+    ready: Callable[[], bool],
+    process: subprocess.Popen[bytes],
+    output: Path,
+    seconds: float = 150.0,
 ) -> None:
     end = time.monotonic() + seconds
     while not ready():

@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("mcp", reason="the extra mcp is not installed")
 
 from millrace.environments.chat import Tool, ToolError
-from millrace.environments.mcp_tools import McpOptions, McpServers, function_schema
+from millrace.environments.mcp_connection import function_schema
+from millrace.environments.mcp_tools import McpOptions, McpServers
 from millrace.errors import EpisodeError
 from tests.environments.servers import HERE, mcp_command, prompt, run, started
 

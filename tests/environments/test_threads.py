@@ -65,6 +65,7 @@ def test_calls_that_never_return_keep_no_other_call_waiting(
 ) -> None:
     """The pool of asyncio.to_thread has fewer threads than these calls. Checkpoints need it too."""
     monkeypatch.setattr(threads, "MOST_LOST", 40)
+    monkeypatch.setattr(threads, "_lost", set())  # without those of other tests
     go = threading.Event()
     late = calls_of(go.wait, 40, deadline_s=0.1)
     assert late == ["Error: the call took longer than 0.1 s"] * 40

@@ -344,15 +344,18 @@ MUTANTS: dict[str, Plant] = {
 """The planted bugs by name."""
 
 
+_NEEDS = {"joiner": "scale", "leaver": "scale", "gone": "node_leaves", "still": "rank_stands"}
+"""The kind of fault that a bug needs, by the first word of its name."""
+
+
 def seeds_of(name: str, most: int) -> Sequence[int]:
     """Return the seeds for a bug.
 
-    Those of a recovery need worlds in which the trainer is lost, and those of a joiner or a leaver
-    need worlds in which a user asks for another number of replicas.
+    Those of a recovery need worlds in which the trainer is lost. Others need a kind of fault.
     """
-    if name.startswith(("joiner", "leaver")):
-        scales = (k for k in count() if any("scale" in fault.kind for fault in draw(k).faults))
-        return [*islice(scales, most)]
+    if kind := _NEEDS.get(name.partition(" ")[0]):
+        worlds = (k for k in count() if any(kind in fault.kind for fault in draw(k).faults))
+        return [*islice(worlds, most)]
     return range(3, 4 * most, 4) if name.startswith("recovery") else range(most)
 
 

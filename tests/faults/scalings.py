@@ -1,12 +1,16 @@
-"""Bugs of replicas that join and leave a running run."""
+"""Bugs of replicas that join and leave, with their nodes too, and of ranks that stand still."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from millrace.rollout.roster import Roster
 from millrace.run.keeper import Keeper
+from millrace.run.scaling import Scaler
+from millrace.runtime.recovering import RecoveringTrainEngine
 from tests.faults.planting import patched
 
 
@@ -30,7 +34,7 @@ def leaver_ended_too_early() -> Any:
     def make(leave: Any) -> Any:
         async def mutant(self: Keeper, replica: int) -> None:
             engine = self._engines[replica]
-            await self._starter.end(engine.peer)
+            await self.starter.end(engine.peer)
             self.roster.lose(replica, self.roster.incarnation(replica), "it left")
             await leave(self, replica)
 
@@ -39,7 +43,51 @@ def leaver_ended_too_early() -> Any:
     return patched(Keeper, "leave", make)
 
 
+def gone_node_counts_as_a_failure() -> Any:
+    """A replica whose node is gone fails again and again, and is given up."""
+
+    def make(leave: Any) -> Any:
+        def mutant(self: Roster, replica: int, *why: str) -> None:
+            (self.start_failed if why else partial(leave, self))(replica, *why)
+
+        return mutant
+
+    return patched(Roster, "leave", make)
+
+
+def gone_node_is_followed_by_none() -> Any:
+    """A replica that left with its node does not come back."""
+
+    def make(fill: Any) -> Any:
+        async def mutant(self: Scaler) -> None:
+            return None
+
+        return mutant
+
+    return patched(Scaler, "_fill", make)
+
+
+def rank_that_pauses_is_lost() -> Any:
+    """A rank that stands still for a while is lost at once."""
+
+    def make(all_: Any) -> Any:
+        async def mutant(self: RecoveringTrainEngine, *args: Any) -> Any:
+            try:
+                async with asyncio.timeout(4.0):
+                    return await all_(self, *args)
+            except TimeoutError:
+                self.ranks.peers[0].mark_dead("too slow")
+                return await all_(self, *args)
+
+        return mutant
+
+    return patched(RecoveringTrainEngine, "_all", make)
+
+
 SCALINGS: dict[str, Callable[[], Any]] = {
     "joiner serving at once": joiner_serving_at_once,
     "leaver ended too early": leaver_ended_too_early,
+    "gone node counts as a failure": gone_node_counts_as_a_failure,
+    "gone node is followed by none": gone_node_is_followed_by_none,
+    "still rank is lost at once": rank_that_pauses_is_lost,
 }

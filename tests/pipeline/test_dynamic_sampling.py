@@ -279,7 +279,7 @@ def test_nothing_is_admitted_for_a_drop_while_rollouts_are_pause_for_sync() -> N
                 assert rollouter.unfinished == 0 and ledger.occupied
                 await asyncio.sleep(1.0)  # the scores come
                 assert ledger.occupied == 0 and ledger.admitted == before
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
             assert ledger.occupied == 8 and ledger.admitted == before + 8
             task.cancel()
 

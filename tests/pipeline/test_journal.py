@@ -1,8 +1,7 @@
-"""The journal: its files, what a resume takes from them, and a disk that refuses."""
+"""The journal: its files, and what a resume takes from them."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 
 from millrace.errors import CheckpointError
 from millrace.pipeline import journal, journal_file
-from millrace.pipeline.journal import Journal
 from millrace.pipeline.journal_file import (
     FORMAT,
     Batch,
@@ -25,36 +23,17 @@ from millrace.pipeline.journal_file import (
 )
 from millrace.pipeline.recall import Past, until
 from millrace.schedule.ledger import Ledger, State
-from millrace.schedule.schedule import Schedule
 from millrace.simulate.faults.disk import Disk, SimPath, View
 from millrace.types import (
     Author,
     Prompt,
     Sample,
-    Score,
     Segment,
-    Stop,
     Thread,
     Trajectory,
-    floats_of,
     tokens_of,
 )
-
-HEADER = Header(FORMAT, 1, 0, "samples", "training")
-PROMPT = Prompt(0, tokens_of([1, 2]), "", "test")
-
-
-def drawn(*versions: int, done: bool = True) -> Trajectory:
-    """Return a trajectory with two tokens of each version."""
-    stops = [Stop.INTERRUPTED] * len(versions)
-    if done:
-        stops[-1] = Stop.EOS
-    segments = tuple(
-        Segment(tokens_of([7, v]), Author.POLICY, v, floats_of([-0.5, -1.5]), stop)
-        for v, stop in zip(versions, stops, strict=True)
-    )
-    whole = Trajectory.of(segments)
-    return whole.with_score(Score(0.5, {"right": 1.0})) if done else whole
+from tests.pipeline.journals import HEADER, PROMPT, Said, drawn, ledger_at
 
 
 def finished(i: int, *versions: int) -> Finished:
@@ -161,23 +140,6 @@ def test_a_resume_reads_the_newest_attempt_and_what_it_did_not_replace() -> None
 # -- what a resume may use
 
 
-def ledger_at(waiting: int = 4, version: int = 2) -> Ledger:
-    """Return a ledger at a version, with samples 4 to 4 + `waiting` that wait."""
-    ledger = Ledger(Schedule(ppo_mini_batch_size=2, staleness_threshold=3.0))
-    for _ in range(version * 2):
-        i = ledger.admit(PROMPT)
-        ledger.start(i)
-        ledger.finish(i, Sample(PROMPT, ()))
-        if i % 2:
-            ledger.take()
-            ledger.trained()
-            ledger.seal()
-            ledger.published()
-    for _ in range(waiting):
-        ledger.admit(PROMPT)
-    return ledger
-
-
 def past_of(*batches: Batch, same: bool = True, ledger: Ledger | None = None) -> Past:
     past = Past()
     for batch in batches:
@@ -250,37 +212,6 @@ def test_threads_are_cut_before_the_first_later_token() -> None:
     )
     assert until(talk, 4) is talk
     assert until(talk, 3) == Trajectory((Thread((first,)),))
-
-
-# -- the disk
-
-
-class Said(list[str]):
-    def __call__(self, text: str) -> None:
-        self.append(text)
-
-
-def test_a_sample_that_cannot_be_packed_ends_the_journal_and_not_the_run(tmp_path: Path) -> None:
-    said, ledger = Said(), ledger_at(1, 0)
-    kept = Journal(tmp_path, ledger, HEADER, Past(), save_freq=1, note=said)
-    odd = Trajectory(ended="done", messages=({"content": object()},))
-    kept.finished(0, Sample(PROMPT, (odd,)))
-
-    async def main() -> None:
-        task = asyncio.create_task(kept.run())
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-
-    asyncio.run(main())
-    assert "cannot be packed: cannot encode object" in said[0] and not kept.working
-
-
-def finish(ledger: Ledger, kept: Journal, i: int) -> None:
-    ledger.start(i)
-    sample = Sample(PROMPT, (drawn(0),))
-    kept.finished(i, sample)
-    ledger.finish(i, sample)
 
 
 def test_a_checkpoint_removes_the_files_that_no_resume_reads(tmp_path: Path) -> None:

@@ -1,17 +1,20 @@
-"""The journal on a disk that is full for a time."""
+"""A journal on a disk that refuses, and facts that cannot be written."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
 from millrace.pipeline import journal_file
 from millrace.pipeline.journal import PROBE_S, Journal
 from millrace.pipeline.recall import Past
+from millrace.schedule.ledger import Ledger
 from millrace.simulate.faults.disk import Disk, SimPath, View, simulated_disk
 from millrace.simulate.faults.world import WorldLoop
-from tests.pipeline.test_journal import HEADER, Said, finish, ledger_at
+from millrace.types import Sample, Trajectory
+from tests.pipeline.journals import HEADER, PROMPT, Said, drawn, ledger_at
 
 
 def test_a_full_disk_ends_the_journal_until_the_next_checkpoint() -> None:
@@ -85,3 +88,26 @@ def test_a_journal_asks_for_a_checkpoint_as_soon_as_the_disk_takes_files_again()
         assert [p.name for p in journal_file.files(folder)] == [
             "000001-000000.log", "000001-000001.log"
         ]  # fmt: skip
+
+
+def test_a_sample_that_cannot_be_packed_ends_the_journal_and_not_the_run(tmp_path: Path) -> None:
+    said, ledger = Said(), ledger_at(1, 0)
+    kept = Journal(tmp_path, ledger, HEADER, Past(), save_freq=1, note=said)
+    odd = Trajectory(ended="done", messages=({"content": object()},))
+    kept.finished(0, Sample(PROMPT, (odd,)))
+
+    async def main() -> None:
+        task = asyncio.create_task(kept.run())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(main())
+    assert "cannot be packed: cannot encode object" in said[0] and not kept.working
+
+
+def finish(ledger: Ledger, kept: Journal, i: int) -> None:
+    ledger.start(i)
+    sample = Sample(PROMPT, (drawn(0),))
+    kept.finished(i, sample)
+    ledger.finish(i, sample)

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from millrace.observe.watch import Event, Watcher
+from millrace.schedule.ledger import Ledger
 from millrace.schedule.schedule import OnSync
 from millrace.simulate.cost import CostModel
 from tests.pipeline.simulated import RUNS, Outcome, Record, parts_of, schedule_of, simulate
@@ -302,3 +304,30 @@ def test_async_partial_is_faster_than_colocated_sync_on_a_long_tail_with_slow_re
         schedule_of("async_partial", mini=8), 128, cost=CostModel(reward_s=0.3, share=0.5), slots=32
     )
     assert partial.seconds < sync.seconds
+
+
+@pytest.mark.parametrize("mode", ["async_partial", "async_swap", "async_staleness"])
+def test_a_step_whose_samples_are_ready_is_sent_before_the_requests_of_a_new_version(
+    mode: str,
+) -> None:
+    firsts: list[str] = []
+
+    def watchers(now: float, ledger: Ledger) -> list[Watcher]:
+        looking = False
+
+        def watcher(event: Event) -> None:
+            nonlocal looking
+            if event.name == "published":
+                looking = ledger.can_take()
+            elif looking and (event.name, event.phase) in [
+                ("train", "state"),
+                ("request", "begin"),
+            ]:
+                firsts.append(event.name)
+                looking = False
+
+        return [watcher]
+
+    slow = CostModel(step_s=30.0)
+    simulate(schedule_of(mode, staleness=2.0), 80, cost=slow, watchers=watchers)
+    assert len(firsts) > 3 and set(firsts) == {"train"}

@@ -41,7 +41,7 @@ SAMPLES = 40
 COST = CostModel(reward_s=0.3, token_s=0.02, transfer_s=0.5)
 SOON_S = 60.0
 """A stop takes at most its grace plus this time."""
-VALIDATIONS = {"no validation": 0.0, "a short validation": 2.0, "a long validation": 10 * SOON_S}
+VALIDATIONS = {"no validation": 0.0, "a short validation": 2.0, "a long validation": 3 * SOON_S}
 """Seconds that the validation of each version takes."""
 GRACES = {"no grace": 0.0, "a short grace": 0.7, "a long grace": 1000.0}
 

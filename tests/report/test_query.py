@@ -151,6 +151,11 @@ def test_an_error_is_one_line(sql: str, said: str, run: Path) -> None:
     assert said in text and "\n" not in text and "Fix: " in text and raised.value.exit_code == 2
 
 
+def test_a_name_with_a_slash_needs_quotes(run: Path) -> None:
+    with pytest.raises(ConfigError, match='Fix: "reward/mean" in double quotes'):
+        query(run, "select version, reward/mean from metrics")
+
+
 def test_damaged_files_are_read_as_far_as_they_are_whole(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('3\n[]\n{"version": "x"}\n{"version": 4, "a": "text", "b": 1' + "0" * 400)

@@ -88,7 +88,7 @@ def test_a_killed_run_is_told_from_one_that_ended(tmp_path: Path) -> None:
     assert killed.returncode == -signal.SIGKILL
     look = Looker(tmp_path / "run").look()
     assert look.state == "gone" and look.ended
-    assert "killed or failed" in words(drawn(look))
+    assert "killed, failed, or never trained" in words(drawn(look))
 
 
 def test_a_process_that_took_the_number_of_a_dead_one_is_not_the_run(run: Run) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from millrace.errors import RewardError
 from millrace.ports import Agent, Reply
 from millrace.rollout.episode import EnvironmentAgent, SingleTurn, request_seed, run_episode
+from millrace.rollout.requests import Start, cut_by_version
 from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
 from millrace.types import (
@@ -30,6 +31,7 @@ from millrace.types import (
     Stop,
     Tokens,
     Trajectory,
+    floats_of,
     tokens_of,
 )
 from tests.rollout.helpers import said
@@ -357,3 +359,18 @@ def test_shaping_keeps_the_components_of_a_reward() -> None:
         Score(0.5, {"format": 1.0}), Trajectory.of((said([1, 2, 3]),))
     )
     assert shaped == Score(0.0, {"format": 1.0, "overlong_reward": -0.5}, 0.5)
+
+
+def test_settings_with_another_seed_keep_every_other_field() -> None:
+    params = SamplingParams(9, 0.5, 0.9, 40, ("a", "b"), 1, 3, True, False, 7)
+    assert all(getattr(params, f.name) != f.default for f in fields(SamplingParams))
+    assert params.with_seed(5) == replace(params, seed=5)
+
+
+@pytest.mark.parametrize("kv_version", [2, 3])
+def test_a_response_of_one_version_is_one_segment(kv_version: int) -> None:
+    tokens, log_probs = tokens_of([5, 6]), floats_of([-1.0, -2.0])
+    (one,) = cut_by_version(tokens, log_probs, [Start(0, 3, kv_version)], Stop.EOS)
+    oldest = None if kv_version == 3 else 2
+    assert one == Segment(tokens, version=3, log_probs=log_probs, stop=Stop.EOS, kv_version=oldest)
+    assert cut_by_version(tokens_of(), floats_of(), [Start(0, 3, 3)], Stop.INTERRUPTED) == ()

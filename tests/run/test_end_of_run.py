@@ -14,6 +14,7 @@ import pytest
 
 from millrace.config import recipe
 from millrace.errors import MillraceError
+from millrace.observe.progress import Progress
 from millrace.run import train as at_train
 from millrace.run.stop import StopRequest
 from millrace.run.train import Outcome, train
@@ -67,8 +68,11 @@ async def end_while_writing(
 def test_a_stop_during_the_report_keeps_a_complete_run_complete(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Progress, "note", lambda _, text: said.append(text))
     outcome, stop = asyncio.run(end_while_writing(monkeypatch, tmp_path, None))
     assert outcome.complete and outcome.report is None
+    assert said == [f"stopped before the report was written: `millrace report {tmp_path}`"]
     assert not stop.request(), "there is nothing left to save"
 
 

@@ -171,7 +171,7 @@ def test_a_machine_without_isolation_is_refused(
                 pass
         return str(caught.value)
 
-    monkeypatch.setattr("millrace.tools.sandbox._START", "raise OSError('unshare: not permitted')")
+    monkeypatch.setattr("millrace.tools.start._START", "raise OSError('unshare: not permitted')")
     text = asyncio.run(refused())
     assert text.startswith("reward.sandbox = True: the reward cannot run: sandbox level namespaces")
     assert "allow unprivileged user namespaces" in text and "reward.sandbox=false" in text

@@ -48,10 +48,27 @@ class Engine:
     async def wake(self) -> None:
         await asyncio.sleep(1000.0)
 
+    async def activate(self) -> None:
+        async with self.turn:
+            await asyncio.sleep(60.0)
+
+
+@dataclass
+class BlockedEngine(Engine):
+    """An engine whose process answers nothing while a version becomes live."""
+
+    async def stats(self) -> RolloutStats:
+        async with self.turn:
+            return await super().stats()
+
 
 @dataclass
 class Root:
     engine: Engine
+
+    @property
+    def receiver(self) -> Engine:
+        return self.engine
 
 
 @asynccontextmanager
@@ -124,3 +141,18 @@ def test_a_replica_without_requests_is_not_asked_about_its_progress() -> None:
             assert len(asyncio.all_tasks()) == 1
 
     clock.run(main())
+
+
+def test_totals_may_wait_for_a_version_that_becomes_live() -> None:
+    """The trainer asks for both at once. A replica with a large model is then not lost."""
+
+    async def activate() -> RolloutStats:
+        async with replica(BlockedEngine(1.0, 1, drawn=3)) as remote:
+            await remote.stats()
+            activation = asyncio.ensure_future(remote.peer.call("receiver.activate"))
+            await asyncio.sleep(0)
+            totals = await remote.stats()
+            await activation
+        return totals
+
+    assert clock.run(activate()) == RolloutStats(tokens=3)

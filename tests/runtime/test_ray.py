@@ -19,18 +19,19 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from millrace.config import recipe
-from millrace.errors import ConfigError, WorkerError
+from millrace.errors import ConfigError, NoDevices, WorkerError
 from millrace.pipeline.history import audit
 from millrace.run.session import open_session
 from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
 from millrace.run.train import Outcome, run_training
-from millrace.runtime import ray as ray_runtime
-from millrace.runtime import ray_token
+from millrace.runtime import ray_places, ray_token
 from millrace.runtime.ray import RayRuntime
 from millrace.runtime.ray_token import NO_TOKEN
 from tests.e2e import runs
 from tests.runtime.test_placement import config
+
+pytestmark = pytest.mark.xdist_group("ray cluster")  # one worker starts the cluster once
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def test_what_no_waiting_would_place_is_refused_with_the_arithmetic(
 def test_devices_that_others_hold_are_waited_for_and_then_told(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_runtime, "PLACEMENT_DEADLINE_S", 1.0)
+    monkeypatch.setattr(ray_places, "PLACEMENT_DEADLINE_S", 1.0)
     ray.init(address=cluster.address, ignore_reinit_error=True, log_to_driver=False)
     others = placement_group([{"GPU": 3.0}])
     assert others.wait(10)
@@ -127,8 +128,9 @@ async def gpus_of_actors(runtime: RayRuntime, roles: dict[str, int]) -> dict[str
             )
         )  # fmt: skip
         role = {"TrainWorker": "trainer", "RolloutWorker": "rollout"}[name]
-        found[f"{role}-{sum(1 for k in found if k.startswith(role))}"] = (place[0], place[1])
-    return found
+        assert worker.peer.name.startswith(role)
+        found[worker.peer.name] = (place[0], place[1])
+    return {name: found[name] for role in roles for name in sorted(found) if role in name}
 
 
 def test_colocated_sides_share_gpus_one_to_one(cluster: Cluster, tmp_path: Path) -> None:
@@ -162,6 +164,30 @@ def test_a_replica_of_two_gpus_has_both_on_one_node_beside_the_trainers(
                 == found["rollout-0"][0]
                 != found["rollout-1"][0]
             )
+
+    asyncio.run(main())
+
+
+def test_a_further_replica_gets_two_gpus_that_nobody_has_and_gives_them_back(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The start takes the four GPUs of one node. The other node has two."""
+
+    async def main() -> None:
+        async with opened(cluster, tmp_path, (1, 2), (1, 2), tp=2, gpus_in_node=4) as runtime:
+            found = await gpus_of_actors(runtime, {"rollout": 2})
+            assert [gpus for _, gpus in found.values()] == ["2,3", "0,1"]
+            assert found["rollout-0"][0] != found["rollout-1"][0]
+            assert (await runtime.limit()).most == 2
+            with pytest.raises(NoDevices, match="no node of the cluster has 2 GPUs free"):
+                await asyncio.wait_for(runtime.start("rollout-2", "rollout", 2), 5)
+            last = next(w.peer for w in runtime._workers if w.peer.name == "rollout-1")
+            await runtime.end(last)
+            runtime.release(1)
+            async with asyncio.timeout(10):
+                while (await runtime.limit()).most != 2:  # noqa: ASYNC110 - Ray has no event
+                    await asyncio.sleep(0.1)
+            assert [*runtime._places._seats] == [0]
 
     asyncio.run(main())
 

@@ -17,7 +17,7 @@ import pytest
 
 from millrace.errors import DeadlineError, RewardError, SyncError, WorkerError
 from millrace.ports import RolloutStats, StepReport, TrainBatch
-from millrace.runtime.host import HEADER, Host
+from millrace.runtime.host import HEADER, Host, write_frame
 from millrace.runtime.rpc import Peer, read_frame
 from millrace.types import (
     Author,
@@ -305,6 +305,36 @@ def test_cancelling_a_call_frees_the_remote_task() -> None:
             assert call.cancelled() or call.done()
 
     asyncio.run(main())
+
+
+def test_a_host_forgets_a_call_that_ended_and_one_that_is_cancelled_before_it_begins() -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            host = Host(Root(), lambda frame: peer.receive(frame), tasks)
+            peer = Peer("rollout-0", host.receive, deadline_s=20.0)
+            assert await peer.call("engine.number", (1,), int) == 1
+            call = asyncio.create_task(peer.call("engine.hang"))
+            await asyncio.sleep(0)
+            call.cancel()  # The call and its cancellation travel in one frame.
+            await asyncio.sleep(0.01)
+            assert call.cancelled() and not host._tasks
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("size, writes", [(10, 1), (2**20 - 1, 1), (2**20, 2)])
+def test_a_short_frame_is_written_at_once_and_a_long_one_is_not_copied(
+    size: int, writes: int
+) -> None:
+    written: list[bytes] = []
+
+    class Writer:
+        write = staticmethod(written.append)
+
+    frame = bytes(size)
+    write_frame(Writer(), frame)  # type: ignore[arg-type]
+    assert len(written) == writes and b"".join(written) == HEADER.pack(size) + frame
+    assert (written[-1] is frame) == (writes == 2)
 
 
 def test_a_deadline_names_worker_and_method_and_frees_the_remote_task() -> None:

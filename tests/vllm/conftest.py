@@ -16,14 +16,20 @@ from tests.vllm.replica import Replica
 collect_ignore_glob = ["test_*.py"] if importlib.util.find_spec("vllm") is None else []
 
 
-@pytest.fixture(scope="module")
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the other tests first: they count the engines of this process."""
+    items.sort(key=lambda item: "replica" in getattr(item, "fixturenames", ()))
+
+
+@pytest.fixture(scope="session")
 def runner() -> Iterator[asyncio.Runner]:
     with asyncio.Runner() as runner:
         yield runner
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def replica(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+    """An engine that three files share. The last test of test_syncs.py kills it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         patch.setenv("NCCL_IB_HCA", "mlx5")

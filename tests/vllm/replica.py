@@ -86,6 +86,10 @@ class Replica:
         patch.setattr(vllm_arguments, "EXTENSION", "tests.vllm.faults.FaultyExtension")
         self.engine = vllm_rollout.build(self.config.sides, self.config.model, str(self.folder))
         await self.engine.call_workers("set_nccl", {"NCCL_PROTO": "Simple", "NCCL_IB_HCA": "x"})
+        await self.join()
+
+    async def join(self) -> None:
+        """Connect the trainer and the engine, which may have had another trainer before."""
         self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         tree, address = self.config.model_dump(mode="json"), ("127.0.0.1", self.store.port)
         agreed = Agreement.of(self.config)
@@ -93,7 +97,6 @@ class Replica:
             join_sender(self, self.store, 0, agreed),  # type: ignore[arg-type]
             VllmReceiver.join(self.engine, self.store, address, 0, tree, agreed),
         )
-
         await regroup([self.sender], {0: self.receiver})
 
     async def transfer(self, version: int, seed: int) -> None:

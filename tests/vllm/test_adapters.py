@@ -13,7 +13,7 @@ from millrace.sync.table import Shards
 from millrace.types import SamplingParams, tokens_of
 from tests.vllm.replica import PROMPT, Replica, gap
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("replica")]
 
 RANK = 4
 
@@ -55,22 +55,21 @@ class Adapted(Replica):
 
 
 def test_what_is_drawn_is_of_the_base_with_the_adapters_that_were_sent_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    replica: Replica, runner: asyncio.Runner, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    """A trainer with adapters takes over the engine, and gives it back."""
 
     async def main() -> None:
-        replica = Adapted(tmp_path)
-        await replica.start(monkeypatch)
-        try:
-            for version, seed in ((0, 1), (1, 2), (2, 3), (3, 2)):
-                await replica.publish(version, seed)
-                params = SamplingParams(30, ignore_eos=True, seed=version)
-                segments = await replica.engine.generate(tokens_of(PROMPT), params, f"r{version}")
-                assert max(gap(replica, seed, PROMPT, segments)) < 1e-4
-                other = seed % 3 + 1
-                assert max(gap(replica, other, PROMPT, segments)) > 0.1
-        finally:
-            await replica.engine.close()
+        adapted = Adapted(tmp_path)
+        adapted.engine = replica.engine
+        await adapted.join()
+        for version, seed in ((0, 1), (1, 2), (2, 3), (3, 2)):
+            await adapted.publish(version, seed)
+            params = SamplingParams(30, ignore_eos=True, seed=version)
+            segments = await adapted.engine.generate(tokens_of(PROMPT), params, f"r{version}")
+            assert max(gap(adapted, seed, PROMPT, segments)) < 1e-4
+            other = seed % 3 + 1
+            assert max(gap(adapted, other, PROMPT, segments)) > 0.1
+        await replica.join()
 
-    asyncio.run(main())
+    runner.run(main())

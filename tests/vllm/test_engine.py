@@ -6,9 +6,6 @@ Conformance, log-probs, interruptions, refusals, start and end.
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +17,11 @@ from millrace.errors import ConfigError, WorkerError
 from millrace.models.model import write_shape
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, tokens_of
+from tests.e2e import runs
 from tests.vllm.processes import engine_cores
 from tests.vllm.replica import LENGTH, PROMPT, SHAPE, VOCABULARY, Replica, gap
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("replica")]
 
 
 def test_conformance(
@@ -231,25 +229,16 @@ def test_bad_settings_are_refused_before_vllm_starts(replica: Replica, tmp_path:
 
 
 @pytest.mark.usefixtures("replica")  # with another engine, a core that fails may not end
-def test_vllms_own_reason_is_told_where_it_does_not_start(tmp_path: Path) -> None:
+def test_vllms_own_reason_is_told_where_it_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM reports only that a process ended. It leaves the cause, most often memory, in a log."""
-    command = [
-        sys.executable,
-        "-m",
-        "millrace",
-        "train",
-        "quickstart_vllm",
-        f"trainer.run_dir={tmp_path / 'run'}",
-    ]
-    too_much = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "100000"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, check=False, env=too_much
-    )
-    assert done.returncode == 1, done.stdout
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "100000")
+    done = runs.millrace("train", "quickstart_vllm", f"trainer.run_dir={tmp_path / 'run'}")
+    assert done.code == 1, done.out
     assert (
-        "vLLM did not start: RuntimeError: Worker failed with error 'Available memory"
-        in done.stderr
-    ), done.stderr[-2000:]
+        "vLLM did not start: RuntimeError: Worker failed with error 'Available memory" in done.err
+    ), done.err[-2000:]
 
 
 def test_logits_are_float32_whatever_the_models_dtype(
@@ -266,27 +255,3 @@ def test_logits_are_float32_whatever_the_models_dtype(
     runner.run(engine.close())
     assert dtypes == ["torch.float32"]
     assert len(own) == 1 and not psutil.wait_procs(own, timeout=30)[1]
-
-
-def test_an_engine_that_dies_fails_its_requests_and_its_sync(
-    replica: Replica, runner: asyncio.Runner
-) -> None:
-    """This test comes last, because it leaves no engine to serve."""
-
-    async def main() -> None:
-        params = SamplingParams(max_tokens=200, ignore_eos=True)
-        task = asyncio.create_task(replica.engine.generate(tokens_of(PROMPT), params, "s"))
-        await testing.rollouts._drawing(replica.engine, 2, RolloutCase())
-        (core,) = engine_cores()
-        core.suspend()
-        interrupt = asyncio.create_task(replica.engine.interrupt())
-        await asyncio.sleep(0.2)
-        core.kill()
-        with pytest.raises(WorkerError, match="vLLM's engine process has died"):
-            await asyncio.wait_for(interrupt, 30)
-        with pytest.raises(WorkerError, match="vLLM's engine process has died"):
-            await asyncio.wait_for(task, 30)
-        with pytest.raises(WorkerError, match="vLLM's engine process has died"):
-            await asyncio.wait_for(replica.receiver.transfer(70), 30)
-
-    runner.run(main())

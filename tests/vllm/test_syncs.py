@@ -13,16 +13,17 @@ import pytest
 import torch
 
 from millrace import testing
-from millrace.errors import BrokenTransfer, SyncError
+from millrace.errors import BrokenTransfer, SyncError, WorkerError
 from millrace.sync.agreement import Agreement
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, tokens_of
 from millrace.vllm.receiver import VllmReceiver
 from millrace.vllm.requests import Salt, Salts
 from tests.sync.fleet import regroup
+from tests.vllm.processes import engine_cores
 from tests.vllm.replica import PROMPT, Replica, gap
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("replica")]
 
 
 def test_every_sync_changes_what_is_served(replica: Replica, runner: asyncio.Runner) -> None:
@@ -310,5 +311,29 @@ def test_a_restarted_replica_joins_and_a_changed_weight_is_found(
         await replica.engine.call_workers("change", name)
         with pytest.raises(SyncError, match=f"version 70 are no longer the trainer's: {name} ch"):
             await replica.transfer(71, 2)
+
+    runner.run(main())
+
+
+def test_an_engine_that_dies_fails_its_requests_and_its_sync(
+    replica: Replica, runner: asyncio.Runner
+) -> None:
+    """This test comes last, because it leaves no engine to serve."""
+
+    async def main() -> None:
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        task = asyncio.create_task(replica.engine.generate(tokens_of(PROMPT), params, "s"))
+        await testing.rollouts._drawing(replica.engine, 2, RolloutCase())
+        (core,) = engine_cores()
+        core.suspend()
+        interrupt = asyncio.create_task(replica.engine.interrupt())
+        await asyncio.sleep(0.2)
+        core.kill()
+        with pytest.raises(WorkerError, match="vLLM's engine process has died"):
+            await asyncio.wait_for(interrupt, 30)
+        with pytest.raises(WorkerError, match="vLLM's engine process has died"):
+            await asyncio.wait_for(task, 30)
+        with pytest.raises(WorkerError, match="vLLM's engine process has died"):
+            await asyncio.wait_for(replica.receiver.transfer(70), 30)
 
     runner.run(main())

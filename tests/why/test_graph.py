@@ -8,7 +8,7 @@ import pytest
 
 from millrace.waits.answer import Acted, Answer, Process, Waited, collective_in
 from millrace.waits.graph import Graph, components, roots
-from millrace.waits.verdict import judge, report
+from millrace.waits.verdict import Verdict, judge, report
 
 
 def drawn(seed: int) -> tuple[list[Answer], dict[str, list[str]]]:
@@ -124,6 +124,10 @@ def test_the_kernel_speaks_for_a_process_that_is_silent(
     assert "rollout-1 (process 7 on node-3)" in verdict.sentence and verdict.sentence in report(
         verdict
     )
+
+
+def test_the_report_on_a_run_that_is_over_has_no_empty_sections() -> None:
+    assert report(Verdict("over", "the run is over.")) == "the run is over.\n"
 
 
 def test_a_replica_that_stands_still_is_named_while_the_others_move() -> None:

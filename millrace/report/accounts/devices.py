@@ -63,20 +63,27 @@ class _Replica:
         self._requests = {"generate": 0, "validate": 0}
         self._work, self._idle, self._idle_before = Clock(now, "idle"), Seconds(), idle_before
 
-    def change(self, event: Event, idle: Clock) -> None:
-        """Count a request. `idle` is the clock of the shared state."""
+    def change(self, event: Event, idle: Clock) -> int:
+        """Count a request. Return 1 if the replica becomes idle, -1 if it begins to work, else 0.
+
+        `idle` is the clock of the shared state.
+        """
         requests = self._requests
         work = "validate" if event.key.startswith(VALIDATION) else "generate"
-        requests[work] += 1 if event.phase == "begin" else -1
+        count = requests[work]
+        requests[work] = after = count + 1 if event.phase == "begin" else count - 1
+        if count and after:
+            return 0  # Another request of this kind goes on, so the state is the same.
         now = "generate" if requests["generate"] else "validate" if requests["validate"] else "idle"
         before = self._work.state
         if now == before:
-            return
+            return 0
         if before == "idle":
             self._idle += idle.until(event.time) - self._idle_before
         elif now == "idle":
             self._idle_before = idle.until(event.time)
         self._work.switch(event.time, now)
+        return (now == "idle") - (before == "idle")
 
     @property
     def idle(self) -> bool:
@@ -120,36 +127,39 @@ class DeviceAccount:
         self._pauses, self._number_idle = 0, len(replicas)
 
     def __call__(self, event: Event) -> None:
-        if event.name == "request":
-            if event.phase == "begin" and event.track not in self._replicas:
-                self._join(event)  # It joined before the run had its watch.
+        name = event.name
+        if name == "request":
             replica = self._replicas.get(event.track)
+            if replica is None and event.phase == "begin":
+                replica = self._join(event)  # It joined before the run had its watch.
             if replica is not None:
-                before = replica.idle
-                replica.change(event, self._idle)
-                self._number_idle += replica.idle - before
+                self._number_idle += replica.change(event, self._idle)
+        elif name == "score":
+            pass  # It may change what idle replicas wait for.
         elif event.track == "trainer" and event.phase == "state":
             self._trainer.switch(event.time, event.name)
-        elif event.name == "relabelled":
+        elif name == "relabelled":
             self._relabel(event)
-        elif event.name == "replica_stale" and event.track not in self._replicas:
+        elif name == "replica_stale" and event.track not in self._replicas:
             self._join(event)
-        elif event.name == "replica_left" and event.track in self._replicas:
+        elif name == "replica_left" and event.track in self._replicas:
             self._leave(event)
-        elif event.name == "stepped":
+        elif name == "stepped":
             self._steps.update(event.facts["report"].seconds)
-        elif event.name == "pause":
+        elif name == "pause":
             self._pauses += 1 if event.phase == "begin" else -1
         if self._number_idle:  # Else nobody is in this state, and its clock may be late.
             self._idle.switch(event.time, self._idle_state())
 
-    def _join(self, event: Event) -> None:
+    def _join(self, event: Event) -> _Replica:
         """Count the seconds of a replica from now on."""
         if not self._number_idle:  # Nobody was in this state, and its clock is late.
             self._idle.switch(event.time, "other")
         self._devices.setdefault(event.track, next(iter(self._devices.values()), 1))
-        self._replicas[event.track] = _Replica(event.time, self._idle.until(event.time))
+        joined = _Replica(event.time, self._idle.until(event.time))
+        self._replicas[event.track] = joined
         self._number_idle += 1
+        return joined
 
     def _leave(self, event: Event) -> None:
         """Keep the seconds of a replica that leaves."""

@@ -15,8 +15,9 @@ class Integral:
         self._since, self._sum = now, 0.0
 
     def change(self, now: float, by: int) -> None:
-        self._sum = self.until(now)
-        self.level, self._since = self.level + by, now
+        self._sum += self.level * (now - self._since)
+        self.level += by
+        self._since = now
 
     def until(self, now: float) -> float:
         return self._sum + self.level * (now - self._since)
@@ -39,23 +40,23 @@ class FlowAccount:
         self._states: dict[str, State] = {}
 
     def __call__(self, event: Event) -> None:
-        if event.track == "samples":
+        now, track, name, phase, key, facts = event
+        if track == "samples":
             self._move(event)
-        elif event.key.startswith(VALIDATION):
+        elif key.startswith(VALIDATION):
             return
-        elif event.name == "request":
-            self._step(self.drawing, event)
-            if event.phase == "end":
+        elif name == "request":
+            if phase == "begin":
+                self.drawing.change(now, 1)
+            else:
+                self.drawing.change(now, -1)
                 self.requests += 1
-                self.tokens += event.facts.get("tokens", 0)
-        elif event.name == "score":
-            self._step(self.scoring, event)
-            self.any_score.change(event.time, (self.scoring.level > 0) - self.any_score.level)
-            self.scores += event.phase == "end"
-
-    @staticmethod
-    def _step(integral: Integral, event: Event) -> None:
-        integral.change(event.time, 1 if event.phase == "begin" else -1)
+                self.tokens += facts.get("tokens", 0)
+        elif name == "score":
+            self.scoring.change(now, 1 if phase == "begin" else -1)
+            if (self.scoring.level > 0) != self.any_score.level:
+                self.any_score.change(now, 1 if self.scoring.level > 0 else -1)
+            self.scores += phase == "end"
 
     def _move(self, event: Event) -> None:
         ends = event.name in ("retired", "dropped")

@@ -25,6 +25,15 @@ Loads = Mapping[str, Sequence[float]]
 """For each bin of loads: seconds of engines, and the integral of the load over them."""
 
 
+class _Engine:
+    """The requests of one engine, and its decode slots, since a time."""
+
+    __slots__ = ("level", "since", "slots")
+
+    def __init__(self, now: float) -> None:
+        self.level, self.slots, self.since = 0, 0, now
+
+
 class LoadAccount:
     """A watcher of requests. At most as many requests draw as the engine has decode slots."""
 
@@ -32,35 +41,29 @@ class LoadAccount:
 
     def __init__(self) -> None:
         self.bins: dict[str, list[float]] = {}
-        self._slots: dict[str, int] = {}
-        self._levels: dict[str, int] = {}
-        self._since: dict[str, float] = {}
+        self._engines: dict[str, _Engine] = {}
         self._bins: dict[int, list[float]] = {}
         """The bin of each load that occurred. A logarithm for each event takes too long."""
 
     def __call__(self, event: Event) -> None:
-        if event.name == "stats":
-            self._until(event.track, event.time)
-            self._slots[event.track] = event.facts["stats"].slots
-        elif event.name == "request":
-            self._until(event.track, event.time)
-            change = 1 if event.phase == "begin" else -1
-            self._levels[event.track] = self._levels.get(event.track, 0) + change
-
-    def _until(self, track: str, now: float) -> None:
-        seconds = now - self._since.get(track, now)
-        self._since[track] = now
-        load = min(self._levels.get(track, 0), self._slots.get(track, 0))
+        now = event.time
+        engine = self._engines.get(event.track)
+        if engine is None:
+            engine = self._engines[event.track] = _Engine(now)
+        load = engine.level if engine.level < engine.slots else engine.slots
+        seconds, engine.since = now - engine.since, now
         if load > 0 and seconds > 0:
-            bin_ = self._bin(load)
+            bin_ = self._bins.get(load) or self._bin(load)
             bin_[0] += seconds
             bin_[1] += seconds * load
+        if event.name == "request":
+            engine.level += 1 if event.phase == "begin" else -1
+        else:
+            engine.slots = event.facts["stats"].slots
 
     def _bin(self, load: int) -> list[float]:
-        found = self._bins.get(load)
-        if found is None:
-            name = str(int(math.log(load) / WIDTH))
-            found = self._bins[load] = self.bins.setdefault(name, [0.0, 0.0])
+        name = str(int(math.log(load) / WIDTH))
+        found = self._bins[load] = self.bins.setdefault(name, [0.0, 0.0])
         return found
 
 

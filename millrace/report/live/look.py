@@ -201,7 +201,8 @@ class Looker:
         if last is not None and last.event == "end" and not (lives and locked > recorded):
             return ("complete" if last.complete else "stopped"), "the run has ended"
         if lives is False:
-            return "gone", f"{process} is gone, and the run has no end: killed or failed"
+            end = "the run has no end: killed, failed, or never trained"
+            return "gone", f"{process} is gone, and {end}"
         if last is None or last.event == "end":
             return ("starting" if lives or locked else "empty"), process + BEFORE * bool(lives)
         return "running", process

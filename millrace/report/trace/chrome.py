@@ -18,7 +18,6 @@ A slice has its kind as category, and the kind and the key as name: `request` an
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,7 +50,7 @@ class Translator:
     def __init__(self, zero: float) -> None:
         self._zero = zero
         self._lanes = Lanes()
-        self._begun: dict[tuple[str, str, str], deque[Lane]] = {}
+        self._begun: dict[tuple[str, str, str], list[Lane]] = {}
         self._states: dict[str, Lane] = {}
         self._slots: dict[str, Lane] = {}
         self._steps = 0
@@ -66,10 +65,10 @@ class Translator:
 
     def add(self, event: Event, out: list[Line]) -> None:
         """Append the lines of `event`."""
-        if len(event.key) > _MOST_KEY or not event.key.isascii():
-            event = event._replace(key=sendable(event.key[:_MOST_TEXT]))
-        ts = round((event.time - self._zero) * 1e6)
-        phase = event.phase
+        time, _, _, phase, key, _ = event
+        if len(key) > _MOST_KEY or not key.isascii():
+            event = event._replace(key=sendable(key[:_MOST_TEXT]))
+        ts = round((time - self._zero) * 1e6)
         if phase == "begin":
             self._begin(event, ts, out)
         elif phase == "end":
@@ -104,25 +103,27 @@ class Translator:
         return self._lanes.cut(ts)
 
     def _begin(self, event: Event, ts: float, out: list[Line]) -> None:
-        group = event.name if event.name in _OVERLAPPING else event.track
-        lane = self._lanes.take(event.track, group, out)
-        arrow_out, arrow_in = self._arrows(event)
-        self._lanes.begin(
-            *(lane, event.name, event.key, ts, plain(event.facts)),
-            arrow_out=arrow_out,
-            arrow_in=arrow_in,
-        )
-        self._begun.setdefault((event.track, event.name, event.key), deque()).append(lane)
-        if event.track == "sync":
-            self._version = event.key
+        _, track, name, _, key, facts = event
+        arrows: tuple[int | None, int | None]
+        if name in _OVERLAPPING:
+            lane, number = self._lanes.take(track, name, out), _number(key)
+            arrows = None, None if number is None else _arrow(_SAMPLE, number)
+        else:
+            lane, arrows = self._lanes.take(track, track, out), self._arrows(event)
+        self._lanes.begin(lane, name, key, ts, plain(facts), *arrows)
+        begun = (track, name, key)
+        if (lanes := self._begun.get(begun)) is None:
+            self._begun[begun] = [lane]
+        else:
+            lanes.append(lane)
+        if track == "sync":
+            self._version = key
 
     def _arrows(self, event: Event) -> tuple[int | None, int | None]:
         """Return the arrow that begins at the span of `event`, and the one that ends there."""
         number = _number(event.key)
         if number is None:
             return None, None
-        if event.name in _OVERLAPPING:
-            return None, _arrow(_SAMPLE, number)
         if event.name == "activate":
             return _arrow(_VERSION, number), None
         if event.track in ("validation", "checkpoint"):
@@ -135,7 +136,7 @@ class Translator:
         """End the oldest span of this track, name and key. Scores of one sample share a key."""
         begun = (event.track, event.name, event.key)
         if lanes := self._begun.get(begun):
-            lane = lanes.popleft()
+            lane = lanes.pop(0)
             if not lanes:
                 del self._begun[begun]
             self._lanes.end(lane, ts, out, plain(event.facts))
@@ -168,7 +169,7 @@ class Translator:
             elif name == "sealed":
                 self._sealed = self._steps - 1 if self._steps else None
             facts = plain(event.facts)
-            self._lanes.begin(*(lane, name, key, ts, facts), arrow_out=arrow_out, arrow_in=arrow_in)
+            self._lanes.begin(lane, name, key, ts, facts, arrow_out, arrow_in)
             return
         if name == "dropped":
             self._instant(event, ts, out)
@@ -224,7 +225,13 @@ def plain(facts: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the facts that a trace can hold: numbers, short texts, short lists."""
     if not facts:
         return None
-    return {name: v for name, value in facts.items() if (v := _plain(value)) is not None} or None
+    args = {}
+    for name, value in facts.items():
+        small = type(value) is int and -(2**63) <= value < 2**63
+        known = value if small else _plain(value)
+        if known is not None:
+            args[name] = known
+    return args or None
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
@@ -238,7 +245,10 @@ def _plain(value: Any, depth: int = 0) -> Any:
         short = value[:_MOST_TEXT]
         return short if short.isascii() else sendable(short)
     if depth < 3 and kind in (list, tuple):
-        return [_plain(item, depth + 1) for item in value[:_MOST_ITEMS]]
+        return [
+            item if type(item) is int and -(2**63) <= item < 2**63 else _plain(item, depth + 1)
+            for item in (value if len(value) <= _MOST_ITEMS else value[:_MOST_ITEMS])
+        ]
     if depth < 3 and kind is dict:
         items = list(value.items())[:_MOST_ITEMS]
         return {sendable(str(name)): _plain(item, depth + 1) for name, item in items}

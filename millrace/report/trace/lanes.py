@@ -85,7 +85,6 @@ class Lanes:
         key: str,
         ts: float,
         args: dict[str, Any] | None = None,
-        *,
         arrow_out: int | None = None,
         arrow_in: int | None = None,
     ) -> None:

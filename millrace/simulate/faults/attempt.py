@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
-from millrace.errors import MillraceError, WorkerError
+from millrace.errors import MillraceError, NoDevices, WorkerError
 from millrace.observe.progress import Progress
 from millrace.observe.watch import Event, Watch
 from millrace.pipeline.checkpoint import Checkpoints, read_ledger
 from millrace.pipeline.history import History, audit
 from millrace.pipeline.journal_file import Batch
 from millrace.pipeline.record import RunRecord
-from millrace.rollout.roster import Change
+from millrace.rollout.roster import Change, Standing
 from millrace.run.engines import Engines, engines_of
 from millrace.run.evaluate import make_validator
 from millrace.run.folder import RunDir
@@ -24,7 +24,7 @@ from millrace.run.session import Session
 from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
 from millrace.run.train import train_to_end
-from millrace.runtime.rpc import Peer
+from millrace.runtime.rpc import Limit, Peer
 from millrace.schedule.ledger import Ledger
 from millrace.simulate.faults.checks import Violation
 from millrace.simulate.faults.disk import Died, View
@@ -45,6 +45,8 @@ from millrace.simulate.faults.state import World
 from millrace.waits.answer import Answer, Pulse, answer_of
 from millrace.waits.registry import Registry, within
 
+BACK_S = 7.0
+"""How long a node may be back until the worker of its replica begins to start."""
 EVENTS = 20_000
 """The most events of an attempt. Tasks that never wait pass it."""
 
@@ -81,6 +83,8 @@ class Attempt:
         self._counts: dict[str, int] = {}
         self._timers: list[asyncio.TimerHandle] = []
         self._engines: Engines | None = None
+        self._gone: dict[str, float] = {}
+        """When the node of each replica is back."""
 
     async def run(self) -> bool:
         """Run the attempt as `millrace train` does. Return whether the run is complete."""
@@ -155,6 +159,10 @@ class Attempt:
         found = audit(s.run.path)
         if found.lost or found.trained_twice:
             raise Violation(f"I1: the history says {found}")
+        silent = [f for f in self.fired if f.seconds and f.target.startswith("trainer")]
+        faults = sum(f.takes_ranks for f in self.fired) + len(silent) // 2  # Two add up.
+        if (losses := s.engines.train.ranks.losses) > faults:
+            raise Violation(f"I6: the trainer was lost {losses} times by {faults} faults")
         self.world.checks.saved()
         if complete:
             self.world.checks.complete(self._trainers()[0].lineage, drops=self.world.drops)
@@ -171,6 +179,7 @@ class Attempt:
         engines = engines_of(*where, restarts=True, starter=self)
         await engines.sync.connect()
         self._engines = engines
+        engines.keeper.scaling = (engines.scaler.follow,)
         ranks = engines.train.ranks
         ranks.note = self.world.tell
         self.recovers = lambda: bool(ranks.able and config.trainer.save_freq)
@@ -190,12 +199,32 @@ class Attempt:
         if self._engines is not None and self._engines.keeper.running:
             self._engines.keeper.begin(ask(self._engines.scaler), "scaling")
 
+    def node_leaves(self, name: str, seconds: float) -> None:
+        """Kill a replica. Its node comes back after `seconds`, and the replica soon after that."""
+        loop = asyncio.get_running_loop()
+        self._gone[name] = loop.time() + seconds
+        self.workers[name].kill()
+        back_s = seconds + BACK_S + self.world.scenario.start_s
+        loop.call_later(back_s, self._back, int(name.removeprefix("rollout-")))
+
+    def _back(self, replica: int) -> None:
+        """Check that a replica whose node is back is in the run."""
+        engines, scaled = self._engines, any("scale" in fault.kind for fault in self.fired)
+        if engines is None or not engines.keeper.running or scaled:
+            return
+        out = engines.pool.roster.state(replica) is Standing.LEFT
+        if out and not self.view.dead:
+            self.violation = self.violation or Violation(f"I6: rollout-{replica} never came back")
+            self.kill()
+
     async def start(self, replica: int, started: Callable[[Peer], None]) -> Peer:
         """Start the worker of a lost replica anew."""
         await asyncio.sleep(self.world.scenario.start_s)
         if self.view.dead:
             raise WorkerError("the driver is dead")
         name = f"rollout-{replica}"
+        if self._gone.get(name, 0.0) > asyncio.get_running_loop().time():
+            raise NoDevices(f"the node of {name} is gone")
         self._old += [self.workers[name]] if name in self.workers else []
         self._start_replica(replica)
         return self.workers[name].peer
@@ -210,6 +239,15 @@ class Attempt:
         for worker in self._ranks():
             started(worker.peer)
         return [worker.peer for worker in self._ranks()]
+
+    def release(self, replica: int) -> None:
+        """Do nothing: a simulated machine has room for every worker."""
+
+    async def limit(self) -> Limit:
+        """Return that there is no room for more while a node is gone."""
+        gone = any(end > asyncio.get_running_loop().time() for end in self._gone.values())
+        members = len(self._engines.pool.roster.members) if self._engines is not None else 0
+        return Limit(members if gone else None, "a node is gone")
 
     async def meet(self, replica: int, peer: Peer) -> None:
         """Tell a replica at which wire it meets the present ranks."""

@@ -85,8 +85,7 @@ class Wire:
         """Leave the old groups, and wait for all ends of a new generation."""
         self.break_off(name)
         ends = [*self._ranks, *(f"rollout-{k}" for k in members)]
-        groups = self._groups.setdefault(generation, Groups(ends))
-        self._joined[name] = generation
+        groups, self._joined[name] = self._groups.setdefault(generation, Groups(ends)), generation
         groups.come(name)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -287,6 +286,18 @@ class FaultyTrainer(SimTrainEngine):
         self.lineage: Lineage = []
         self._rank, self._ranks, self._view, self._write_s = rank, ranks, view, write_s
         self._writing: asyncio.Future[None] | None = None
+        self._moves = asyncio.Event()
+        self._moves.set()
+
+    def stand_still(self, seconds: float) -> None:
+        """Stop all work for `seconds`. Signs of life go on."""
+        self._moves.clear()
+        asyncio.get_running_loop().call_later(seconds, self._moves.set)
+
+    async def _meet(self) -> None:
+        with doing("a kernel that does not end"):
+            await self._moves.wait()
+        await self._ranks.meet()
 
     def end(self) -> None:
         """End with the process: the collectives break, and what is not written stays unwritten."""
@@ -295,10 +306,10 @@ class FaultyTrainer(SimTrainEngine):
             self._writing.cancel()
 
     async def begin(self, phase: Phase, horizon: int) -> None:
-        await self._ranks.meet()
+        await self._meet()
 
     async def step(self, batch: TrainBatch) -> StepReport:
-        await self._ranks.meet()
+        await self._meet()
         with doing("backward of micro-batch 1"):
             report = await super().step(batch)
         count("passes")
@@ -308,7 +319,7 @@ class FaultyTrainer(SimTrainEngine):
 
     async def save(self, folder: str, staged: bool = False) -> None:
         await self.saved()
-        await self._ranks.meet()
+        await self._meet()
         state = msgspec.json.encode(self.lineage)
         self._writing = asyncio.ensure_future(self._write(folder, state))
         if not staged:
@@ -324,7 +335,7 @@ class FaultyTrainer(SimTrainEngine):
             await writing
 
     async def load(self, folder: str) -> None:
-        await self._ranks.meet()
+        await self._meet()
         self.lineage = msgspec.json.decode(
             SimPath(self._view, f"{folder}/rank-0").read_bytes(), type=Lineage
         )

@@ -126,6 +126,10 @@ def _scales(more: int) -> Callable[[Attempt, Fault], None]:
     return act
 
 
+def _node_leaves(attempt: Attempt, fault: Fault) -> None:
+    attempt.node_leaves(fault.target, fault.seconds)
+
+
 ACTS: Mapping[str, Callable[[Attempt, Fault], None]] = {
     "replica_dies": _dies,
     "replica_freezes": _freezes(),
@@ -153,4 +157,6 @@ ACTS: Mapping[str, Callable[[Attempt, Fault], None]] = {
     "stop": _stops,
     "scale_up": _scales(1),
     "scale_down": _scales(-1),
+    "node_leaves": _node_leaves,
+    "rank_stands_still": _stands_still,
 }

@@ -20,6 +20,8 @@ HEARTBEAT_S = 1.0
 """rollout.heartbeat_s of every simulated run."""
 SHORT_S = 5.0
 """A disturbance of at most this time must not end an attempt."""
+GONE_S = 12.0
+"""How long a node is away. The last replica waits for it."""
 LONG_S = 500.0
 """After a disturbance of this time, a worker is lost."""
 
@@ -71,7 +73,7 @@ class Fault:
     @property
     def loses(self) -> bool:
         """Whether a replica may be lost by it."""
-        silent = self.kind.startswith(("replica_", "partition"))
+        silent = self.kind.startswith(("replica_", "partition", "node_"))
         return silent and self.target.startswith("rollout")
 
     def __str__(self) -> str:
@@ -121,10 +123,14 @@ KINDS: dict[str, Kind] = {
     "stop": Kind(triggers=("event",)),
     "scale_up": Kind(survivable=True),
     "scale_down": Kind(survivable=True),
+    "node_leaves": Kind("replica", (3.0, 3.0, GONE_S), True),
+    "rank_stands_still": Kind("rank", _LENGTHS, True),
 }
 """Every kind of fault, and the wishes of a user for more or fewer replicas."""
 _SCALES = ("scale_up", "scale_down")
-_DRAWN = tuple(kind for kind in KINDS if kind not in _SCALES)
+_MORE = ("node_leaves", "rank_stands_still")
+"""Kinds with dice of their own. So the other faults of a seed stay as they are."""
+_DRAWN = tuple(kind for kind in KINDS if kind not in (*_SCALES, *_MORE))
 
 _OF_RANKS = ("rank_dies", "rank_dies", "rank_freezes", "partition_up", "stop", "replica_dies")
 """The kinds of faults in every fourth world, where the trainer is lost in the middle of its work."""
@@ -186,8 +192,13 @@ def draw(seed: int) -> Scenario:
     count = dice.choice((0, 1, 1, 2, 2, 3, 4)) + loses_ranks
     kinds = _OF_RANKS if loses_ranks else _DRAWN
     faults = tuple(_fault(dice, k, ranks, replicas, kinds) for k in range(count))
-    if not config.schedule.colocated:
+    separate = not config.schedule.colocated
+    if separate:
         faults += _scales(random.Random(f"scale {seed}"))
+    more = random.Random(f"more {seed}")
+    if more.random() < 0.2 and (separate or more.random() < 0.5):
+        kinds = _MORE if separate else ("rank_stands_still",)
+        faults += (_fault(more, 0, ranks, replicas, kinds),)
     slots, write_s = dice.choice((3, 8, 64)), dice.choice((0.0, 0.1, 1.0))
     start_s = dice.choice((0.2, 2.0, 8.0))
     seconds = write_s, start_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,8 +166,6 @@ def up(shape: Shape, *, seed: int, deadline_s: float) -> tuple[bool, bool]:
     """
     if parallel_state.model_parallel_is_initialized():
         return False, False
-    if shape.tensor > 1 and shape.sequence_parallel:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     made = not dist.is_initialized()
     if made:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

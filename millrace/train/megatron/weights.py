@@ -82,9 +82,8 @@ def shards(policy: nn.Module, shape: Shape, hf: Any) -> Shards:
     copies of a tensor, the first sends. The ranks of a tensor group iterate together.
     """
     place, own = shape.place(dist.get_rank()), dict[str, list[tuple[Box, Tensor]]]()
-    dtype = torch.float32
+    some = next(policy.parameters())
     for parameter, parts in parameters([policy], shape, hf):
-        dtype = parameter.dtype
         if is_copy(parameter, policy):
             continue
         for box in parts:
@@ -92,8 +91,8 @@ def shards(policy: nn.Module, shape: Shape, hf: Any) -> Shards:
             own.setdefault(box.name, []).append((box, rows))
     for name, whole in names_of(hf).items():
         first, sent = _sent(own.get(name, []), whole, place)
-        none = torch.empty((0, *whole[1:]), dtype=dtype)
-        yield name, whole, dtype, first, none if sent is None else sent
+        none = some.new_empty((0, *whole[1:]), requires_grad=False)
+        yield name, whole, some.dtype, first, none if sent is None else sent
 
 
 def _sent(parts: list[tuple[Box, Tensor]], whole: Sizes, place: Place) -> tuple[int, Tensor | None]:

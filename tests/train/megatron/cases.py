@@ -14,8 +14,11 @@ import torch.distributed as dist
 from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from millrace.config import Config, OptimConfig
+from millrace.models.device import prepare
+from millrace.models.model import load_model
 from millrace.ports import TrainBatch
 from millrace.testing import TrainCase, check_sleeping_train_engine
+from millrace.train.fsdp import engine as fsdp
 from millrace.train.log_probs import log_probs_and_entropy, sum_of_squares, vocabulary_of
 from millrace.train.megatron import engine as megatron
 from millrace.train.megatron import weights
@@ -116,14 +119,22 @@ CASES = {
 REPLAY = {"mixtral": "R3", "qwen3_moe": "R2"}
 
 
-def config_of(engine: str, keys: dict[str, Any], ranks: int, model: str = "") -> Config:
+def config_of(
+    engine: str,
+    keys: dict[str, Any],
+    ranks: int,
+    model: str = "",
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+) -> Config:
     """Return the configuration of a model. R2 needs a pass for old log-probs, and two steps."""
     replay = REPLAY.get(model, "disabled")
     recomputes = replay == "R2"
     return Config(
-        model={"router_replay": replay},
+        model={"router_replay": replay, "dtype": dtype},
         async_training={"use_rollout_log_probs": not recomputes},
-        trainer={"device": "cpu", "n_gpus_per_node": ranks, "engine": engine, "megatron": keys},
+        trainer={"device": device, "n_gpus_per_node": ranks, "engine": engine, "megatron": keys},
         rollout={"max_prompt_length": 8, "max_response_length": 25, "temperature": 0.8},
         actor={
             "ppo_max_token_len_per_gpu": 60,
@@ -152,7 +163,7 @@ def gradient_case(model: str = "") -> tuple[Rows, Any]:
 
 def weighted(outputs: Outputs, micro: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """A loss of log-probs and entropies whose weights differ by token."""
-    factors = 0.1 + torch.sin(micro.source.double()).abs().float()
+    factors = 0.1 + torch.sin(micro.source.double()).abs().float().to(outputs[0].device)
     loss = -(outputs[0] * factors).sum() / 40 - 0.01 * outputs[1].sum()
     return loss, loss.detach().double().reshape(1)
 
@@ -165,7 +176,9 @@ def run(engine: Any, model: str) -> dict[str, Any]:
     meter = Meter(("loss",))
     engine.actor.accumulate(rows, members, 0.8, weighted, meter)
     found["norm"] = float(engine.actor.gradient_norm())
-    found["loss"] = float(engine.actor.reduce(meter.take(), dist.ReduceOp.SUM))
+    # A rank that counts no token has its sums on the host.
+    sums = meter.take().to(engine.device)
+    found["loss"] = float(engine.actor.reduce(sums, dist.ReduceOp.SUM))
     return found
 
 
@@ -194,6 +207,7 @@ def run_rank(rank: int, folder: str, size: int) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     shim.install()
+    prepare(config_of("megatron", SP, 2).trainer)
     store = dist.FileStore(f"{folder}/store {size}", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     results: dict[str, Any] = {
@@ -225,8 +239,31 @@ def conform(rank: int, folder: str) -> None:
     asyncio.run(check_sleeping_train_engine(make, case))
 
 
-def run_case(case: Case, folder: str, rank: int) -> dict[str, Any]:
-    config = config_of("megatron", case.keys, case.ranks, case.model)
+def write_models(folder: str) -> None:
+    """Write every model with its weights, so that all engines start from the same ones."""
+    for name, hf in MODELS.items():
+        hf.save_pretrained(f"{folder}/{name}")
+        model = load_model(f"{folder}/{name}", seed=1, dtype="float32")
+        model.save_pretrained(f"{folder}/{name}")
+
+
+def run_plain(name: str, folder: str, device: str = "cpu") -> dict[str, Any]:
+    """Return the results of the FSDP engine on one rank. Write its gradients and its weights."""
+    config = config_of("fsdp", {}, 1, name, device=device)
+    engine = fsdp.build(config, f"{folder}/{name}", rank=0, world_size=1)
+    found = run(engine, name)
+    named = dict(engine.policy.model.named_parameters())
+    gradients = {n: p.grad for n, p in named.items()}
+    save = engine.policy.model.save_pretrained
+    save(f"{folder}/{name} gradients", state_dict=gradients)
+    found |= steps(engine, name)
+    save(f"{folder}/{name} after")
+    asyncio.run(engine.close())
+    return found
+
+
+def run_case(case: Case, folder: str, rank: int, device: str = "cpu") -> dict[str, Any]:
+    config = config_of("megatron", case.keys, case.ranks, case.model, device=device)
     engine = megatron.build(config, f"{folder}/{case.model}", rank=rank, world_size=case.ranks)
     found = run(engine, case.model)
     if case.whole:
@@ -235,6 +272,18 @@ def run_case(case: Case, folder: str, rank: int) -> dict[str, Any]:
     found |= steps(engine, case.model, sleep, late_weights)
     weights = {n: p.detach() for n, p in engine.policy.named_parameters()}
     found["weights"] = compare(engine, weights, f"{folder}/{case.model} after")
+    asyncio.run(engine.close())
+    return found
+
+
+def run_half(case: Case, folder: str, rank: int, device: str = "cpu") -> dict[str, Any]:
+    """Return what an engine in bfloat16 computes. Without ranks of Megatron, it is FSDP's."""
+    ranks = case.ranks
+    name = "megatron" if ranks > 1 else "fsdp"
+    config = config_of(name, case.keys, ranks, case.model, device=device, dtype="bfloat16")
+    build = megatron.build if ranks > 1 else fsdp.build
+    engine: Any = build(config, f"{folder}/{case.model}", rank=rank, world_size=ranks)
+    found = run(engine, case.model) | steps(engine, case.model)
     asyncio.run(engine.close())
     return found
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from millrace.models.model import load_model
-from millrace.train.fsdp import engine as fsdp
 from tests.train.cases import start_ranks
 
 pytest.importorskip("megatron.core")
 
 from tests.train.megatron import cases
 from tests.train.megatron.cases import CASES, MODELS
+from tests.train.megatron.checks import check_like_plain
 from tests.train.mixtures import forced
 
 pytestmark = pytest.mark.xdist_group("megatron")  # one worker runs the ranks once for all tests
@@ -26,29 +24,14 @@ pytestmark = pytest.mark.xdist_group("megatron")  # one worker runs the ranks on
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.set_num_threads(1)
     path = str(tmp_path_factory.mktemp("models"))
-    for name, hf in MODELS.items():
-        hf.save_pretrained(f"{path}/{name}")
-        model = load_model(f"{path}/{name}", seed=1, dtype="float32")
-        model.save_pretrained(f"{path}/{name}")
+    cases.write_models(path)
     return path
 
 
 @pytest.fixture(scope="module")
 def plain(folder: str) -> dict[str, Any]:
     """The results of the FSDP engine on one rank, by model."""
-    found = {}
-    for name in MODELS:
-        config = cases.config_of("fsdp", {}, 1, name)
-        engine = fsdp.build(config, f"{folder}/{name}", rank=0, world_size=1)
-        found[name] = cases.run(engine, name)
-        named = dict(engine.policy.model.named_parameters())
-        gradients = {n: p.grad for n, p in named.items()}
-        save = engine.policy.model.save_pretrained
-        save(f"{folder}/{name} gradients", state_dict=gradients)
-        found[name] |= cases.steps(engine, name)
-        save(f"{folder}/{name} after")
-        asyncio.run(engine.close())
-    return found
+    return {name: cases.run_plain(name, folder) for name in MODELS}
 
 
 @pytest.fixture(scope="module")
@@ -67,21 +50,8 @@ def ranks(folder: str, plain: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_shape_computes_and_trains_like_the_fsdp_engine(
     name: str, ranks: list[dict[str, Any]], plain: dict[str, Any]
 ) -> None:
-    want = plain[CASES[name].model]
-    for rank in ranks[: CASES[name].ranks]:
-        got = rank[name]
-        for a, b in zip(got["tokens"], want["tokens"], strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-        assert got["norm"] == pytest.approx(want["norm"], rel=1e-5)
-        assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
-        assert max(got.get("gradients", {"": 0.0}).values()) <= 1e-5
-        assert max(got["weights"].values()) <= 1e-5
-        assert got["totals"] == want["totals"]
-        for mine, theirs in zip(got["metrics"], want["metrics"], strict=True):
-            assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
-        assert got["metrics"] == ranks[0][name]["metrics"]
-        for a, b in zip(got["after"], want["after"], strict=True):
-            assert a == pytest.approx(b, abs=1e-5)
+    case = CASES[name]
+    check_like_plain([rank[name] for rank in ranks[: case.ranks]], plain[case.model])
 
 
 @pytest.mark.parametrize("model", MODELS)

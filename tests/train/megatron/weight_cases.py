@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM
 
-from millrace.config import Config
 from millrace.decode import engine as rollout
+from millrace.models.model import load_model
 from millrace.sync.agreement import Agreement
+from millrace.sync.buckets import Spec
 from millrace.sync.collective import Receiver, join_sender
+from millrace.sync.table import check_cover
+from millrace.train.fsdp import engine as fsdp
 from millrace.train.megatron import engine as megatron
 from tests.train.megatron import shim
 from tests.train.megatron.cases import (
     CP,
     EP,
     HORIZON,
+    MODELS,
     OPTIM,
     OVERLAP,
     PLAIN,
@@ -67,7 +74,10 @@ def run_rank(rank: int, folder: str) -> None:
     results |= {name: run_case(name, folder, rank) for name in CASES}
     for dtype, chains in (("float32", CHAINS), ("bfloat16", HALF_CHAINS)):
         for model, chain in chains.items():
-            results[f"{model} {dtype}"] = run_states(rank, folder, model, chain, dtype)
+            if dtype == "float32":
+                state = f"{folder}/{model} state of fsdp"
+                run_again(folder, model, chain[0], state, f"{state} again", rank)
+            results[f"{model} {dtype}"] = run_states(folder, model, chain, dtype, rank)
     torch.save(results, f"{folder}/weights-{rank}.pt")
     dist.destroy_process_group()
 
@@ -114,9 +124,9 @@ def run_replica(name: str, folder: str) -> list[dict[str, Any]]:
     return live
 
 
-def run_case(name: str, folder: str, rank: int) -> dict[str, Any]:
+def run_case(name: str, folder: str, rank: int, device: str = "cpu") -> dict[str, Any]:
     case = CASES[name]
-    config = config_of("megatron", case.keys, 2)
+    config = config_of("megatron", case.keys, 2, device=device)
     engine = megatron.build(config, f"{folder}/{case.model}", rank=rank, world_size=2)
     found: dict[str, Any] = {
         "shards": [(n, w, d, first, t.clone()) for n, w, d, first, t in engine.shards()],
@@ -140,15 +150,109 @@ HALF_CHAINS: dict[str, list[dict[str, Any]]] = {"qwen2": [OVERLAP, TP | PLAIN, P
 """The same with weights in bfloat16, of which the optimizer has float32 copies."""
 
 
+def write_models(folder: str) -> None:
+    """Write every model. Also norms and biases differ from their defaults, and -0.0 stays -0.0."""
+    for name, hf in MODELS.items():
+        hf.save_pretrained(f"{folder}/{name}")
+        model = load_model(f"{folder}/{name}", seed=1, dtype="float32")
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p) / 10).view(-1)[0] = -0.0
+        model.save_pretrained(f"{folder}/{name}")
+    for name in CHAINS:
+        engine = fsdp_engine(folder, name)
+        asyncio.run(engine.step(batches()[0]))
+        asyncio.run(engine.save(f"{folder}/{name} state of fsdp"))
+        asyncio.run(engine.close())
+
+
+def fsdp_engine(folder: str, name: str, device: str = "cpu") -> Any:
+    config = config_of("fsdp", {}, 1, device=device)
+    engine = fsdp.build(config, f"{folder}/{name}", rank=0, world_size=1)
+    engine.restart(OPTIM, HORIZON)
+    return engine
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(torch.int32)
+
+
+def check_whole(folder: str, name: str, ranks: Sequence[Any], want: dict[str, Any]) -> None:
+    """Check that whole weights and the exported folder are bit for bit those of the folder."""
+    for rank in ranks:
+        assert list(rank["whole"]) == list(want)
+        for key, tensor in rank["whole"].items():
+            assert torch.equal(bits(tensor), bits(want[key])), key
+    exported = AutoModelForCausalLM.from_pretrained(f"{folder}/{name} exported")
+    for key, tensor in exported.named_parameters():
+        assert torch.equal(bits(tensor), bits(want[key])), key
+
+
+def check_rows(name: str, ranks: Sequence[Any], want: dict[str, Any]) -> None:
+    """Check that the rows that ranks send cover every tensor once."""
+    first_rank = ranks[0]["shards"]
+    specs = [Spec(n, shape, "float32") for n, shape, *_ in first_rank]
+    assert [(s.name, s.shape) for s in specs] == [(n, tuple(t.shape)) for n, t in want.items()]
+    table = {}
+    for number, rank in enumerate(ranks):
+        assert [s[:3] for s in rank["shards"]] == [s[:3] for s in first_rank]
+        table[number] = {n: (a, len(t)) for n, _, _, a, t in rank["shards"] if len(t)}
+        for key, _, _, first, rows in rank["shards"]:
+            assert torch.equal(bits(rows), bits(want[key][first : first + len(rows)])), key
+    check_cover(specs, table)
+    if "TP2" in name or "PP2" in name or "EP2" in name:
+        sizes = [sum(t.numel() for *_, t in rank["shards"]) for rank in ranks]
+        assert max(sizes) < 0.8 * sum(sizes), "both ranks send"
+
+
+def tensors_of(state: Any, name: str = "") -> dict[str, torch.Tensor]:
+    """Return the tensors of a state on disk, by their keys."""
+    if isinstance(state, dict):
+        parts = [tensors_of(value, f"{name}.{key}") for key, value in state.items()]
+        return {key: tensor for part in parts for key, tensor in part.items()}
+    return {name: state} if isinstance(state, torch.Tensor) else {}
+
+
+def read(folder: str, target: Path) -> dict[str, torch.Tensor]:
+    dcp_to_torch_save(folder, target)
+    return tensors_of(torch.load(target, weights_only=False))
+
+
+def check_same_state(first: dict[str, torch.Tensor], last: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == last.keys() and len(first) > 40
+    assert all(torch.equal(last[key], tensor) for key, tensor in first.items())
+
+
+def run_again(
+    folder: str,
+    model: str,
+    keys: dict[str, Any],
+    saved: str,
+    again: str,
+    rank: int,
+    device: str = "cpu",
+) -> None:
+    """Load the state `saved` in a shape, and save it as `again`."""
+    config = config_of("megatron", keys, 2, device=device)
+    engine = megatron.build(config, f"{folder}/{model}", rank=rank, world_size=2)
+    engine.restart(OPTIM, HORIZON)
+    asyncio.run(engine.load(saved))
+    asyncio.run(engine.save(again))
+    asyncio.run(engine.close())
+
+
 def run_states(
-    rank: int, folder: str, model: str, chain: list[dict[str, Any]], dtype: str
+    folder: str,
+    model: str,
+    chain: list[dict[str, Any]],
+    dtype: str,
+    rank: int,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Return the weights and metrics of a step before and after a way through all shapes."""
 
     def built(keys: dict[str, Any]) -> Any:
-        tree = config_of("megatron", keys, 2).model_dump()
-        tree["model"]["dtype"] = dtype
-        config = Config.model_validate(tree)
+        config = config_of("megatron", keys, 2, device=device, dtype=dtype)
         engine = megatron.build(config, f"{folder}/{model}", rank=rank, world_size=2)
         engine.restart(OPTIM, HORIZON)
         return engine
@@ -165,9 +269,6 @@ def run_states(
 
     first, *others, last = chain
     engine = built(first)
-    if dtype == "float32":
-        asyncio.run(engine.load(f"{folder}/{model} state of fsdp"))
-        asyncio.run(engine.save(f"{folder}/{model} state of fsdp again"))
     asyncio.run(engine.step(batches()[0]))
     asyncio.run(engine.save(path(0), staged=True))
     want = stepped(engine)  # while the state is written

@@ -1,0 +1,76 @@
+"""Tests of the pair of ranks that tests/gpu/test_megatron.py uses, with its cases, over gloo."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core")
+
+from tests.train.megatron import cases, weight_cases
+from tests.train.megatron.cases import CP, PLAIN, PP, TP, Case
+from tests.train.megatron.checks import check_half, check_like_plain
+from tests.train.megatron.pair import Broken, Pair
+
+pytestmark = pytest.mark.xdist_group("megatron pair")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.set_num_threads(1)
+    path = str(tmp_path_factory.mktemp("models"))
+    cases.write_models(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pair(folder: str) -> Iterator[Pair]:
+    made = Pair(folder, "cpu")
+    made.start()
+    yield made
+    made.close()
+
+
+def added(rank: int) -> float:
+    total = torch.tensor([float(rank + 1)])
+    dist.all_reduce(total)
+    return float(total)
+
+
+def fails_on_one(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("rank 1 has a fault")
+    dist.barrier()
+
+
+def hangs(rank: int) -> None:
+    time.sleep(600 if rank == 0 else 0)
+
+
+def test_a_broken_pair_says_why_and_the_next_case_has_a_new_one(pair: Pair) -> None:
+    assert pair.run(added, limit_s=30) == [3.0, 3.0]
+    with pytest.raises(
+        Broken, match=r"(?s)pair 1 broke in fails_on_one.*rank 1 failed.*has a fault"
+    ):
+        pair.run(fails_on_one, limit_s=30)
+    with pytest.raises(Broken, match=r"(?s)pair 2 broke in hangs.*rank 0 waits.*in hangs"):
+        pair.run(hangs, limit_s=3)
+    assert pair.run(added, limit_s=30) == [3.0, 3.0]
+
+
+def test_the_cases_of_gpus_run_here_too(pair: Pair, folder: str) -> None:
+    plain = cases.run_plain("llama", folder)
+    for keys in (PP, CP | PLAIN):
+        case = Case("llama", keys)
+        found = pair.run(cases.run_case, case, folder, device="cpu", limit_s=60)
+        check_like_plain(found, plain)
+    half = cases.run_half(Case("llama", ranks=1), folder, 0)
+    found = pair.run(cases.run_half, case, folder, device="cpu", limit_s=60)
+    check_half(found, half, plain)
+    args = (folder, "llama", [PP, TP, PP], "float32")
+    for rank in pair.run(weight_cases.run_states, *args, device="cpu", limit_s=60):
+        assert rank["got"]["metrics"] == rank["want"]["metrics"]
