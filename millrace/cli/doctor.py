@@ -137,7 +137,8 @@ def _version(name: str) -> str | None:
 def _bytecode() -> Check:
     """Check that processes need not compile their packages. A run starts several."""
     found = importlib.util.find_spec("torch")
-    kept = found is None or (found.cached is not None and Path(found.cached).is_file())
+    source = found.origin if found is not None else None
+    kept = source is None or Path(importlib.util.cache_from_source(source)).is_file()
     if sys.dont_write_bytecode and not kept:
         what = "PYTHONDONTWRITEBYTECODE is set, so each process compiles all that it imports"
         return Check("bytecode", "warning", what, "unset PYTHONDONTWRITEBYTECODE")

@@ -157,9 +157,11 @@ def test_two_workers_score_every_response_once_though_one_is_killed_or_hangs(
                 asyncio.ensure_future(pool.score(PROMPT, completed([text]))) for text in RESPONSES
             ]
             await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-            os.kill(next(iter(pool.workers)).pid, signal.SIGKILL)
+            victim = next(iter(pool.workers))
+            os.kill(victim.pid, signal.SIGKILL)
             scores = [score.value for (score,) in await asyncio.gather(*calls)]
             assert scores == pytest.approx(expected, abs=1e-5)
+            await asyncio.wait_for(victim.dead.wait(), 30)  # Until then, it may get calls.
             with pytest.raises(RewardError, match="too_long"):
                 await pool.score(PROMPT, completed(["1", "a" * 300]))
             for worker in pool.workers:
