@@ -21,7 +21,14 @@ SECONDS, MEMORY = 2.0, 2**30
 """Seconds of a processor for one text, and bytes of memory for all."""
 _SPARE = 2**20
 _GROWTH = 16
-_REFUSALS = (*(ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError),)
+_REFUSALS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
 
 
 def most_text(request: int) -> int:

@@ -17,10 +17,24 @@ from millrace.types import Sample, Trajectory
 from tests.pipeline.journals import HEADER, PROMPT, Said, drawn, ledger_at
 
 
-def test_a_full_disk_ends_the_journal_until_the_next_checkpoint() -> None:
-    disk, said = Disk(random.Random(0)), Said()
+def place() -> tuple[Disk, Said, Any]:
+    """Return a simulated disk, what the journal says, and the journal's folder."""
+    disk = Disk(random.Random(0))
     folder: Any = SimPath(View(disk), "/run/journal")
     folder.mkdir(parents=True)
+    return disk, Said(), folder
+
+
+def publish(ledger: Ledger, kept: Journal) -> None:
+    """Train the samples that are ready, and make the version live."""
+    for change in (ledger.take, ledger.trained, ledger.seal, ledger.published):
+        change()
+        kept.moved(ledger.moves)
+        ledger.moves.clear()
+
+
+def test_a_full_disk_ends_the_journal_until_the_next_checkpoint() -> None:
+    disk, said, folder = place()
 
     async def main() -> None:
         ledger = ledger_at(4, 0)
@@ -33,10 +47,7 @@ def test_a_full_disk_ends_the_journal_until_the_next_checkpoint() -> None:
                 await asyncio.sleep(1.0)
             assert not kept.working and "No space left" in said[0] and "run goes on" in said[0]
             disk.full = False
-            for change in (ledger.take, ledger.trained, ledger.seal, ledger.published):
-                change()
-                kept.moved(ledger.moves)
-                ledger.moves.clear()
+            publish(ledger, kept)
             finish(ledger, kept, 2)
             await asyncio.sleep(1.0)
             writer.cancel()
@@ -51,9 +62,7 @@ def test_a_full_disk_ends_the_journal_until_the_next_checkpoint() -> None:
 
 def test_a_journal_asks_for_a_checkpoint_as_soon_as_the_disk_takes_files_again() -> None:
     """Else a trainer that is lost before the next regular one could not be restored."""
-    disk, said = Disk(random.Random(0)), Said()
-    folder: Any = SimPath(View(disk), "/run/journal")
-    folder.mkdir(parents=True)
+    disk, said, folder = place()
 
     async def main() -> None:
         ledger = ledger_at(5, 0)
@@ -73,10 +82,7 @@ def test_a_journal_asks_for_a_checkpoint_as_soon_as_the_disk_takes_files_again()
             finish(ledger, kept, 3)  # A run has facts all the time.
             await asyncio.sleep(1.0)
             assert kept.checkpoint_due(1) and kept.checkpoint_due(1) and not kept.working
-            for change in (ledger.take, ledger.trained, ledger.seal, ledger.published):
-                change()
-                kept.moved(ledger.moves)
-                ledger.moves.clear()
+            publish(ledger, kept)
             finish(ledger, kept, 4)
             await asyncio.sleep(PROBE_S + 1.0)
             assert not kept.checkpoint_due(2), "one checkpoint is enough"
