@@ -142,7 +142,8 @@ from pathlib import Path
 
 def score(data_source, solution_str, ground_truth, extra_info):
     mine, others = Path(__file__).parent / f"hang-{ground_truth}", list(Path(__file__).parent.glob("hang-*"))
-    if len(others) < 3 and not mine.exists():
+    drawn = extra_info["split"] == "train"  # A failed score of a validation drops nothing.
+    if drawn and len(others) < 3 and not mine.exists():
         mine.touch()
         time.sleep(1000)
     return float(solution_str == ground_truth)
@@ -282,9 +283,8 @@ def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_pa
     assert [row["version"] for row in runs.rows(chain.folder)] == list(
         range(1, found["versions"] + 1)
     ), "one row for each version"
-    tokens = check_accounts(chain.folder)[-1].tokens
-    assert tokens["lost"] > 0, "attempts were killed"
-    assert tokens["dropped/timeout"] > 0
+    # The bucket "lost" may be empty: the journal may have all that the killed attempts had drawn.
+    assert check_accounts(chain.folder)[-1].tokens["dropped/timeout"] > 0
     written = [
         json.loads(line) for line in (chain.folder / "metrics.jsonl").read_text().splitlines()
     ]
