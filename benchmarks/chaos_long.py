@@ -36,25 +36,26 @@ OWN = {
     "agents_quickstart": [f"agents.environment={HERE / 'chaos_environment.py'}:Chase"],
 }
 """Further keys of each recipe."""
-DISK = "256m"
+DISK, LARGE_DISK = "256m", "4g"
+"""A small disk is filled in no time. Twenty minutes write more than it holds."""
 BLOCKS = 4
 """How many blocks of faults --goodput has. A quiet period is before, between and after them."""
 LEARNING = ["rollout.n_gpus_per_node=2", "trainer.save_freq=5", "trainer.threads=1"]
 """Keys of --learn."""
 
 
-def small_disk(here: bool) -> Path:
+def own_disk(here: bool, size: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     if here:
         return folder
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "chaos", str(folder)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "chaos", str(folder)], check=True)
     return folder
 
 
-def new_run(options: argparse.Namespace, kind: str = "quickstart") -> Run:
+def new_run(options: argparse.Namespace, kind: str = "quickstart", size: str = DISK) -> Run:
     keys = [*KEYS, *OWN[kind], f"trainer.runtime={options.runtime}", *options.set]
     name = options.recipe if options.recipe and kind == "quickstart" else kind
-    run = Run(small_disk(options.here), name, keys, options.tools)
+    run = Run(own_disk(options.here, size), name, keys, options.tools)
     run.start()
     return run
 
@@ -107,7 +108,7 @@ def goodput(names: Sequence[str], options: argparse.Namespace) -> list[Trial]:
     deck: list[str] = []
     trials: list[Trial] = []
     periods = round(60 * options.minutes / options.every)
-    run = new_run(options)
+    run = new_run(options, size=LARGE_DISK)
     run.moves(4, 300)
     calm, busy = [span(run, options.every)], list[Span]()
     for number in range(1, periods + 1):
@@ -163,7 +164,8 @@ def learn(names: Sequence[str], options: argparse.Namespace) -> list[Trial]:
             dice = random.Random(seed)
             keys = [*LEARNING, f"trainer.seed={seed}", f"trainer.runtime={options.runtime}"]
             name = options.recipe or "quickstart"
-            run = Run(small_disk(options.here), name, [*keys, *options.set], options.tools)
+            disk = own_disk(options.here, LARGE_DISK)
+            run = Run(disk, name, [*keys, *options.set], options.tools)
             run.start()
             run.moves(5, 300)
             for fault in names if faulty else ():

@@ -113,6 +113,9 @@ class DeadlineError(MillraceError):
 class NoAnswer(DeadlineError):
     """A worker did not answer a call in time, and made no progress with it."""
 
+    worker = ""
+    """The name of the worker."""
+
 
 class SyncError(MillraceError):
     """A replica's weights differ from the trainer's. The replica must not serve them."""

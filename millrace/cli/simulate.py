@@ -19,8 +19,8 @@ _SHOWN = 5
 
 def simulate(
     faults: Annotated[
-        bool, typer.Option("--faults", help="Let workers, links and the disk fail.")
-    ] = False,
+        bool, typer.Option("--faults", help="Let workers, links and the disk fail, as always.")
+    ] = True,
     seeds: Annotated[
         str, typer.Option(metavar="A..B", help="The seeds A to B. One seed prints its story.")
     ] = "0..300",
@@ -37,9 +37,6 @@ def simulate(
     Example: millrace simulate --faults --seeds 0..1000
     """
     first, last = _range(seeds)
-    if not faults:
-        rule = "a simulation without faults shows nothing that the tests do not show"
-        raise bad_value("--faults", False, rule, f"millrace simulate --faults --seeds {seeds}")
     from millrace.simulate.faults.sweep import Found
 
     found = Found()
@@ -79,6 +76,10 @@ def _sweep(seeds: range, jobs: int, found: Any, json_: bool) -> None:
             progress.update(task, advance=1, broken=len(found.violations))
 
 
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _report(found: Any, asked: int, json_: bool) -> None:
     """Report what the seeds showed, also after Ctrl-C, and the stories of broken ones."""
     from millrace.simulate.faults.scenario import draw
@@ -105,8 +106,9 @@ def _report(found: Any, asked: int, json_: bool) -> None:
     text += [f"seed {s}: {v}" for s, v in sorted(found.violations.items()) if s not in stories]
     note = "" if found.seeds == asked else f" of {asked}, stopped"
     text.append(
-        f"{found.seeds} seeds{note}: {len(found.violations)} with a violation, "
-        f"{sum(fired.values())} faults of {len(fired)} kinds, {found.attempts} attempts, "
+        f"{_counted(found.seeds, 'seed')}{note}: {len(found.violations)} with a violation, "
+        f"{_counted(sum(fired.values()), 'fault')} of {_counted(len(fired), 'kind')}, "
+        f"{_counted(found.attempts, 'attempt')}, "
         f"{found.virtual_s / 3600:.1f} virtual hours"
     )
     report(json_, result, "\n".join(text))

@@ -10,7 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from millrace.errors import BrokenTransfer, CopyGone, DeadlineError, SyncError, WorkerError
+from millrace.errors import (
+    BrokenTransfer,
+    CopyGone,
+    DeadlineError,
+    NoAnswer,
+    SyncError,
+    WorkerError,
+)
 from millrace.ports import TransferReport
 from millrace.rollout.patience import check, wait_for_replicas
 from millrace.rollout.roster import Roster
@@ -171,11 +178,16 @@ class RosterSync:
     ) -> bool:
         """Mark the members that died as lost. Return whether the sync goes on after the error.
 
-        The loss of the trainer's ranks explains it too, once others have their place. A transfer
-        that breaks off although everybody lives is made again, a few times. Raises WorkerError if
-        the ranks are lost for good.
+        The loss of the trainer's ranks explains it too, once others have their place. A worker
+        that does not answer counts as dead. A transfer that breaks off although everybody lives is
+        made again, a few times. After that, the ranks count as lost, because one of them may hang.
+        Raises WorkerError if the ranks are lost for good.
         """
         ranks = self._ranks
+        if isinstance(error, NoAnswer):
+            for peer in (*ranks.peers, *peers.values()):
+                if peer.name == error.worker:
+                    peer.mark_dead(str(error))
         if ranks.incarnation == self._senders:
             await wait_for_death([*ranks.peers, *peers.values()])
         if await ranks.gone(self._senders):
@@ -190,4 +202,8 @@ class RosterSync:
             if self._breaks < _BREAKS:
                 ranks.note(f"a weight transfer broke off and is made again: {error}")
                 return True
+            if ranks.able:
+                self._breaks = 0
+                ranks.lose(f"{_BREAKS} weight transfers in a row broke off, the last one: {error}")
+                return await ranks.gone(self._senders)
         return bool(lost)

@@ -201,7 +201,9 @@ class Peer:
         for pending in list(self._pending.values()):
             if now > pending.end and not pending.future.done():
                 text = f"{self.name} did not answer {pending.method} in time"
-                pending.future.set_exception(NoAnswer(f"{text} (trainer.wait_deadline_s)"))
+                error = NoAnswer(f"{text} (trainer.wait_deadline_s)")
+                error.worker = self.name
+                pending.future.set_exception(error)
         self._watch = loop.call_later(1.0, self._expire) if self._pending else None
 
 

@@ -7,10 +7,12 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from millrace import __main__ as entry
 from millrace.cli import console, main
 from millrace.cli.console import open_console
 from millrace.observe.progress import Lines, Progress
@@ -102,3 +104,17 @@ def test_ctrl_c_outside_of_a_run_has_its_exit_code(
         main.main()
     assert ended.value.code == 130
     assert capsys.readouterr().err.endswith("error: stopped by Ctrl-C\n")
+
+
+def test_ctrl_c_while_the_command_is_imported_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.__import__", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    monkeypatch.undo()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "error: stopped by Ctrl-C\n"

@@ -23,26 +23,35 @@ pytestmark = pytest.mark.timeout(400)
 
 def test_a_run_on_a_cluster_and_nothing_left_of_it(tmp_path: Path) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    shared = set(Path("/dev/shm").glob("psm_*"))
     node = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 << 20}
     cluster = Cluster(initialize_head=True, head_node_args=node)
     on_ray = ["trainer.runtime=ray", f"trainer.ray_address={cluster.address}", "mode=async_partial"]
 
-    async def main() -> list[psutil.Process]:
+    async def main() -> tuple[list[psutil.Process], set[Path]]:
         async with runs.session(tmp_path, *VLLM, *on_ray, "sft.steps=20") as s:
             cores = engine_cores()
             assert len(cores) == 1
+            shared = shared_memory(cores[0])
             outcome = await runs.run(s, tmp_path / "run", *VLLM, *on_ray)
             assert outcome.complete and outcome.samples_trained == 64
             assert all(row["sync/bytes"] > 0 for row in runs.rows(tmp_path / "run"))
-        return cores
+        return cores, shared
 
     try:
-        _, left = psutil.wait_procs(asyncio.run(main()), timeout=20)
+        cores, shared = asyncio.run(main())
+        _, left = psutil.wait_procs(cores, timeout=20)
         assert not left, "the cluster lives on, and nobody else would end them"
-        assert not set(Path("/dev/shm").glob("psm_*")) - shared, (
+        assert shared
+        assert not [path for path in shared if path.exists()], (
             "shared memory stays until the node is started again"
         )
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def shared_memory(core: psutil.Process) -> set[Path]:
+    """Return the files of shared memory that an engine has mapped, and no other test's."""
+    family = [core, *core.parents()[:1], *core.children(recursive=True)]
+    maps = {m.path for p in family for m in p.memory_maps()}
+    return {Path(path) for path in maps if path.startswith("/dev/shm/psm_")}

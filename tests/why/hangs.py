@@ -23,8 +23,8 @@ from millrace.simulate.faults.engines import (
     Ranks,
     Receiver,
     Sender,
-    Wire,
 )
+from millrace.simulate.faults.wire import Wire
 from millrace.simulate.faults.world import WorldLoop
 from millrace.types import Ending
 from millrace.waits.verdict import Verdict

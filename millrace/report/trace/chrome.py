@@ -40,6 +40,7 @@ _OVERLAPPING = frozenset({"request", "score"})
 """Spans that overlap by nature. They have lanes of their own."""
 _STEPS = ("trainer", "train")
 """The track and the state of local steps."""
+Args = dict[str, Any] | None
 _SAMPLE, _STEP, _VERSION = range(3)
 _MOST_ITEMS, _MOST_TEXT, _MOST_KEY = 1024, 500, 100
 
@@ -65,27 +66,27 @@ class Translator:
 
     def add(self, event: Event, out: list[Line]) -> None:
         """Append the lines of `event`."""
-        time, _, _, phase, key, _ = event
+        time, track, name, phase, key, facts = event
         if len(key) > _MOST_KEY or not key.isascii():
-            event = event._replace(key=sendable(key[:_MOST_TEXT]))
-        ts = round((time - self._zero) * 1e6)
+            key = sendable(key[:_MOST_TEXT])
+        ts, args = round((time - self._zero) * 1e6), plain(facts) if facts else None
         if phase == "begin":
-            self._begin(event, ts, out)
+            self._begin(track, name, key, ts, args, out)
         elif phase == "end":
-            self._end(event, ts, out)
+            self._end((track, name, key), ts, args, out)
+        elif track == SAMPLES:
+            self._move(name, key, ts, args, out)
         elif phase == "state":
-            self._state(event, ts, out)
-        elif event.track == SAMPLES:
-            self._move(event, ts, out)
-        elif event.name == "stepped":
-            self._step(event, ts, out)
-        elif event.name == "row":
-            self._count(event, ts, out)
-        elif event.name == "gap":
+            self._state(track, name, ts, args, out)
+        elif name == "stepped":
+            self._step(ts, args, out)
+        elif name == "row":
+            self._count(track, facts.get("row", {}), ts, out)
+        elif name == "gap":
             self.end_all(ts, out, {"gap": True})
-            self._instant(event, ts, out)
-        elif event.name != "stats":
-            self._instant(event, ts, out)
+            self._instant(track, name, key, ts, args, out)
+        elif name != "stats":
+            self._instant(track, name, key, ts, args, out)
 
     def end_all(self, ts: float, out: list[Line], args: dict[str, Any]) -> None:
         """End every slice. An end that comes later has no begin, and is ignored."""
@@ -102,15 +103,15 @@ class Translator:
         """Return the end of one file and the head of the next one."""
         return self._lanes.cut(ts)
 
-    def _begin(self, event: Event, ts: float, out: list[Line]) -> None:
-        _, track, name, _, key, facts = event
-        arrows: tuple[int | None, int | None]
+    def _begin(
+        self, track: str, name: str, key: str, ts: float, args: Args, out: list[Line]
+    ) -> None:
         if name in _OVERLAPPING:
             lane, number = self._lanes.take(track, name, out), _number(key)
-            arrows = None, None if number is None else _arrow(_SAMPLE, number)
+            lead, led = None, None if number is None else _arrow(_SAMPLE, number)
         else:
-            lane, arrows = self._lanes.take(track, track, out), self._arrows(event)
-        self._lanes.begin(lane, name, key, ts, plain(facts), *arrows)
+            lane, (lead, led) = self._lanes.take(track, track, out), self._arrows(track, name, key)
+        self._lanes.begin(lane, name, key, ts, args, lead, led)
         begun = (track, name, key)
         if (lanes := self._begun.get(begun)) is None:
             self._begun[begun] = [lane]
@@ -119,89 +120,86 @@ class Translator:
         if track == "sync":
             self._version = key
 
-    def _arrows(self, event: Event) -> tuple[int | None, int | None]:
-        """Return the arrow that begins at the span of `event`, and the one that ends there."""
-        number = _number(event.key)
+    def _arrows(self, track: str, name: str, key: str) -> tuple[int | None, int | None]:
+        """Return the arrow that begins at a span, and the one that ends there."""
+        number = _number(key)
         if number is None:
             return None, None
-        if event.name == "activate":
+        if name == "activate":
             return _arrow(_VERSION, number), None
-        if event.track in ("validation", "checkpoint"):
+        if track in ("validation", "checkpoint"):
             return None, _arrow(_VERSION, number) if number else None
-        if event.track == "sync" and self._sealed is not None:
+        if track == "sync" and self._sealed is not None:
             return None, _arrow(_STEP, self._sealed)
         return None, None
 
-    def _end(self, event: Event, ts: float, out: list[Line]) -> None:
-        """End the oldest span of this track, name and key. Scores of one sample share a key."""
-        begun = (event.track, event.name, event.key)
+    def _end(self, begun: tuple[str, str, str], ts: float, args: Args, out: list[Line]) -> None:
+        """End the oldest span of a track, name and key. Scores of one sample share a key."""
         if lanes := self._begun.get(begun):
             lane = lanes.pop(0)
             if not lanes:
                 del self._begun[begun]
-            self._lanes.end(lane, ts, out, plain(event.facts))
+            self._lanes.end(lane, ts, out, args)
             self._lanes.free(lane)
 
-    def _state(self, event: Event, ts: float, out: list[Line]) -> None:
-        lane = self._states.get(event.track)
+    def _state(self, track: str, name: str, ts: float, args: Args, out: list[Line]) -> None:
+        lane = self._states.get(track)
         if lane is None:
-            lane = self._states[event.track] = self._lanes.take(event.track, "state", out)
+            lane = self._states[track] = self._lanes.take(track, "state", out)
         else:
-            if (event.track, lane.cat) == _STEPS:
-                self._step_from = lane.since
+            if (track, lane.line.cat) == _STEPS:
+                self._step_from = lane.line.ts
             self._lanes.end(lane, ts, out)
-        self._lanes.begin(lane, event.name, "", ts, plain(event.facts))
+        self._lanes.begin(lane, name, "", ts, args)
 
-    def _move(self, event: Event, ts: float, out: list[Line]) -> None:
+    def _move(self, name: str, key: str, ts: float, args: Args, out: list[Line]) -> None:
         """Move a sample to another state, or out of its slot."""
-        name, key = event.name, event.key
         lane = self._slots.get(key)
         if name in STATES:
             if lane is None:
                 lane = self._slots[key] = self._lanes.take(SAMPLES, "slot", out)
             else:
                 self._lanes.end(lane, ts, out)
-            arrow_out, arrow_in = None, None
+            lead, led = None, None
             if name == "running" and (number := _number(key)) is not None:
-                arrow_out = _arrow(_SAMPLE, number)
+                lead = _arrow(_SAMPLE, number)
             elif name == "trained":  # the event of its step comes next
-                arrow_in = _arrow(_STEP, self._steps)
+                led = _arrow(_STEP, self._steps)
             elif name == "sealed":
                 self._sealed = self._steps - 1 if self._steps else None
-            facts = plain(event.facts)
-            self._lanes.begin(lane, name, key, ts, facts, arrow_out, arrow_in)
+            self._lanes.begin(lane, name, key, ts, args, lead, led)
             return
         if name == "dropped":
-            self._instant(event, ts, out)
+            self._instant(SAMPLES, name, key, ts, args, out)
         if name in ("retired", "dropped") and lane is not None:
             del self._slots[key]
             known = name == "retired" and self._version
             self._lanes.end(lane, ts, out, {"version": self._version} if known else None)
             self._lanes.free(lane)
 
-    def _step(self, event: Event, ts: float, out: list[Line]) -> None:
+    def _step(self, ts: float, args: Args, out: list[Line]) -> None:
         """Draw a local step, which has just ended. It began when the trainer began to train."""
         begin, self._step_from = ts if self._step_from is None else self._step_from, None
-        args, arrow = plain(event.facts), _arrow(_STEP, self._steps)
-        lane = self._passing("trainer", "steps", out)
+        arrow, lane = _arrow(_STEP, self._steps), self._passing("trainer", "steps", out)
         name = f"step {self._steps}"
         out.append(
             Line(lane.pid, lane.tid, "X", begin, ts - begin, "step", name, args, arrow, True)
         )
         self._steps += 1
 
-    def _count(self, event: Event, ts: float, out: list[Line]) -> None:
-        row, lane = event.facts.get("row", {}), self._passing(event.track, "events", out)
+    def _count(self, track: str, row: Mapping[str, Any], ts: float, out: list[Line]) -> None:
+        lane = self._passing(track, "events", out)
         for name in COUNTERS:
             if name in row:
                 args = {"value": row[name]}
                 out.append(Line(lane.pid, lane.tid, "C", ts, name=name, args=args))
 
-    def _instant(self, event: Event, ts: float, out: list[Line]) -> None:
-        lane = self._passing(event.track, "events", out)
-        name = f"{event.name} {event.key}" if event.key else event.name
-        args = plain(event.facts)
-        out.append(Line(lane.pid, lane.tid, "i", ts, None, event.name, name, args, s="t"))
+    def _instant(
+        self, track: str, name: str, key: str, ts: float, args: Args, out: list[Line]
+    ) -> None:
+        lane = self._passing(track, "events", out)
+        shown = f"{name} {key}" if key else name
+        out.append(Line(lane.pid, lane.tid, "i", ts, None, name, shown, args, s="t"))
 
     def _passing(self, track: str, group: str, out: list[Line]) -> Lane:
         """Return a lane for lines that leave no slice open."""

@@ -46,15 +46,14 @@ class Pool:
 class Lane:
     """A thread of a track. It has one slice at a time."""
 
-    __slots__ = ("arrow", "begun", "cat", "name", "number", "pid", "pool", "since", "tid")
+    __slots__ = ("line", "number", "pid", "pool", "tid", "written")
 
     def __init__(self, pid: int, tid: int, number: int, pool: Pool) -> None:
         self.pid, self.tid, self.number, self.pool = pid, tid, number, pool
-        self.cat, self.name, self.since = "", "", 0.0
-        self.arrow: int | None = None
-        """The arrow that begins at the slice."""
-        self.begun: Line | None = None
-        """The begin of the slice, until it is written. A short slice is one line, at its end."""
+        self.line = Line(pid, tid, "X", 0.0)
+        """The newest slice, from its begin on. A short slice is this one line."""
+        self.written = False
+        """Whether a line of its begin is in the file already."""
 
 
 class Lanes:
@@ -92,24 +91,23 @@ class Lanes:
 
         Its line comes at its end, or when `write_begun` finds it.
         """
-        lane.cat, lane.name = cat, f"{cat} {key}" if key else cat
-        lane.arrow, lane.since = arrow_out, ts
-        self.open[lane.tid] = lane
+        name = f"{cat} {key}" if key else cat
         bind = arrow_in if arrow_out is None else arrow_out
         leads, led = arrow_out is not None, arrow_in is not None
-        name = lane.name
-        lane.begun = Line(lane.pid, lane.tid, "B", ts, None, cat, name, args, bind, leads, led)
+        lane.line = Line(lane.pid, lane.tid, "X", ts, None, cat, name, args, bind, leads, led)
+        lane.written = False
+        self.open[lane.tid] = lane
 
     def end(
         self, lane: Lane, ts: float, out: list[Line], args: dict[str, Any] | None = None
     ) -> None:
         """End the slice of `lane`, which stays taken."""
         del self.open[lane.tid]
-        line, lane.begun = lane.begun, None
-        if line is None:
+        line = lane.line
+        if lane.written:
             line = Line(lane.pid, lane.tid, "E", ts, args=args)
         else:
-            line.ph, line.dur = "X", ts - line.ts
+            line.dur = ts - line.ts
             if args:
                 line.args = line.args | args if line.args else args
         out.append(line)
@@ -117,9 +115,10 @@ class Lanes:
     def write_begun(self, before: float, out: list[Line]) -> None:
         """Write the begin of each open slice that began before `before`: a kill must not lose it."""
         for lane in self.open.values():
-            if lane.begun is not None and lane.since < before:
-                out.append(lane.begun)
-                lane.begun = None
+            if not lane.written and lane.line.ts < before:
+                lane.line.ph = "B"
+                out.append(lane.line)
+                lane.written = True
 
     def free(self, lane: Lane) -> None:
         heapq.heappush(lane.pool.free, lane.number)
@@ -136,10 +135,11 @@ class Lanes:
         self.write_begun(ts + 1, ends)
         for lane in self.open.values():
             ends.append(Line(lane.pid, lane.tid, "E", ts, args={"continues": True}))
+            arrow = lane.line.bind_id if lane.line.flow_out else None
             heads.append(
                 Line(
-                    *(lane.pid, lane.tid, "B", ts, None, lane.cat, lane.name),
-                    *({"continued": True}, lane.arrow, lane.arrow is not None),
+                    *(lane.pid, lane.tid, "B", ts, None, lane.line.cat, lane.line.name),
+                    *({"continued": True}, arrow, arrow is not None),
                 )
             )
         return ends, heads

@@ -36,12 +36,12 @@ from millrace.simulate.faults.engines import (
     RolloutRoot,
     Sender,
     TrainerRoot,
-    Wire,
 )
 from millrace.simulate.faults.inputs import NoView, Problems, Reward
 from millrace.simulate.faults.network import Link, SimWorker
 from millrace.simulate.faults.scenario import DEADLINE_S, HEARTBEAT_S, SYNC_TIMEOUT_S, Fault
 from millrace.simulate.faults.state import World
+from millrace.simulate.faults.wire import Wire
 from millrace.waits.answer import Answer, Pulse, answer_of
 from millrace.waits.registry import Registry, within
 

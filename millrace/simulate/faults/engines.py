@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from millrace.errors import BrokenTransfer, CopyGone, SyncError
+from millrace.errors import CopyGone, SyncError
 from millrace.ports import Phase, StepReport, TrainBatch, TransferReport
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimRolloutEngine, SimTrainEngine
 from millrace.simulate.faults.disk import SimPath, View
+from millrace.simulate.faults.wire import Wire
 from millrace.types import PolicyVersion, SamplingParams, Segment, Tokens
-from millrace.waits.registry import Wait, count, doing, gauge, waiting
-
-T = TypeVar("T")
+from millrace.waits.registry import count, doing, gauge, waiting
 
 Lineage = list[int]
 """The ids of the samples that trained the weights, in order."""
@@ -30,137 +27,6 @@ Lineage = list[int]
 
 def checksum(lineage: Sequence[int]) -> int:
     return zlib.crc32(msgspec.msgpack.encode(lineage))
-
-
-@dataclass(slots=True)
-class Parcel:
-    """The rows of one rank on their way to one replica."""
-
-    weights: int
-    sent: int
-    """The sender's checksum. Damage on the way changes `weights` alone."""
-    staged: asyncio.Future[bool]
-    """Whether the receiver has staged the version whole."""
-
-
-class Groups:
-    """The process groups of one generation, from every rank to every member."""
-
-    def __init__(self, ends: Sequence[str]) -> None:
-        self.ends = ends
-        self.boxes = {end: asyncio.Queue[Parcel]() for end in ends}
-        self.here: set[str] = set()
-        self._come = {end: asyncio.Event() for end in ends}
-        self.broken = asyncio.Event()
-
-    def come(self, name: str) -> None:
-        """Note that an end has come."""
-        self.here.add(name)
-        if name in self._come:
-            self._come[name].set()
-
-    async def comes(self, name: str) -> None:
-        """Wait until an end has come."""
-        await self._come[name].wait()
-
-
-class Wire:
-    """The place where the ends of a weight sync meet, generation by generation."""
-
-    def __init__(self, ranks: int, cost: CostModel, timeout_s: float) -> None:
-        self.damage = False
-        """Whether the next parcel loses a bit."""
-        self._ranks = [f"trainer-{r}" for r in range(ranks)]
-        self.transfer_s, self._timeout_s = cost.transfer_s, timeout_s
-        self._groups: dict[int, Groups] = {}
-        self._joined: dict[str, int] = {}
-
-    def break_off(self, name: str) -> None:
-        """Close the groups of a process, because it is dead or leaves them."""
-        generation = self._joined.pop(name, None)
-        if generation is not None:
-            self._groups[generation].broken.set()
-
-    async def join(self, name: str, generation: int, members: Sequence[int]) -> None:
-        """Leave the old groups, and wait for all ends of a new generation."""
-        self.break_off(name)
-        ends = [*self._ranks, *(f"rollout-{k}" for k in members)]
-        groups, self._joined[name] = self._groups.setdefault(generation, Groups(ends)), generation
-        groups.come(name)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                for end in ends:
-                    with waiting(end, "meeting", "the weight sync", generation):
-                        await groups.comes(end)
-        except TimeoutError:
-            absent = ", ".join(sorted({*groups.ends} - groups.here))
-            raise SyncError(f"{absent} did not come within sync.timeout_s") from None
-
-    async def send(self, name: str, version: PolicyVersion, weights: int) -> bool:
-        """Send a version to every replica of the group. Return whether all of them staged it.
-
-        As with real groups, a send ends only once every replica has taken part in it.
-        """
-        await asyncio.sleep(self.transfer_s)
-        groups, loop, parcels = self._of(name), asyncio.get_running_loop(), []
-        for end, box in groups.boxes.items():
-            if end not in self._ranks:
-                wrong, self.damage = self.damage, False
-                parcels.append(Parcel(weights ^ wrong, weights, loop.create_future()))
-                box.put_nowait(parcels[-1])
-        with _member("rollout-*", self._ranks.index(name), version):
-            return all(await self._unbroken(groups, _staged(parcels)))
-
-    async def receive(self, name: str, version: PolicyVersion) -> int:
-        """Return the weights that arrive. Raises SyncError if they break off or are damaged."""
-        groups = self._of(name)
-        parcels = await self._unbroken(groups, self._parcels(groups.boxes[name], version))
-        whole = all(p.weights == p.sent for p in parcels)
-        for parcel in parcels:
-            if not parcel.staged.done():
-                parcel.staged.set_result(whole)
-        if not whole:
-            raise SyncError(f"{name}: received weights of version {version} are not the trainer's")
-        return parcels[0].weights
-
-    async def _unbroken(self, groups: Groups, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`. Raises BrokenTransfer if the groups break before."""
-        task = asyncio.ensure_future(work)
-        tasks: list[asyncio.Future[Any]] = [task, asyncio.ensure_future(groups.broken.wait())]
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        except TimeoutError:
-            raise BrokenTransfer("a transfer broke off: timed out (sync.timeout_s)") from None
-        finally:
-            for one in tasks:
-                one.cancel()
-        if not task.done() or task.cancelled():
-            raise BrokenTransfer("a weight transfer broke off: connection closed by peer")
-        return task.result()
-
-    async def _parcels(self, box: asyncio.Queue[Parcel], version: PolicyVersion) -> list[Parcel]:
-        parcels = []
-        for rank in range(len(self._ranks)):
-            with _member(f"trainer-{rank}", rank, version):
-                parcels.append(await box.get())
-        return parcels
-
-    def _of(self, name: str) -> Groups:
-        """Return the groups of an end. Raises BrokenTransfer if they are closed."""
-        groups = self._groups.get(self._joined.get(name, -1))
-        if groups is None or groups.broken.is_set():
-            raise BrokenTransfer("a weight transfer broke off: connection closed by peer")
-        return groups
-
-
-def _member(whom: str, rank: int, version: PolicyVersion) -> Wait:
-    sync = f"the weight sync of trainer rank {rank}"
-    return waiting(whom, f"bucket 1 of version {version}", sync, version)
-
-
-async def _staged(parcels: Sequence[Parcel]) -> list[bool]:
-    return [await parcel.staged for parcel in parcels]
 
 
 class FaultyRollouts(SimRolloutEngine):
@@ -353,6 +219,8 @@ class Sender:
     ) -> None:
         """`seals` sees each version and the samples that trained its weights."""
         self._engine, self._wire, self._name, self._seals = engine, wire, name, seals
+        self.hangs = False
+        """Whether it sends nothing from now on. All else works."""
         self._kept: tuple[PolicyVersion, int] | None = None
         self._sending: asyncio.Future[None] | None = None
 
@@ -364,6 +232,8 @@ class Sender:
 
     async def transfer(self, version: PolicyVersion) -> TransferReport:
         self._seals(version, self._engine.lineage)
+        if self.hangs:
+            await self._wire.hang(self._name)
         await self._wire.send(self._name, version, checksum(self._engine.lineage))
         return TransferReport(8, self._wire.transfer_s)
 
@@ -383,6 +253,8 @@ class Sender:
 
     async def _send(self, version: PolicyVersion, weights: int) -> None:
         """Send the copy, and free it once all replicas have the version."""
+        if self.hangs:
+            await self._wire.hang(self._name)
         if await self._wire.send(self._name, version, weights):
             self._kept = None
 

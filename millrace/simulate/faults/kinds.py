@@ -59,6 +59,10 @@ def _breaks(attempt: Attempt, fault: Fault) -> None:
     attempt.wires[-1].break_off(fault.target)
 
 
+def _hangs(attempt: Attempt, fault: Fault) -> None:
+    attempt.workers[fault.target].root.sender.hangs = True
+
+
 def _damages(attempt: Attempt, fault: Fault) -> None:
     attempt.wires[-1].damage = True
 
@@ -159,4 +163,5 @@ ACTS: Mapping[str, Callable[[Attempt, Fault], None]] = {
     "scale_down": _scales(-1),
     "node_leaves": _node_leaves,
     "rank_stands_still": _stands_still,
+    "sender_hangs": _hangs,
 }

@@ -15,7 +15,8 @@ from millrace.simulate.cost import CostModel
 
 DEADLINE_S = 60.0
 """trainer.wait_deadline_s of every simulated run."""
-SYNC_TIMEOUT_S = 20.0
+SYNC_TIMEOUT_S = 10.0
+"""sync.timeout_s of every simulated run, a sixth of the deadline, as the defaults are."""
 HEARTBEAT_S = 1.0
 """rollout.heartbeat_s of every simulated run."""
 SHORT_S = 5.0
@@ -67,7 +68,7 @@ class Fault:
     @property
     def takes_ranks(self) -> bool:
         """Whether the trainer may be lost by it."""
-        long = self.kind == "rank_dies" or self.seconds > SHORT_S
+        long = self.kind in ("rank_dies", "sender_hangs") or self.seconds > SHORT_S
         return long and self.target.startswith("trainer")
 
     @property
@@ -125,12 +126,14 @@ KINDS: dict[str, Kind] = {
     "scale_down": Kind(survivable=True),
     "node_leaves": Kind("replica", (3.0, 3.0, GONE_S), True),
     "rank_stands_still": Kind("rank", _LENGTHS, True),
+    "sender_hangs": Kind("rank", survivable=True),
 }
 """Every kind of fault, and the wishes of a user for more or fewer replicas."""
 _SCALES = ("scale_up", "scale_down")
 _MORE = ("node_leaves", "rank_stands_still")
-"""Kinds with dice of their own. So the other faults of a seed stay as they are."""
-_DRAWN = tuple(kind for kind in KINDS if kind not in (*_SCALES, *_MORE))
+_NEWEST = ("sender_hangs",)
+"""Like _MORE, kinds with dice of their own. So the other faults of a seed stay as they are."""
+_DRAWN = tuple(kind for kind in KINDS if kind not in (*_SCALES, *_MORE, *_NEWEST))
 
 _OF_RANKS = ("rank_dies", "rank_dies", "rank_freezes", "partition_up", "stop", "replica_dies")
 """The kinds of faults in every fourth world, where the trainer is lost in the middle of its work."""
@@ -199,6 +202,9 @@ def draw(seed: int) -> Scenario:
     if more.random() < 0.2 and (separate or more.random() < 0.5):
         kinds = _MORE if separate else ("rank_stands_still",)
         faults += (_fault(more, 0, ranks, replicas, kinds),)
+    newest = random.Random(f"newest {seed}")
+    if newest.random() < 0.1:
+        faults += (_fault(newest, 0, ranks, replicas, _NEWEST),)
     slots, write_s = dice.choice((3, 8, 64)), dice.choice((0.0, 0.1, 1.0))
     start_s = dice.choice((0.2, 2.0, 8.0))
     seconds = write_s, start_s
