@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from millrace.config.megatron_keys import MegatronConfig
 from millrace.config.section import Section
 from millrace.errors import ConfigError, bad_value
+
+
+def _resume_of(value: Any) -> Any:
+    """Return the word that `trainer.resume=true` or `=no` means."""
+    return ("auto" if value else "never") if isinstance(value, bool) else value
 
 
 class TrainerConfig(Section):
@@ -116,10 +121,11 @@ class TrainerConfig(Section):
     Any address of fsspec works; S3 needs millrace[s3]. Keys come from the environment alone. With
     resume=auto, a run without its own checkpoints fetches the newest one from there.
     """
-    resume: str = "never"
+    resume: Annotated[str, BeforeValidator(_resume_of)] = "never"
     """Which checkpoint the run resumes from: never, auto, or the folder of a checkpoint.
 
-    auto takes the newest whole checkpoint of run_dir, if there is one.
+    auto takes the newest whole checkpoint of run_dir, if there is one. true means auto, and false
+    means never.
     """
     run_dir: str = ""
     """Folder of the run. Empty makes a new folder runs/<recipe>-<number>."""

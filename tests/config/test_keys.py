@@ -170,6 +170,11 @@ def test_a_resumed_run_ends_at_the_version_that_was_asked_for(
     assert derived.optimizer_steps == 7 * versions + left * trigger * 2
 
 
+@pytest.mark.parametrize("given, word", [(True, "auto"), (False, "never"), ("auto", "auto")])
+def test_resume_takes_yes_and_no(given: Any, word: str) -> None:
+    assert make(trainer={"resume": given}).trainer.resume == word
+
+
 def test_the_look_ahead_is_a_window_where_there_is_staleness_and_as_given_where_it_is_given() -> (
     None
 ):

@@ -18,11 +18,10 @@ A slice has its kind as category, and the kind and the key as name: `request` an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millrace.codec import sendable
-from millrace.observe.watch import Event
 from millrace.report.trace.lanes import Lane, Lanes, Line
 
 SAMPLES = "samples"
@@ -64,7 +63,7 @@ class Translator:
         """Return microseconds since the clock's zero."""
         return round((time - self._zero) * 1e6)
 
-    def add(self, event: Event, out: list[Line]) -> None:
+    def add(self, event: Sequence[Any], out: list[Line]) -> None:
         """Append the lines of `event`."""
         time, track, name, phase, key, facts = event
         if len(key) > _MOST_KEY or not key.isascii():
