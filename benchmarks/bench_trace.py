@@ -4,8 +4,7 @@
     python benchmarks/bench_trace.py quickstart [--rounds 4]
 
 `events` runs the loops of bench_control.py, whose engines answer at once, with n=1. All threads of
-the process count, and the process that draws the trace, so a figure has the work of the loop and of
-the writers. Its arms take turns.
+the process count, so a figure has the work of the loop and of the writers. Its arms take turns.
 
 | arm | who watches |
 |---|---|
@@ -24,7 +23,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import resource
 import statistics
 import tempfile
@@ -59,7 +57,7 @@ def seconds(arm: str, c: Case, samples: int, folder: Path) -> tuple[float, int, 
     """Return the processor seconds of one run of `arm`, its events, and those that were lost."""
     counter, writers = Counter(), list[Any]()
     note: Callable[[str], None] = print
-    begin = sum(os.times()[:4])  # with the children that have ended
+    begin = time.process_time()
     if arm in ("trace", "both"):
         writers.append(TraceWriter(folder, 1, time.monotonic, note, limit_mb=8192, close_s=120))
     if arm == "both":
@@ -71,7 +69,7 @@ def seconds(arm: str, c: Case, samples: int, folder: Path) -> tuple[float, int, 
     for writer in writers:
         writer.close()
     lost = writers[0].dropped if writers else 0
-    return sum(os.times()[:4]) - begin, counter.events, lost
+    return time.process_time() - begin, counter.events, lost
 
 
 def events(samples: int, repeats: int) -> dict[str, Any]:

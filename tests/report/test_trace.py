@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +19,6 @@ from typing import Any
 import pytest
 
 from millrace.observe.watch import Watch
-from millrace.report.trace import process
 from millrace.report.trace.spans import read
 from millrace.report.trace.writer import TraceWriter
 from tests.report.runs import Clock, Run, life
@@ -185,32 +183,45 @@ def test_a_folder_that_cannot_be_written_ends_the_trace_with_one_note(tmp_path: 
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_ends_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_trace_with_one_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened = Path.open
 
     def full(path: Path, *how: Any, **options: Any) -> Any:
         return opened(Path("/dev/full"), "r+b", buffering=0)
 
     monkeypatch.setattr(Path, "open", full)
-    why = process.main([str(tmp_path / "trace"), "1", "0.0", "1e9", str(2**20), str(2**20)])
-    assert why == "it cannot be written: No space left on device"
+    run = Run(tmp_path, ["trace"])
+    run.go([1, 2])
+    (note,) = run.notes
+    assert "No space left" in note
 
 
 def test_a_disk_that_hangs_costs_events_and_no_time(tmp_path: Path) -> None:
-    """A process that stands still writes nothing, as one does whose disk hangs."""
+    """A pipe that nobody reads is such a disk."""
+    reader, pipe = os.pipe()
+    released = threading.Event()
     notes: list[str] = []
     clock = Clock()
-    writer = TraceWriter(tmp_path, 1, clock, notes.append, most_events=100, close_s=60)
+
+    class Stuck(TraceWriter):
+        def _put(self, data: bytes) -> None:
+            released.wait()
+            super()._put(data)
+
+    writer = Stuck(tmp_path, 1, clock, notes.append, most_events=100, close_s=60)
     watch = Watch(clock, [writer])
-    started(writer).send_signal(signal.SIGSTOP)
     for version in range(1, 40):
         life(watch, clock, version, [version])
     assert writer.dropped > 100 and len(notes) == 1 and "too slow" in notes[0]
-    started(writer).send_signal(signal.SIGCONT)
+    released.set()
     while len(writer._events) > 40:
         threading.Event().wait(0.01)
     life(watch, clock, 99, [99])
     writer.close()
+    os.close(reader)
+    os.close(pipe)
     events = lines(files(tmp_path)[0])
     gap = next(e for e in events if e.get("name") == "gap")
     assert gap["args"]["events"] == writer.dropped and len(notes) == 1
@@ -219,58 +230,6 @@ def test_a_disk_that_hangs_costs_events_and_no_time(tmp_path: Path) -> None:
         stacks[e["tid"]] += {"B": 1, "E": -1}.get(e["ph"], 0)
         assert 0 <= stacks[e["tid"]] <= 1
     assert any(e.get("name") == "activate 99" for e in events), "the trace goes on"
-
-
-def started(writer: TraceWriter) -> subprocess.Popen[bytes]:
-    while writer._process is None:
-        time.sleep(0.01)
-    return writer._process
-
-
-def test_a_process_that_is_killed_ends_the_trace_with_one_note(tmp_path: Path) -> None:
-    notes: list[str] = []
-    clock = Clock()
-    writer = TraceWriter(tmp_path, 1, clock, notes.append, every_s=0.01)
-    child = started(writer)
-    child.kill()
-    while not notes:
-        time.sleep(0.01)
-    life(Watch(clock, [writer]), clock, 1, [0])
-    writer.close()
-    assert len(notes) == 1 and "exit code -9. The run continues" in notes[0]
-
-
-def test_a_process_that_stands_still_at_the_end_is_killed(tmp_path: Path) -> None:
-    notes: list[str] = []
-    clock = Clock()
-    writer = TraceWriter(tmp_path, 1, clock, notes.append, every_s=60, close_s=0.1)
-    child = started(writer)
-    child.send_signal(signal.SIGSTOP)
-    watch = Watch(clock, [writer])
-    for version in range(1, 100):
-        life(watch, clock, version, [version])
-    writer.close()
-    assert len(notes) == 1 and "were not written in time" in notes[0]
-    assert child.wait(5) == -signal.SIGKILL
-
-
-def test_the_process_takes_no_stop_signal_and_no_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A terminal and Slurm signal every process of a run. The trace of the stop is the last."""
-    monkeypatch.setenv("WANDB_API_KEY", "canary-7d1")
-    clock = Clock()
-    writer = TraceWriter(tmp_path, 1, clock, print, every_s=0.01)
-    watch, child = Watch(clock, [writer]), started(writer)
-    while not list((tmp_path / "trace").glob("*")):
-        time.sleep(0.01)
-    assert b"canary-7d1" not in Path(f"/proc/{child.pid}/environ").read_bytes()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        child.send_signal(number)
-    life(watch, clock, 1, [0])
-    writer.close()
-    assert child.returncode == 0
-    check(lines(files(tmp_path)[0]))
 
 
 def test_facts_of_any_kind_are_written(tmp_path: Path) -> None:

@@ -18,11 +18,15 @@ A slice has its kind as category, and the kind and the key as name: `request` an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+from msgspec import Raw
+
 from millrace.codec import sendable
-from millrace.report.trace.lanes import Lane, Lanes, Line
+from millrace.observe.watch import Event
+from millrace.report.trace.lanes import GAP, Lane, Lanes, Line, as_json
 
 SAMPLES = "samples"
 STATES = frozenset({"waiting", "running", "ready", "taken", "trained", "sealed"})
@@ -39,9 +43,11 @@ _OVERLAPPING = frozenset({"request", "score"})
 """Spans that overlap by nature. They have lanes of their own."""
 _STEPS = ("trainer", "train")
 """The track and the state of local steps."""
-Args = dict[str, Any] | None
+Args = Raw | None
 _SAMPLE, _STEP, _VERSION = range(3)
 _MOST_ITEMS, _MOST_TEXT, _MOST_KEY = 1024, 500, 100
+_MOST_JSON = 500
+"""Bytes of facts that go into the trace as they are. Larger ones are shortened."""
 
 
 class Translator:
@@ -63,12 +69,12 @@ class Translator:
         """Return microseconds since the clock's zero."""
         return round((time - self._zero) * 1e6)
 
-    def add(self, event: Sequence[Any], out: list[Line]) -> None:
+    def add(self, event: Event, out: list[Line]) -> None:
         """Append the lines of `event`."""
         time, track, name, phase, key, facts = event
         if len(key) > _MOST_KEY or not key.isascii():
             key = sendable(key[:_MOST_TEXT])
-        ts, args = round((time - self._zero) * 1e6), plain(facts) if facts else None
+        ts, args = round((time - self._zero) * 1e6), _args_of(facts) if facts else None
         if phase == "begin":
             self._begin(track, name, key, ts, args, out)
         elif phase == "end":
@@ -82,12 +88,12 @@ class Translator:
         elif name == "row":
             self._count(track, facts.get("row", {}), ts, out)
         elif name == "gap":
-            self.end_all(ts, out, {"gap": True})
+            self.end_all(ts, out, GAP)
             self._instant(track, name, key, ts, args, out)
         elif name != "stats":
             self._instant(track, name, key, ts, args, out)
 
-    def end_all(self, ts: float, out: list[Line], args: dict[str, Any]) -> None:
+    def end_all(self, ts: float, out: list[Line], args: Raw) -> None:
         """End every slice. An end that comes later has no begin, and is ignored."""
         self._lanes.end_all(ts, out, args)
         self._begun.clear()
@@ -173,7 +179,7 @@ class Translator:
         if name in ("retired", "dropped") and lane is not None:
             del self._slots[key]
             known = name == "retired" and self._version
-            self._lanes.end(lane, ts, out, {"version": self._version} if known else None)
+            self._lanes.end(lane, ts, out, as_json({"version": self._version}) if known else None)
             self._lanes.free(lane)
 
     def _step(self, ts: float, args: Args, out: list[Line]) -> None:
@@ -190,7 +196,7 @@ class Translator:
         lane = self._passing(track, "events", out)
         for name in COUNTERS:
             if name in row:
-                args = {"value": row[name]}
+                args = as_json({"value": row[name]})
                 out.append(Line(lane.pid, lane.tid, "C", ts, name=name, args=args))
 
     def _instant(
@@ -216,6 +222,18 @@ def _number(key: str) -> int | None:
     """Return the number with which a key begins: 17 for `17/3`, None for `val/3`."""
     head = key.partition("/")[0]
     return int(head) if head.isdecimal() and len(head) < 16 else None
+
+
+def _args_of(facts: Mapping[str, Any]) -> Args:
+    """Return the facts as JSON, without those that a trace cannot hold."""
+    try:
+        data = msgspec.json.encode(facts)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        data = b""
+    if 0 < len(data) < _MOST_JSON:
+        return Raw(data)
+    found = plain(facts)
+    return as_json(found) if found else None
 
 
 def plain(facts: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -6,11 +6,27 @@ import heapq
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
 ORDER = ("run", "trainer", "sync", "validation", "checkpoint", "rollouts", "rollout-", "rewards")
 """The order of the processes. Other tracks come last."""
 _FIRST_TID = 1000
 """No thread may have the number of a process: it would be that process's main thread."""
+
+
+def as_json(args: dict[str, Any]) -> Raw:
+    return Raw(msgspec.json.encode(args))
+
+
+def _both(first: Raw, second: Raw) -> Raw:
+    """Return the facts of two objects that are not empty."""
+    return Raw(bytes(first)[:-1] + b"," + bytes(second)[1:])
+
+
+OPEN, GAP, CONTINUES, CONTINUED = (
+    as_json({word: True}) for word in ("open", "gap", "continues", "continued")
+)
+"""Why a slice ends without its end, and how it goes on in the next file."""
 
 
 class Line(msgspec.Struct, omit_defaults=True, gc=False):
@@ -24,7 +40,7 @@ class Line(msgspec.Struct, omit_defaults=True, gc=False):
     dur: float | None = None
     cat: str = ""
     name: str = ""
-    args: dict[str, Any] | None = None
+    args: Raw | None = None
     bind_id: int | None = None
     """The arrow that begins here (`flow_out`) or ends here (`flow_in`)."""
     flow_out: bool = False
@@ -83,7 +99,7 @@ class Lanes:
         cat: str,
         key: str,
         ts: float,
-        args: dict[str, Any] | None = None,
+        args: Raw | None = None,
         arrow_out: int | None = None,
         arrow_in: int | None = None,
     ) -> None:
@@ -98,9 +114,7 @@ class Lanes:
         lane.written = False
         self.open[lane.tid] = lane
 
-    def end(
-        self, lane: Lane, ts: float, out: list[Line], args: dict[str, Any] | None = None
-    ) -> None:
+    def end(self, lane: Lane, ts: float, out: list[Line], args: Raw | None = None) -> None:
         """End the slice of `lane`, which stays taken."""
         del self.open[lane.tid]
         line = lane.line
@@ -109,7 +123,7 @@ class Lanes:
         else:
             line.dur = ts - line.ts
             if args:
-                line.args = line.args | args if line.args else args
+                line.args = _both(line.args, args) if line.args else args
         out.append(line)
 
     def write_begun(self, before: float, out: list[Line]) -> None:
@@ -123,7 +137,7 @@ class Lanes:
     def free(self, lane: Lane) -> None:
         heapq.heappush(lane.pool.free, lane.number)
 
-    def end_all(self, ts: float, out: list[Line], args: dict[str, Any]) -> None:
+    def end_all(self, ts: float, out: list[Line], args: Raw) -> None:
         """End every slice and free its lane."""
         for lane in list(self.open.values()):
             self.end(lane, ts, out, args)
@@ -134,12 +148,12 @@ class Lanes:
         ends, heads = list[Line](), list(self.names)
         self.write_begun(ts + 1, ends)
         for lane in self.open.values():
-            ends.append(Line(lane.pid, lane.tid, "E", ts, args={"continues": True}))
+            ends.append(Line(lane.pid, lane.tid, "E", ts, args=CONTINUES))
             arrow = lane.line.bind_id if lane.line.flow_out else None
             heads.append(
                 Line(
                     *(lane.pid, lane.tid, "B", ts, None, lane.line.cat, lane.line.name),
-                    *({"continued": True}, arrow, arrow is not None),
+                    *(CONTINUED, arrow, arrow is not None),
                 )
             )
         return ends, heads
@@ -149,16 +163,16 @@ class Lanes:
         if pid is None:
             pid = self._pids[track] = len(self._pids) + 1
             order = next((i for i, t in enumerate(ORDER) if track.startswith(t)), len(ORDER))
-            self._name(pid, 0, "process_name", {"name": track}, out)
-            self._name(pid, 0, "process_sort_index", {"sort_index": order}, out)
+            self._name(pid, 0, "process_name", as_json({"name": track}), out)
+            self._name(pid, 0, "process_sort_index", as_json({"sort_index": order}), out)
         number = len(pool.lanes)
         self._tids += 1
         label = f"{group} {number}" if group in ("request", "score", "slot") else group
-        self._name(pid, self._tids, "thread_name", {"name": label}, out)
+        self._name(pid, self._tids, "thread_name", as_json({"name": label}), out)
         pool.lanes.append(Lane(pid, self._tids, number, pool))
         return pool.lanes[number]
 
-    def _name(self, pid: int, tid: int, what: str, args: dict[str, Any], out: list[Line]) -> None:
+    def _name(self, pid: int, tid: int, what: str, args: Raw, out: list[Line]) -> None:
         line = Line(pid, tid, "M", 0, name=what, args=args)
         self.names.append(line)
         out.append(line)

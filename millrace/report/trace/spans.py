@@ -13,7 +13,7 @@ import msgspec
 
 from millrace.observe.files import CHUNK, open_regular
 from millrace.report import folders
-from millrace.report.trace.files import HEADER, NAME
+from millrace.report.trace.writer import HEADER, NAME
 
 
 class Span(msgspec.Struct, frozen=True):

@@ -6,31 +6,38 @@
 A file is a JSON array with one event on each line. A killed run leaves it without its end, and
 Perfetto opens it all the same. `report/trace/chrome.py` says what is drawn where.
 
-The loop only appends to a queue. A thread packs the events, and a process draws and writes them:
-drawing takes twenty times as long as packing, and a thread that draws holds up the loop. If the disk
-is full, or too slow, the trace lacks events and the run loses nothing.
+The loop only appends to a queue. A thread encodes and writes. If the disk is full, or too slow, the
+trace lacks events and the run loses nothing.
 """
 
 from __future__ import annotations
 
-import subprocess
+import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from millrace.codec import sendable
 from millrace.observe.watch import Event
-from millrace.report.trace import process
-from millrace.report.trace.chrome import plain
+from millrace.report import folders
+from millrace.report.trace.chrome import Translator
+from millrace.report.trace.lanes import OPEN, Line, as_json
 
-_BATCH = 2048
-"""Events that are packed at once, in less than a millisecond."""
+NAME = re.compile(r"attempt-(\d{3,9})-(\d{3,9})\.json")
+HEADER = "clock_zero"
+"""The name of the first event of a file. Its args are the Unix time of zero, and the attempt."""
+
+_BATCH = 256
+"""Events that are encoded at once. A write releases the interpreter after each batch."""
+_LONG_S = 1.0
+"""A slice that is open for longer gets a line for its begin."""
+_SEPARATOR = b",\n"
+_END = b"\n]\n"
 
 
 class TraceWriter:
@@ -56,13 +63,16 @@ class TraceWriter:
         """`note` gets one line for each problem. The trace of a file begins at `clock()` now."""
         self.dropped = 0
         """Events that found the queue full."""
-        self._folder, self._note, self._clock = run_dir / "trace", note, clock
-        self._start = attempt, clock(), time.time(), limit_mb * 2**20, int(file_mb * 2**20)
+        self._folder, self._attempt, self._note = run_dir / "trace", attempt, note
+        self._clock, self._unix, zero = clock, time.time(), clock()
+        self._translator, self._last = Translator(zero), zero
+        self._limit, self._full = limit_mb * 2**20, int(file_mb * 2**20)
         self._most, self._every_s, self._close_s = most_events, every_s, close_s
         self._events: deque[Event] = deque()
         self._lost = 0
-        self._encode = msgspec.msgpack.Encoder(enc_hook=_known).encode
-        self._process: subprocess.Popen[bytes] | None = None
+        self._encoder = msgspec.json.Encoder()
+        self._file: Any = None
+        self._number, self._size, self._total = 0, 0, 0
         self._ended, self._closing, self._wake = False, False, threading.Event()
         self._thread = threading.Thread(target=self._work, name="trace", daemon=True)
         self._thread.start()
@@ -86,8 +96,6 @@ class TraceWriter:
         if self._thread.is_alive():
             self._ended = True
             self._note(f"trace: its last {len(self._events)} events were not written in time")
-            if self._process is not None:
-                self._process.kill()
         self._events.clear()
 
     def _lose(self) -> None:
@@ -103,76 +111,116 @@ class TraceWriter:
 
     def _work(self) -> None:
         try:
-            self._process = process.start(self._folder, *self._start)
-            with self._process as child:
-                why = self._hand_over(child)
-            if child.returncode and not why:
-                why = f"its process ended with exit code {child.returncode}"
-        except OSError as error:
-            why = f"its process does not start: {error.strerror or error}"
-        except Exception as error:  # noqa: BLE001 - a run does not end because its trace does
-            why = f"{type(error).__name__}: {error}"
-        if why and not self._ended:
-            self._stop(why)
-
-    def _hand_over(self, child: subprocess.Popen[bytes]) -> str:
-        """Send all events to the process. Return why the trace ended before the run."""
-        assert child.stdin is not None and child.stdout is not None
-        with suppress(BrokenPipeError):
-            last = False
-            while not last:
-                last = self._closing  # read before the last events are sent
-                self._send(child.stdin, last)
-                if not last:
+            self._total = folders.size(folders.files(folders.own(self._folder), NAME))
+            self._begin_file([])
+            closing = False
+            while not (closing or self._ended):
+                closing = self._closing  # read before the last events are written
+                self._drain()
+                self._write_begun()
+                if not closing:
                     self._wake.wait(self._every_s)
-        with suppress(BrokenPipeError):
-            child.stdin.close()
-        return child.stdout.read().decode(errors="replace")
+            self._finish()
+        except OSError as error:
+            self._abandon(f"it cannot be written: {error.strerror or error}")
+        except Exception as error:  # noqa: BLE001 - a run does not end because its trace does
+            self._abandon(f"{type(error).__name__}: {error}")
 
-    def _send(self, pipe: Any, last: bool) -> None:
-        """Send every event that waits, and the time."""
+    def _drain(self) -> None:
+        """Write every event that waits."""
         events = self._events
-        while True:
-            batch = [events.popleft() for _ in range(min(_BATCH, len(events)))]
-            rest = len(events) > 0
-            process.send(pipe, self._packed(batch, last and not rest))
-            if not rest:
-                return
+        while events and not self._ended:
+            lines: list[Line] = []
+            for _ in range(min(_BATCH, len(events))):
+                event = events.popleft()
+                self._last = event.time
+                self._translator.add(event, lines)
+            self._write(lines)
+            if self._size >= self._full and not self._ended:
+                ends, heads = self._translator.cut(self._translator.ts(self._last))
+                self._write(ends)
+                self._end_file()
+                self._begin_file(heads)
 
-    def _packed(self, events: list[Event], last: bool) -> bytes:
-        now = self._clock()
-        try:
-            return self._encode(process.Frame(now, events, last))
-        except (OverflowError, TypeError, UnicodeEncodeError, RecursionError):
-            events = [_sendable(event) for event in events]
-            return self._encode(process.Frame(now, events, last))
+    def _write_begun(self) -> None:
+        """Write the begins of long slices, which a kill must not lose."""
+        lines: list[Line] = []
+        self._translator.write_begun(self._translator.ts(self._clock() - _LONG_S), lines)
+        self._write(lines)
+
+    def _finish(self) -> None:
+        if not self._ended:
+            last: list[Line] = []
+            self._translator.end_all(self._translator.ts(self._clock()), last, OPEN)
+            self._write(last)
+        self._end_file()
+
+    def _begin_file(self, heads: list[Line]) -> None:
+        """Open the first file whose name is free. No file is overwritten."""
+        while True:
+            path = self._folder / f"attempt-{self._attempt:03d}-{self._number:03d}.json"
+            try:
+                self._file = path.open("xb", buffering=0)
+                break
+            except FileExistsError:
+                self._number += 1
+        args = as_json({"unix_s": self._unix, "attempt": self._attempt, "file": self._number})
+        header = Line(0, 0, "M", 0, name=HEADER, args=args)
+        self._size = 0
+        self._put(b"[\n" + self._encode([header, *heads]))
+
+    def _end_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with file:
+                _write_all(file, _END)
+
+    def _write(self, lines: list[Line]) -> None:
+        if lines and not self._ended:
+            self._put(_SEPARATOR + self._encode(lines))
+
+    def _encode(self, lines: list[Line]) -> bytes:
+        return _SEPARATOR.join(map(self._encoder.encode, lines))
+
+    def _put(self, data: bytes) -> None:
+        if self._total + len(data) > self._limit:
+            self._stop(
+                f"the traces of all attempts have {self._limit >> 20} MiB. "
+                "report.trace_mb sets this limit"
+            )
+            return
+        _write_all(self._file, data)
+        self._size += len(data)
+        self._total += len(data)
 
     def _stop(self, why: str) -> None:
         self._ended = True
         self._events.clear()
         self._note(f"the trace in {self._folder} ends here: {why}. The run continues.")
 
+    def _abandon(self, why: str) -> None:
+        """End a trace whose file cannot be written."""
+        file, self._file = self._file, None
+        with suppress(OSError):
+            if file is not None:
+                file.close()
+        self._stop(why)
 
-_HEAVY = frozenset({"stepped", "equal_outcomes", "stats", "published"})
-_OBJECTS = frozenset({"sample", "samples", "report", "stats", "totals"})
+
+def _write_all(file: Any, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
+_HEAVY = frozenset({"stepped", "equal_outcomes"})
 
 
 def _light(event: Event) -> Event:
-    """Return the event without its objects. Samples that wait in the queue would fill the memory."""
-    facts = {k: v for k, v in event.facts.items() if k not in _OBJECTS}
+    """Return the event without its samples. Samples that wait in the queue would fill the memory."""
+    facts = {k: v for k, v in event.facts.items() if k not in ("sample", "samples", "report")}
     if "samples" in event.facts:
         facts["samples"] = [sample.prompt.index for sample in event.facts["samples"]]
     if "report" in event.facts:
         facts["parts"] = event.facts["report"].seconds
     return Event(event.time, event.track, event.name, event.phase, event.key, facts)
-
-
-def _known(value: object) -> Any:
-    """Return what stands for an object of the run: nothing, unless it is a mapping."""
-    return dict(value) if isinstance(value, Mapping) else None
-
-
-def _sendable(event: Event) -> Event:
-    """Return an event without what cannot be packed."""
-    texts = (sendable(event.track), sendable(event.name), event.phase, sendable(event.key))
-    return Event(event.time, *texts, plain(event.facts) or {})
