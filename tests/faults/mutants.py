@@ -344,7 +344,13 @@ MUTANTS: dict[str, Plant] = {
 """The planted bugs by name."""
 
 
-_NEEDS = {"joiner": "scale", "leaver": "scale", "gone": "node_leaves", "still": "rank_stands"}
+_NEEDS = {
+    "joiner": "scale",
+    "leaver": "scale",
+    "gone": "node_leaves",
+    "still": "rank_stands",
+    "hung": "sender_hangs",
+}
 """The kind of fault that a bug needs, by the first word of its name."""
 
 

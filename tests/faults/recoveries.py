@@ -76,10 +76,24 @@ def late_answer_of_a_lost_rank() -> Any:
     return patched(Ranks, "again", make)
 
 
+def hung_sender_is_kept() -> Any:
+    """Ranks whose transfers break off again and again are not started anew."""
+
+    def make(lose: Any) -> Any:
+        def mutant(self: Ranks, why: str) -> None:
+            if "in a row broke off" not in why:
+                lose(self, why)
+
+        return mutant
+
+    return patched(Ranks, "lose", make)
+
+
 RECOVERIES = {
     "recovery makes a step twice": recovery_makes_a_step_twice,
     "recovery leaves out a step": recovery_leaves_out_a_step,
     "recovery forgets a kept version": recovery_forgets_a_kept_version,
     "late answer of a lost rank": late_answer_of_a_lost_rank,
+    "hung sender is kept": hung_sender_is_kept,
 }
 """The planted bugs by name."""
