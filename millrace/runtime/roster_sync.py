@@ -72,6 +72,7 @@ class RosterSync:
         await self.connect()
         while self._members:
             members, peers = self._members, self._peers
+            self._begin()
             try:
                 await self.remote.keep(version)
             except (WorkerError, SyncError, DeadlineError) as error:
@@ -99,8 +100,7 @@ class RosterSync:
             members, peers, self._proven = self._members, self._peers, {}
             if not members:
                 return TransferReport(0, 0.0)
-            if not self._breaks:
-                self._since = asyncio.get_running_loop().time()
+            self._begin()
             try:
                 report = await self.remote.transfer(version)
             except CopyGone:
@@ -166,6 +166,7 @@ class RosterSync:
                 return
             peers = {i: self._replicas[i].peer for i in present}
             self._peers, self._senders = peers, senders
+            self._begin()
             try:
                 meet = [self._ranks.starter.meet(i, peer) for i, peer in peers.items()]
                 await first_error([*peers.values()], meet)
@@ -177,6 +178,10 @@ class RosterSync:
             else:
                 self._members = present
                 return
+
+    def _begin(self) -> None:
+        if not self._breaks:
+            self._since = asyncio.get_running_loop().time()
 
     def _ready(self) -> bool:
         check(self._roster)
@@ -201,6 +206,7 @@ class RosterSync:
         if ranks.incarnation == self._senders:
             await wait_for_death([*ranks.peers, *peers.values()])
         if await ranks.gone(self._senders):
+            self._breaks = 0
             return True
         if ranks.death:
             raise WorkerError(ranks.death)

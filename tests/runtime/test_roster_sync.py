@@ -21,17 +21,17 @@ RESULTS = {"receiver.transfer": TransferReport(8, 0.1), "sender.transfer": Trans
 
 
 class Worker(Peer):
-    """A worker that answers at once, but fails a transfer after `takes_s`, `fails` times."""
+    """A worker that answers at once, but fails calls of `on` after `takes_s`, `fails` times."""
 
     def __init__(self, name: str, *, fails: int = 0, takes_s: float = 1.0) -> None:
         super().__init__(name, lambda frame: None, deadline_s=60.0)
-        self.fails, self.takes_s = fails, takes_s
+        self.fails, self.takes_s, self.on = fails, takes_s, "transfer"
         self.error: Callable[[], MillraceError] = lambda: BrokenTransfer("timed out")
 
     async def call(self, method: str, *args: Any, **options: Any) -> Any:
         if self.death:
             raise WorkerError(self.death)
-        if method.endswith(".transfer") and self.fails:
+        if method.endswith(f".{self.on}") and self.fails:
             self.fails -= 1
             await asyncio.sleep(self.takes_s)
             raise self.error()
@@ -48,10 +48,12 @@ class Machine:
 
     def __init__(self) -> None:
         self.starts: list[float] = []
+        self.fails = 0
+        """Transfers of new ranks that fail."""
 
     async def start_ranks(self, started: Callable[[Peer], None]) -> list[Peer]:
         self.starts.append(asyncio.get_running_loop().time())
-        return [Worker("trainer-0")]
+        return [Worker("trainer-0", fails=self.fails)]
 
     async def end(self, peer: Peer) -> None: ...
 
@@ -76,11 +78,16 @@ class World:
         engines = [cast("Any", SimpleNamespace(peer=peer)) for peer in replicas]
         self.sync = RosterSync(self.ranks, engines, self.roster, deadline_s=deadline_s)
 
-    def transfer(self) -> float:
-        """Send a version. Return when it has arrived."""
+    def transfer(self, *, after_s: float = 0.0, kept: bool = False) -> float:
+        """Send a version, which may be kept before. Return when it has arrived."""
 
         async def main() -> float:
             with self.ranks.recalled(self.machine):
+                if kept:
+                    await self.sync.connect()
+                await asyncio.sleep(after_s)
+                if kept:
+                    await self.sync.keep(1)
                 await self.sync.transfer(1)
             return asyncio.get_running_loop().time()
 
@@ -108,6 +115,24 @@ def test_breaks_of_long_ago_do_not_count() -> None:
     rank.fails = 2
     world.transfer()
     assert world.ranks.losses == 0 and len(world.notes) == 4
+
+
+@pytest.mark.parametrize("on", ["regroup", "keep"])
+def test_the_time_before_the_first_break_does_not_count(on: str) -> None:
+    rank = Worker("trainer-0", fails=1)
+    rank.on = on
+    world = World(rank, Worker("rollout-0"))
+    assert world.transfer(after_s=5000.0, kept=on == "keep") > 5000
+    assert world.ranks.losses == 0 and not rank.fails and len(world.notes) == 1
+
+
+def test_breaks_of_lost_ranks_do_not_count_for_those_in_their_place() -> None:
+    rank = Worker("trainer-0", fails=3, takes_s=1.0)
+    world = World(rank, Worker("rollout-0"))
+    rank.error = lambda: BrokenTransfer("closed") if rank.fails else rank.silent()
+    world.machine.fails = 2
+    world.transfer()
+    assert world.ranks.losses == 1
 
 
 def test_without_recoveries_a_transfer_is_made_again_as_often_however_long_it_takes() -> None:
