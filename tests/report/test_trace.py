@@ -108,6 +108,21 @@ def test_arrows_lead_from_a_sample_to_its_requests_and_from_a_step_to_its_versio
     assert led["step 1"] == ["trained 2", "trained 3", "transfer 2"]
 
 
+def test_the_arrow_of_a_version_that_is_made_live_again_begins_once(tmp_path: Path) -> None:
+    """A replica that comes back gets the version of the others again."""
+
+    def work(watch: Watch) -> None:
+        for version in ("0", "1", "1", "2", "2"):
+            with watch.span("sync", "activate", version):
+                pass
+
+    Run(tmp_path, ["trace"]).go([1], work=work)
+    events = lines(files(tmp_path)[0])
+    check(events)
+    begun = [e["name"] for e in events if e.get("flow_out") and e["cat"] == "activate"]
+    assert begun == ["activate 1", "activate 2"], "0 came after 1"
+
+
 def test_a_killed_run_leaves_a_file_that_opens(tmp_path: Path) -> None:
     """Perfetto and Chrome need no end of the array. Each line before the last one is whole."""
     code = f"""

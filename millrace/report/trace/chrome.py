@@ -67,6 +67,8 @@ class Translator:
         """The last step of the newest sealed version."""
         self._step_from: float | None = None
         self._version = ""
+        self._live = -1
+        """The newest version that was made live."""
 
     def ts(self, time: float) -> float:
         """Return microseconds since the clock's zero."""
@@ -133,8 +135,9 @@ class Translator:
         number = _number(key)
         if number is None:
             return None, None
-        if name == "activate":
-            return _arrow(_VERSION, number), None
+        if name == "activate":  # A version that is sent again is made live again.
+            again, self._live = number <= self._live, max(number, self._live)
+            return None if again else _arrow(_VERSION, number), None
         if track in ("validation", "checkpoint"):
             return None, _arrow(_VERSION, number) if number else None
         if track == "sync" and self._sealed is not None:
