@@ -30,6 +30,11 @@ from millrace.types import PolicyVersion
 
 _BREAKS = 3
 """How often in a row a transfer may break off although everybody lives."""
+_SHARE = 1 / 3
+"""The share of the deadline that they may take, if lost ranks are started anew.
+
+Samples and requests wait meanwhile, and the recovery needs time before their deadline too.
+"""
 
 
 class RosterSync:
@@ -59,12 +64,15 @@ class RosterSync:
         """The replicas that have the version of the last transfer, with their incarnations."""
         self._breaks = 0
         """Transfers that broke off since the last one that arrived."""
+        self._since = 0.0
+        """When the first of them began."""
 
     async def keep(self, version: PolicyVersion) -> None:
         """Keep a version. The trainer's ranks begin to send it at once."""
         await self.connect()
         while self._members:
             members, peers = self._members, self._peers
+            self._begin()
             try:
                 await self.remote.keep(version)
             except (WorkerError, SyncError, DeadlineError) as error:
@@ -92,6 +100,7 @@ class RosterSync:
             members, peers, self._proven = self._members, self._peers, {}
             if not members:
                 return TransferReport(0, 0.0)
+            self._begin()
             try:
                 report = await self.remote.transfer(version)
             except CopyGone:
@@ -157,6 +166,7 @@ class RosterSync:
                 return
             peers = {i: self._replicas[i].peer for i in present}
             self._peers, self._senders = peers, senders
+            self._begin()
             try:
                 meet = [self._ranks.starter.meet(i, peer) for i, peer in peers.items()]
                 await first_error([*peers.values()], meet)
@@ -169,6 +179,10 @@ class RosterSync:
                 self._members = present
                 return
 
+    def _begin(self) -> None:
+        if not self._breaks:
+            self._since = asyncio.get_running_loop().time()
+
     def _ready(self) -> bool:
         check(self._roster)
         return bool(self._roster.present) or self._roster.over
@@ -179,18 +193,20 @@ class RosterSync:
         """Mark the members that died as lost. Return whether the sync goes on after the error.
 
         The loss of the trainer's ranks explains it too, once others have their place. A worker
-        that does not answer counts as dead. A transfer that breaks off although everybody lives is
-        made again, a few times. After that, the ranks count as lost, because one of them may hang.
-        Raises WorkerError if the ranks are lost for good.
+        that does not answer counts as dead, but a rank only if others can have its place. A
+        transfer that breaks off although everybody lives is made again, a few times, for a third of
+        the deadline. After that, the ranks count as lost, because one of them may hang. Raises
+        WorkerError if the ranks are lost for good.
         """
         ranks = self._ranks
         if isinstance(error, NoAnswer):
-            for peer in (*ranks.peers, *peers.values()):
+            for peer in (*(ranks.peers if ranks.able else ()), *peers.values()):
                 if peer.name == error.worker:
                     peer.mark_dead(str(error))
         if ranks.incarnation == self._senders:
             await wait_for_death([*ranks.peers, *peers.values()])
         if await ranks.gone(self._senders):
+            self._breaks = 0
             return True
         if ranks.death:
             raise WorkerError(ranks.death)
@@ -199,11 +215,12 @@ class RosterSync:
             self._roster.lose(i, members[i], why)
         if not lost and isinstance(error, BrokenTransfer):
             self._breaks += 1
-            if self._breaks < _BREAKS:
+            late = asyncio.get_running_loop().time() - self._since > self._deadline_s * _SHARE
+            if self._breaks < _BREAKS and not (late and ranks.able):
                 ranks.note(f"a weight transfer broke off and is made again: {error}")
                 return True
             if ranks.able:
-                self._breaks = 0
-                ranks.lose(f"{_BREAKS} weight transfers in a row broke off, the last one: {error}")
+                breaks, self._breaks = self._breaks, 0
+                ranks.lose(f"weight transfers in a row that broke off: {breaks}. {error}")
                 return await ranks.gone(self._senders)
         return bool(lost)

@@ -77,6 +77,23 @@ def test_a_replica_that_comes_back_during_a_slow_keep_is_connected_anew() -> Non
     assert outcome.fired == {"rank_freezes": 1, "replica_dies": 1} and "rollout-0 is live" in told
 
 
+def test_a_sender_that_hangs_is_replaced_before_requests_miss_their_deadline() -> None:
+    """The only replica comes back, and its requests wait for weights that the sender never sends."""
+    dies = Fault("replica_dies", 0, Trigger("engine.generate", 1), "rollout-0")
+    hangs = Fault("sender_hangs", 0, Trigger("time", 1.9), "trainer-1")
+    outcome = run_world(replace(draw(110447), faults=(dies, hangs)))
+    assert not outcome.violation and outcome.attempts == 1, outcome.story
+    assert outcome.fired == {"replica_dies": 1, "sender_hangs": 1}
+
+
+def test_a_run_is_complete_although_its_last_ranks_are_still_being_recovered() -> None:
+    slow = Fault("disk_slow", 0, Trigger("time", 3.484), "", 5.0)
+    dies = Fault("rank_dies", 0, Trigger("time", 5.886), "trainer-0")
+    outcome = run_world(replace(draw(130220), faults=(slow, dies)))
+    assert not outcome.violation and outcome.attempts == 1, outcome.story
+    assert outcome.fired == {"disk_slow": 1, "rank_dies": 1}
+
+
 def test_a_disk_that_cannot_be_read_is_a_disk_error_and_no_damaged_checkpoint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

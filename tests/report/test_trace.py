@@ -108,6 +108,21 @@ def test_arrows_lead_from_a_sample_to_its_requests_and_from_a_step_to_its_versio
     assert led["step 1"] == ["trained 2", "trained 3", "transfer 2"]
 
 
+def test_the_arrow_of_a_version_that_is_made_live_again_begins_once(tmp_path: Path) -> None:
+    """A replica that comes back gets the version of the others again."""
+
+    def work(watch: Watch) -> None:
+        for version in ("0", "1", "1", "2", "2"):
+            with watch.span("sync", "activate", version):
+                pass
+
+    Run(tmp_path, ["trace"]).go([1], work=work)
+    events = lines(files(tmp_path)[0])
+    check(events)
+    begun = [e["name"] for e in events if e.get("flow_out") and e["cat"] == "activate"]
+    assert begun == ["activate 1", "activate 2"], "0 came after 1"
+
+
 def test_a_killed_run_leaves_a_file_that_opens(tmp_path: Path) -> None:
     """Perfetto and Chrome need no end of the array. Each line before the last one is whole."""
     code = f"""
@@ -155,6 +170,30 @@ def test_attempts_have_files_of_their_own_and_share_the_limit(tmp_path: Path) ->
     assert len(run.notes) == 2
     assert sum(p.stat().st_size for p in files(tmp_path)) < 2 * 2**20
     check(lines(files(tmp_path)[-1]))
+
+
+@pytest.mark.parametrize("limit", range(0, 3000, 150))
+def test_a_limit_at_any_byte_ends_the_trace_once_and_leaves_whole_files(
+    tmp_path: Path, limit: int
+) -> None:
+    """Each batch has a file of its own here. So the limit is also between two files."""
+    clock, notes = Clock(), list[str]()
+    writer = TraceWriter(tmp_path, 1, clock, notes.append, file_mb=0, every_s=0.001)
+    writer._limit = limit
+    watch = Watch(clock, [writer])
+    for number in range(40):
+        watch.emit("rollout-0", "request", "begin", f"{number}/0", {})
+        time.sleep(0.002)
+    writer.close()
+    assert len(notes) == 1
+    for path in files(tmp_path):
+        assert json.loads(path.read_text())[0]["name"] == "clock_zero"
+
+
+def test_an_attempt_without_room_leaves_no_file(tmp_path: Path) -> None:
+    run = Run(tmp_path, ["trace"])
+    run.go([1, 2], trace={"limit_mb": 0})
+    assert len(run.notes) == 1 and not files(tmp_path)
 
 
 def test_a_foreign_file_is_kept(tmp_path: Path) -> None:
@@ -250,6 +289,37 @@ def test_facts_of_any_kind_are_written(tmp_path: Path) -> None:
     facts = {e.get("name"): e.get("args", {}) for e in events}
     assert facts["alarm a/b"]["value"] == str(2**80) and "x" not in facts["alarm a/b"]
     assert len(facts["odd"]["big"][0]) == 1024 and facts["odd"]["nan"] is None
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{None: 1}, {(1, 2): 1}, {True: 1}, {"\ud800": 1}, {"a" * 600 + "\ud800": 1}, {"a": 10**5000}],
+    ids=["none", "tuple", "bool", "surrogate", "long", "digits"],
+)
+def test_no_fact_ends_the_trace(tmp_path: Path, facts: dict[Any, Any]) -> None:
+    run = Run(tmp_path, ["trace"])
+    run.go([1], work=lambda watch: watch.emit("run", "odd", "at", "", facts))
+    check(lines(files(tmp_path)[0]))
+    assert not run.notes
+    (odd,) = [span for span in read(tmp_path) if span.name == "odd"]
+    assert odd.facts
+
+
+@pytest.mark.parametrize("value", [2**63, 2**64, -(2**63) - 1, 2**100, 10**400])
+def test_a_whole_number_of_more_than_64_bits_is_a_text(tmp_path: Path, value: int) -> None:
+    """A reader of JSON refuses such a number, with its whole line, or rounds it."""
+    least = -(2**63)
+
+    def work(watch: Watch) -> None:
+        with watch.span("q", "y", "1", value=value, nested=[{"a": value}], least=least) as end:
+            end["share"] = 0.0001234567890123456789
+
+    run = Run(tmp_path, ["trace"])
+    run.go([1], work=work)
+    (span,) = [span for span in read(tmp_path) if span.name == "y"]
+    text = span.facts["value"]
+    assert int(text, 0) == value and span.facts["nested"] == [{"a": text}]
+    assert span.facts["least"] == least and span.facts["share"] == 0.0001234567890123456789
 
 
 def test_a_slice_that_lasts_is_written_before_its_end(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ A slice has its kind as category, and the kind and the key as name: `request` an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,6 +49,8 @@ _SAMPLE, _STEP, _VERSION = range(3)
 _MOST_ITEMS, _MOST_TEXT, _MOST_KEY = 1024, 500, 100
 _MOST_JSON = 500
 """Bytes of facts that go into the trace as they are. Larger ones are shortened."""
+_LARGE = re.compile(rb"(?<![\d.])\d{19}")
+"""Where a whole number may have more than 64 bits. Readers of JSON refuse it, or round it."""
 
 
 class Translator:
@@ -64,6 +67,8 @@ class Translator:
         """The last step of the newest sealed version."""
         self._step_from: float | None = None
         self._version = ""
+        self._live = -1
+        """The newest version that was made live."""
 
     def ts(self, time: float) -> float:
         """Return microseconds since the clock's zero."""
@@ -130,8 +135,9 @@ class Translator:
         number = _number(key)
         if number is None:
             return None, None
-        if name == "activate":
-            return _arrow(_VERSION, number), None
+        if name == "activate":  # A version that is sent again is made live again.
+            again, self._live = number <= self._live, max(number, self._live)
+            return None if again else _arrow(_VERSION, number), None
         if track in ("validation", "checkpoint"):
             return None, _arrow(_VERSION, number) if number else None
         if track == "sync" and self._sealed is not None:
@@ -230,7 +236,7 @@ def _args_of(facts: Mapping[str, Any]) -> Args:
         data = msgspec.json.encode(facts)
     except (TypeError, ValueError, OverflowError, RecursionError):
         data = b""
-    if 0 < len(data) < _MOST_JSON:
+    if 0 < len(data) < _MOST_JSON and not _LARGE.search(data):
         return Raw(data)
     found = plain(facts)
     return as_json(found) if found else None
@@ -245,7 +251,7 @@ def plain(facts: Mapping[str, Any]) -> dict[str, Any] | None:
         small = type(value) is int and -(2**63) <= value < 2**63
         known = value if small else _plain(value)
         if known is not None:
-            args[name] = known
+            args[sendable(str(name))] = known
     return args or None
 
 
@@ -253,7 +259,9 @@ def _plain(value: Any, depth: int = 0) -> Any:
     """Return `value` as plain data, or None if it is an object of the run."""
     kind = type(value)
     if kind is int:
-        return value if -(2**63) <= value < 2**63 else str(value)[:_MOST_TEXT]
+        if -(2**63) <= value < 2**63:
+            return value
+        return str(value) if value.bit_length() < _MOST_TEXT else hex(value)[:_MOST_TEXT]
     if kind is bool or kind is float:
         return value
     if isinstance(value, str):

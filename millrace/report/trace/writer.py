@@ -140,7 +140,8 @@ class TraceWriter:
                 ends, heads = self._translator.cut(self._translator.ts(self._last))
                 self._write(ends)
                 self._end_file()
-                self._begin_file(heads)
+                if not self._ended:
+                    self._begin_file(heads)
 
     def _write_begun(self) -> None:
         """Write the begins of long slices, which a kill must not lose."""
@@ -156,18 +157,22 @@ class TraceWriter:
         self._end_file()
 
     def _begin_file(self, heads: list[Line]) -> None:
-        """Open the first file whose name is free. No file is overwritten."""
-        while True:
+        """Open the first file whose name is free. No file is overwritten, and none is empty."""
+        while self._fits(data := self._head(heads)):
             path = self._folder / f"attempt-{self._attempt:03d}-{self._number:03d}.json"
             try:
                 self._file = path.open("xb", buffering=0)
-                break
             except FileExistsError:
                 self._number += 1
+            else:
+                self._size = 0
+                self._put(data)
+                return
+
+    def _head(self, heads: list[Line]) -> bytes:
         args = as_json({"unix_s": self._unix, "attempt": self._attempt, "file": self._number})
         header = Line(0, 0, "M", 0, name=HEADER, args=args)
-        self._size = 0
-        self._put(b"[\n" + self._encode([header, *heads]))
+        return b"[\n" + self._encode([header, *heads])
 
     def _end_file(self) -> None:
         file, self._file = self._file, None
@@ -183,15 +188,20 @@ class TraceWriter:
         return _SEPARATOR.join(map(self._encoder.encode, lines))
 
     def _put(self, data: bytes) -> None:
-        if self._total + len(data) > self._limit:
+        if self._fits(data):
+            _write_all(self._file, data)
+            self._size += len(data)
+            self._total += len(data)
+
+    def _fits(self, data: bytes) -> bool:
+        """Return whether there is room for `data`. If not, end the trace."""
+        fits = self._total + len(data) <= self._limit
+        if not fits:
             self._stop(
                 f"the traces of all attempts have {self._limit >> 20} MiB. "
                 "report.trace_mb sets this limit"
             )
-            return
-        _write_all(self._file, data)
-        self._size += len(data)
-        self._total += len(data)
+        return fits
 
     def _stop(self, why: str) -> None:
         self._ended = True

@@ -165,7 +165,8 @@ class Attempt:
             raise Violation(f"I6: the trainer was lost {losses} times by {faults} faults")
         self.world.checks.saved()
         if complete:
-            self.world.checks.complete(self._trainers()[0].lineage, drops=self.world.drops)
+            lineage = self._engine_of(s.engines.train.ranks.peers[0]).lineage
+            self.world.checks.complete(lineage, drops=self.world.drops)
             if record.last is None or record.last.version != ledger.version:
                 raise Violation("I5: the final weights were not validated")
 
@@ -290,6 +291,11 @@ class Attempt:
 
     def _trainers(self) -> list[FaultyTrainer]:
         return [worker.root.engine for worker in self._ranks()]
+
+    def _engine_of(self, peer: Peer) -> FaultyTrainer:
+        """Return the engine of a rank. A complete run leaves new ranks behind in their recovery."""
+        workers = [*self._ranks(), *self._old]
+        return next(cast("FaultyTrainer", w.root.engine) for w in workers if w.peer is peer)
 
     def _ranks(self) -> list[SimWorker]:
         return [w for name, w in sorted(self.workers.items()) if name.startswith("trainer")]
