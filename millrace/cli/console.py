@@ -40,7 +40,7 @@ Recipe = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as rollout.n=8"),
+    typer.Argument(metavar="KEY=VALUE", help="Overrides, such as rollout.n=8"),
 ]
 ConfigName = Annotated[
     str | None,

@@ -27,7 +27,7 @@ def query(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder")],
     sql: Annotated[
         str | None,
-        typer.Argument(metavar="[SQL]", help="A query in DuckDB's SQL", show_default=False),
+        typer.Argument(metavar="SQL", help="A query in DuckDB's SQL", show_default=False),
     ] = None,
     csv_: Annotated[
         Path | None,

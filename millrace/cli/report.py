@@ -12,7 +12,7 @@ from millrace.cli.console import Json, report
 
 def report_page(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="A run folder, or several to compare")
+        list[Path], typer.Argument(metavar="RUN", help="A run folder, or several to compare")
     ],
     output: Annotated[
         Path | None,

@@ -14,7 +14,9 @@ import msgspec
 import typer
 
 from millrace.cli.console import Json, report
+from millrace.cli.watch import folder_of
 from millrace.errors import DeadlineError, MillraceError, bad_value
+from millrace.report.live.look import Looker
 from millrace.run.scaling import ANSWER, REQUEST, Reply, Request, write
 from millrace.waits import kernel
 from millrace.waits.ask import Told, gone, processes
@@ -51,11 +53,13 @@ def scale(
     except OSError as error:
         raise MillraceError(f"{file}: {error.strerror}. The run may have ended") from error
     if wait:
-        typer.echo(f"waiting until {count} replicas serve ...", err=True)
+        serve = "replica serves" if count == 1 else "replicas serve"
+        typer.echo(f"waiting until {count} {serve} ...", err=True)
     reply = wait_for(file, deadline + _ANSWER_S, lambda: driver_of(run) == driver)
     if reply.error:
         raise MillraceError(reply.error)
-    text = f"scaled from {reply.before} to {reply.after} replicas after {reply.seconds:.1f} s"
+    noun = "replica" if reply.after == 1 else "replicas"
+    text = f"scaled from {reply.before} to {reply.after} {noun} after {reply.seconds:.1f} s"
     if not reply.serving:
         text += ". Not all of them serve yet: they begin at a weight sync"
     report(json_, msgspec.to_builtins(reply), text)
@@ -70,7 +74,7 @@ def count_of(change: str) -> int:
     if key != "rollout":
         raise bad_value(key, value, "only the replicas of a running run can change", "rollout=2")
     if not re.fullmatch("[0-9]{1,4}", value) or int(value) < 1:
-        raise bad_value(key, value, "must be an integer from 1 on", "rollout=2")
+        raise bad_value(key, value, "must be an integer from 1 to 9999", "rollout=2")
     return int(value)
 
 
@@ -81,15 +85,14 @@ def driver_of(run: Path) -> Told | None:
 
 def running(run: Path) -> Told:
     """Return the driver of a run. Raises ConfigError unless it lives on this machine."""
-    if not (run / ".millrace-run").exists():
-        raise bad_value(
-            "RUN", str(run), "is not a run folder", "a folder such as runs/quickstart-1"
-        )
-    driver = driver_of(run)
+    driver = driver_of(folder_of(run))
     if driver is not None and driver["host"] != socket.gethostname():
         rule = f"the driver runs on {driver['host']}"
         raise bad_value("RUN", str(run), rule, f"`millrace scale {run}` there")
     if driver is None or gone(kernel.look([driver["pid"]])[driver["pid"]]):
+        if Looker(run).look().state == "starting":
+            rule = "the run has not started its workers yet, or its start has failed"
+            raise bad_value("RUN", str(run), rule, f"wait until `millrace watch {run}` has figures")
         raise bad_value("RUN", str(run), "the run does not run", "the folder of a running run")
     return driver
 

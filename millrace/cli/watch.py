@@ -22,7 +22,7 @@ from millrace.report.live.watch_view import panel
 RunFolder = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[RUN]",
+        metavar="RUN",
         help="A run folder. Without it, the newest run in runs/.",
         show_default=False,
     ),

@@ -12,6 +12,7 @@ import typer
 from millrace.cli.console import Json, print_json
 from millrace.cli.watch import RunFolder, folder_of
 from millrace.pipeline.history import audit
+from millrace.report.live.look import Looker
 from millrace.waits import kernel
 from millrace.waits.ask import ask, gone, processes
 from millrace.waits.graph import DRIVER
@@ -70,6 +71,10 @@ def verdict_on(run: Path, patience_s: float = PATIENCE_S) -> Verdict:
 def _over(run: Path) -> Verdict:
     if (run / "history.jsonl").is_file() and audit(run).complete:
         return Verdict("over", "the run is over: it has trained and validated everything.")
+    look = Looker(run).look()
+    if look.state == "starting":
+        sentence = f"the run starts, and its processes do not answer yet: {look.process}."
+        return Verdict("starting", sentence, "ask again in a few seconds")
     return Verdict("over", "no process of the run is there: it stopped, or it has not begun.")
 
 

@@ -141,7 +141,7 @@ def _rule(error: Exception) -> str:
     """Return what DuckDB says, as one line, without the copy of the query."""
     text, _, _ = str(error).partition("LINE 1:")
     text, _, _ = text.partition('Did you mean "pg_')  # DuckDB's own tables
-    return " ".join(text.split()).rstrip(".!")[:500]
+    return " ".join(text.split()).rstrip(".!?")[:500]
 
 
 # -- the tables

@@ -40,7 +40,7 @@ class Verdict(msgspec.Struct):
     """What holds a run up."""
 
     state: str
-    """"moving", "still", "over" or "dead"."""
+    """"moving", "still", "starting", "over", "dead" or "unknown"."""
     sentence: str
     next: str = ""
     culprit: str = ""

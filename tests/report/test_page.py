@@ -100,6 +100,23 @@ def test_a_report_draws_itself_alone_at_every_width(
     assert "attempt 2" in texts(page, "#timeline")[0]
 
 
+def test_no_button_of_a_chart_sends_it_or_covers_it_on_a_phone(
+    browser: Browser, runs: dict[str, Path]
+) -> None:
+    path = write_report([runs["killed"]])
+    titles = "all => all.map(button => button.dataset.title)"
+    desktop = opened(browser, path).page
+    assert not any("Share" in t for t in desktop.eval_on_selector_all(".modebar-btn", titles))
+    context = browser.new_context(viewport=PHONE, has_touch=True, is_mobile=True)  # type: ignore[arg-type]
+    phone = context.new_page()
+    phone.goto(path.as_uri())
+    phone.wait_for_selector("body[data-ready]")
+    assert set(phone.eval_on_selector_all(".modebar-btn", titles)) == {"Zoom in", "Zoom out", "Reset axes"}  # fmt: skip
+    for chart in phone.locator(".js-plotly-plot").all():
+        bar, area = chart.locator(".modebar").bounding_box(), chart.bounding_box()
+        assert bar and area and bar["y"] > area["y"] + area["height"] - 40
+
+
 def test_the_browser_of_samples_filters_sorts_and_turns_pages(
     browser: Browser, runs: dict[str, Path]
 ) -> None:

@@ -171,6 +171,18 @@ def test_the_comparison_weighs_versions_by_their_time(tmp_path: Path) -> None:
     assert {row[0]: row[1] for row in table["rows"]}["samples/s of all versions"] == "2"
 
 
+def test_a_comparison_says_what_could_not_be_read(tmp_path: Path) -> None:
+    good, bad = write_run(tmp_path / "good"), write_run(tmp_path / "bad")
+    (bad / "metrics.jsonl").write_text("no JSON\n")
+    (bad / "history.jsonl").write_text("no JSON\n" * 2)
+    blocks = compare.of_runs([load(good), load(bad)])["sections"][0]["blocks"]
+    said = [block["text"] for block in blocks if block["type"] == "text"]
+    assert "Not readable in bad: metrics.jsonl: 1 lines are not readable" in said
+    assert not any("Not readable in good" in words for words in said)
+    state = next(row for row in blocks[0]["rows"] if row[0] == "state")
+    assert state[2] == "unknown: history.jsonl is not readable"
+
+
 def test_every_chart_is_a_valid_figure_of_plotly(tmp_path: Path) -> None:
     page, _ = sections.of_run(load(write_run(tmp_path / "run")))
     figures = [b for s in page["sections"] for b in s["blocks"] if b["type"] == "figure"]

@@ -19,6 +19,7 @@ from millrace.errors import DeadlineError
 from millrace.run.stall import watched
 from millrace.waits.registry import PROCESS, acting, count, waiting
 from millrace.waits.side import FOLDER
+from tests.report.folders import Run
 
 
 def why(run: Path, *options: str) -> tuple[int, str]:
@@ -94,6 +95,15 @@ def test_a_driver_that_was_killed_is_dead(run_dir: Path) -> None:
     about |= {"host": "another-node", "pid": os.getpid()}
     (run_dir / FOLDER / "driver.json").write_text(json.dumps(about))
     assert "run `millrace why" in why(run_dir)[1]
+
+
+def test_a_run_that_starts_is_not_called_over(tmp_path: Path) -> None:
+    made = Run(tmp_path / "made")
+    (made.path / "history.jsonl").unlink()
+    code, said = why(made.path)
+    assert code == 0 and "the run starts" in said
+    assert f"process {os.getpid()} of this machine is running" in said
+    made.close()
 
 
 def test_a_folder_of_no_run_is_refused(tmp_path: Path) -> None:

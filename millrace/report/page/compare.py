@@ -37,7 +37,12 @@ def of_runs(runs: list[RunFolder]) -> dict[str, Any]:
             section(
                 "runs",
                 "The runs",
-                [*_first(runs), _overview(runs, names), _differences(runs, names)],
+                [
+                    *_first(runs),
+                    _overview(runs, names),
+                    *_damage(runs, names),
+                    _differences(runs, names),
+                ],
             ),
             section("learning", "Learning", _learning(runs, names)),
             section("speed", "Speed", _speed(runs, names)),
@@ -52,6 +57,15 @@ def _first(runs: list[RunFolder]) -> list[Block]:
     if len(runs) <= len(PALETTE):
         return []
     return [text(f"Curves show the first {len(PALETTE)} of {len(runs)} runs. Tables have all.")]
+
+
+def _damage(runs: list[RunFolder], names: list[str]) -> list[Block]:
+    """Return what could not be read of each run, so that no gap looks like a result."""
+    return [
+        text(f"Not readable in {name}: {note}")
+        for run, name in zip(runs, names, strict=True)
+        for note in run.notes
+    ]
 
 
 def _names(runs: list[RunFolder]) -> list[str]:

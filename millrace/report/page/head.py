@@ -81,7 +81,8 @@ def state_of(run: RunFolder) -> str:
     """Return whether the run is complete, with its attempts and how each of them ended."""
     audit = run.audit
     if audit is None or not run.lines:
-        return "unknown: no history.jsonl"
+        damaged = any(note.startswith("history.jsonl: ") for note in run.notes)
+        return "unknown: history.jsonl is not readable" if damaged else "unknown: no history.jsonl"
     if audit.complete:
         words = "complete"
     elif run.running:

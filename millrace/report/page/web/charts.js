@@ -8,11 +8,13 @@ async function load(code) {
   script.nonce = document.querySelector("script[nonce]").nonce;
   script.textContent = code;
   document.head.append(script);
+  const touch = matchMedia("(hover: none)").matches;  // its toolbar is always there, so it is small
   for (const [place, block] of charts) {
     if (innerWidth < 640) place.before(legend(block));
     await Plotly.newPlot(place, block.data, themed(block), {
       responsive: true, displaylogo: false, showLink: false,
-      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+      showSendToCloud: false, plotlyServerURL: "",  // no button may send a chart to another host
+      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", ...(touch ? ["toImage", "zoom2d", "pan2d"] : [])],
     });
   }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
