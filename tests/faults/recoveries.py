@@ -81,7 +81,7 @@ def hung_sender_is_kept() -> Any:
 
     def make(lose: Any) -> Any:
         def mutant(self: Ranks, why: str) -> None:
-            if "in a row broke off" not in why:
+            if "that broke off" not in why:
                 lose(self, why)
 
         return mutant
