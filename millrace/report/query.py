@@ -140,7 +140,7 @@ def _open(duckdb: Any, run_dir: Path, names: Iterable[str]) -> Any:
 def _rule(error: Exception) -> str:
     """Return what DuckDB says, as one line, without the copy of the query."""
     text, _, _ = str(error).partition("LINE 1:")
-    text, _, _ = text.partition('Did you mean "pg_')  # DuckDB's own tables
+    text = re.split(r'Did you mean "(?:pg|sqlite|duckdb)_', text)[0]  # DuckDB's own tables
     return " ".join(text.split()).rstrip(".!?")[:500]
 
 

@@ -177,8 +177,9 @@ def collective_in(stacks: Mapping[str, list[str]]) -> str:
 
 def flight_recorder() -> list[str]:
     """Return the newest collectives that torch's flight recorder has. Empty without NCCL."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    initialized = getattr(cuda, "is_initialized", None)  # another thread may be importing torch
+    if initialized is None or not initialized():
         return []
     from importlib import import_module
 

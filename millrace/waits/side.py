@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -95,9 +96,17 @@ class Side:
                 connection, _ = self._server.accept()
                 with connection:
                     connection.settimeout(_SEND_S)
-                    connection.sendall(msgspec.json.encode([self.answer(), *self.more()]))
+                    connection.sendall(self._reply())
         if self._server is not None:
             self._server.close()
+
+    def _reply(self) -> bytes:
+        """Return all answers as JSON. A failure is no answer, and the next question gets one."""
+        try:
+            return msgspec.json.encode([self.answer(), *self.more()])
+        except Exception:  # noqa: BLE001 - it must not end the thread that answers
+            traceback.print_exc()
+            return b""
 
     def _beat(self) -> None:
         loop = self.loop

@@ -230,6 +230,18 @@ def test_a_device_shows_its_last_versions_and_its_whole_run(run: Run) -> None:
     assert "tokens 30,000 generated: trained 90.0%, held 10.0%" in shown
 
 
+def test_a_replica_that_left_has_no_idle_share_of_the_last_versions(run: Run) -> None:
+    seconds = {"trainer": {"other": 1.0}, "rollout-1": {"tail": 1.0}}
+    lines = [line("start", 0, 1, 1, 1) | {"devices": devices(seconds)}]
+    for v in range(1, 13):
+        seconds["trainer"] = {"other": 1.0 + v}
+        lines.append(line("version", v, 1, 1 + v, v) | {"devices": devices(seconds)})
+    account(run.path, *lines)
+    shown = words(drawn(Looker(run.path).look()))
+    assert "trainer 0% 0%" in shown and "rollout-1 100%" in shown
+    assert "rollout-1 0%" not in shown
+
+
 def test_many_devices_are_in_the_order_of_their_numbers_and_cut_off(run: Run) -> None:
     names = [*(f"rollout-{i}" for i in range(20)), "trainer"]
     seconds = {name: {"generate": 1.0} for name in names}

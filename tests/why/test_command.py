@@ -7,7 +7,9 @@ import json
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -95,6 +97,31 @@ def test_a_driver_that_was_killed_is_dead(run_dir: Path) -> None:
     about |= {"host": "another-node", "pid": os.getpid()}
     (run_dir / FOLDER / "driver.json").write_text(json.dumps(about))
     assert "run `millrace why" in why(run_dir)[1]
+
+
+def test_a_process_that_imports_torch_answers(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from millrace.waits import answer
+    from millrace.waits.ask import ask
+
+    def broken() -> list[str]:
+        raise RuntimeError("cannot be read")
+
+    async def work() -> None:
+        async with watched(run_dir, TrainerConfig(), lambda text: None):
+            with monkeypatch.context() as patch:
+                patch.setitem(sys.modules, "torch", ModuleType("torch"))
+                (said,) = await asyncio.to_thread(ask, run_dir)
+                assert not said.silent
+            with monkeypatch.context() as patch:
+                patch.setattr(answer, "flight_recorder", broken)
+                (said,) = await asyncio.to_thread(ask, run_dir)
+                assert said.silent
+            (said,) = await asyncio.to_thread(ask, run_dir)
+            assert not said.silent
+
+    asyncio.run(work())
 
 
 def test_a_run_that_starts_is_not_called_over(tmp_path: Path) -> None:

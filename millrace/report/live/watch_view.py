@@ -190,7 +190,7 @@ def _devices(devices: Sequence[Device], width: int) -> Table:
         named = list(device.recent.items())[:_PARTS]
         row = [
             Text(name),
-            Text(f"{share_of('idle', device.name, device.recent):.0%}"),
+            Text(f"{share_of('idle', device.name, device.recent):.0%}" if device.recent else ""),
             Text(f"{share_of('idle', device.name, device.whole):.0%}"),
             _bar(device, cells),
             Text(", ".join(f"{plain(part)} {share:.0%}" for part, share in named)),
