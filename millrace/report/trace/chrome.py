@@ -18,7 +18,6 @@ A slice has its kind as category, and the kind and the key as name: `request` an
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,8 +48,8 @@ _SAMPLE, _STEP, _VERSION = range(3)
 _MOST_ITEMS, _MOST_TEXT, _MOST_KEY = 1024, 500, 100
 _MOST_JSON = 500
 """Bytes of facts that go into the trace as they are. Larger ones are shortened."""
-_LARGE = re.compile(rb"(?<![\d.])\d{19}")
-"""Where a whole number may have more than 64 bits. Readers of JSON refuse it, or round it."""
+_AS_ZERO, _LARGE = bytes.maketrans(b"123456789", b"000000000"), b"0" * 19
+"""So many digits may be a whole number of more than 64 bits. Readers of JSON refuse or round it."""
 
 
 class Translator:
@@ -236,7 +235,7 @@ def _args_of(facts: Mapping[str, Any]) -> Args:
         data = msgspec.json.encode(facts)
     except (TypeError, ValueError, OverflowError, RecursionError):
         data = b""
-    if 0 < len(data) < _MOST_JSON and not _LARGE.search(data):
+    if 0 < len(data) < _MOST_JSON and _LARGE not in data.translate(_AS_ZERO):
         return Raw(data)
     found = plain(facts)
     return as_json(found) if found else None
