@@ -101,7 +101,7 @@ def test_replicas_join_and_leave_a_running_run(tmp_path: Path) -> None:
         while not (folder / "metrics.jsonl").exists() or not runs.rows(folder):
             assert train.poll() is None, (tmp_path / "out").read_text()
             time.sleep(0.05)
-        for refused, why in (("rollout=0", "from 1 on"), ("trainer=2", "only the replicas")):
+        for refused, why in (("rollout=0", "from 1 to 9999"), ("trainer=2", "only the replicas")):
             done = scale(folder, refused)
             assert done.returncode == 2 and why in done.stderr and "Traceback" not in done.stderr
         grown = runs.last_json(scale(folder, "rollout=2").stdout)

@@ -15,8 +15,8 @@ from millrace.simulate.cost import CostModel
 
 DEADLINE_S = 60.0
 """trainer.wait_deadline_s of every simulated run."""
-SYNC_TIMEOUT_S = 10.0
-"""sync.timeout_s of every simulated run, a sixth of the deadline, as the defaults are."""
+SYNC_TIMEOUT_S = 20.0
+"""sync.timeout_s of every simulated run."""
 HEARTBEAT_S = 1.0
 """rollout.heartbeat_s of every simulated run."""
 SHORT_S = 5.0
