@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from millrace.errors import DeadlineError, ReplicaLost
-from millrace.rollout.roster import Roster
+from millrace.rollout.roster import Change, Roster
 from millrace.waits.registry import waiting
 
 RESTART = "restart of rollout-"
@@ -26,17 +26,23 @@ async def wait_for_replicas(
 
     The wait is registered as one for `whom`. `also` has its event meanwhile: whoever sets the event
     has `ready` evaluated too. Raises what `ready` raises, and DeadlineError after `deadline_s`
-    seconds.
+    seconds without a change of the roster.
     """
     changed, events = asyncio.Event(), set[asyncio.Event]() if also is None else also
     events.add(changed)
+    loop = asyncio.get_running_loop()
+
+    def moved(change: Change) -> None:
+        changed.set()
+        if not limit.expired():
+            limit.reschedule(loop.time() + deadline_s)
+
     try:
-        with roster.told(lambda change: changed.set()):
-            async with asyncio.timeout(deadline_s):
-                with waiting(whom, "a replica"):
-                    while not ready():
-                        changed.clear()
-                        await changed.wait()
+        async with asyncio.timeout(deadline_s) as limit:
+            with roster.told(moved), waiting(whom, "a replica"):
+                while not ready():
+                    changed.clear()
+                    await changed.wait()
     except TimeoutError:
         raise DeadlineError(
             f"{who} waited {deadline_s:g} s for a replica. {roster.describe()} "
