@@ -45,6 +45,8 @@ _STEPS = ("trainer", "train")
 """The track and the state of local steps."""
 Args = Raw | None
 _SAMPLE, _STEP, _VERSION = range(3)
+_UNSHOWN = frozenset({"row", "stats"})
+"""Events whose facts are large, and are not drawn as facts."""
 _MOST_ITEMS, _MOST_TEXT, _MOST_KEY = 1024, 500, 100
 _MOST_JSON = 500
 """Bytes of facts that go into the trace as they are. Larger ones are shortened."""
@@ -78,7 +80,8 @@ class Translator:
         time, track, name, phase, key, facts = event
         if len(key) > _MOST_KEY or not key.isascii():
             key = sendable(key[:_MOST_TEXT])
-        ts, args = round((time - self._zero) * 1e6), _args_of(facts) if facts else None
+        ts = round((time - self._zero) * 1e6)
+        args = _args_of(facts) if facts and name not in _UNSHOWN else None
         if phase == "begin":
             self._begin(track, name, key, ts, args, out)
         elif phase == "end":
