@@ -26,20 +26,23 @@ async def wait_for_replicas(
 
     The wait is registered as one for `whom`. `also` has its event meanwhile: whoever sets the event
     has `ready` evaluated too. Raises what `ready` raises, and DeadlineError after `deadline_s`
-    seconds without a change of the roster.
+    seconds in which the roster did not change, and nobody renewed it.
     """
     changed, events = asyncio.Event(), set[asyncio.Event]() if also is None else also
     events.add(changed)
     loop = asyncio.get_running_loop()
 
-    def moved(change: Change) -> None:
-        changed.set()
+    def renewed() -> None:
         if not limit.expired():
             limit.reschedule(loop.time() + deadline_s)
 
+    def moved(change: Change) -> None:
+        changed.set()
+        renewed()
+
     try:
         async with asyncio.timeout(deadline_s) as limit:
-            with roster.told(moved), waiting(whom, "a replica"):
+            with roster.told(moved), roster.awaited(renewed), waiting(whom, "a replica"):
                 while not ready():
                     changed.clear()
                     await changed.wait()

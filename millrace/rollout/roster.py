@@ -72,6 +72,8 @@ class Roster:
         self.losses = self.restarts = self.joined = self.left = 0
         self._entries = [_Entry() for _ in range(count)]
         self._listeners: list[Listener] = []
+        self._waits: list[Callable[[], None]] = []
+        """They begin the deadlines of those who wait for a replica anew."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -191,6 +193,20 @@ class Roster:
             yield
         finally:
             self._listeners.remove(listener)
+
+    @contextmanager
+    def awaited(self, renewed: Callable[[], None]) -> Iterator[None]:
+        """Call `renewed` in each `renew()` while the body runs, because somebody waits there."""
+        self._waits.append(renewed)
+        try:
+            yield
+        finally:
+            self._waits.remove(renewed)
+
+    def renew(self) -> None:
+        """Let waits for a replica begin anew: what a replica itself waits for goes on now."""
+        for renewed in [*self._waits]:
+            renewed()
 
     def _fail(self, replica: int, why: str) -> None:
         entry = self._entries[replica]

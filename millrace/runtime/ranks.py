@@ -95,6 +95,8 @@ class Ranks:
         self.kept: Callable[[], PolicyVersion | None] = lambda: None
         """Returns the kept version that is not live yet."""
         self.note: Callable[[str], None] = lambda text: None
+        self.moved: Callable[[], None] = lambda: None
+        """Called at each start of the ranks in a recovery, and once they are back."""
         self._max_restarts = max_restarts
         self._failures = 0
         """Losses and failed starts, since a checkpoint was written."""
@@ -266,6 +268,7 @@ class Ranks:
             self._failures += 1
             if self._failures > self._max_restarts:
                 raise WorkerError(why)
+            self.moved()
             pause_s = 2.0 ** (self._failures - 1)
             self.note(f"the trainer was lost: {_line(why)}; restart in {pause_s:g} s")
             await self._end(lost, why)
@@ -288,6 +291,7 @@ class Ranks:
         self.replayed += steps
         self.seconds.append(clock() - since)
         self.follow(self._launch)
+        self.moved()
         self.note(
             f"the trainer is back after {clock() - since:.1f} s: version {version}, and {steps} "
             "steps since then again"

@@ -95,6 +95,15 @@ def test_requests_outlive_a_rank_that_is_found_at_their_deadline() -> None:
     assert outcome.fired == {"rank_stands_still": 1, "replica_dies": 2}
 
 
+def test_a_recovery_of_the_trainer_renews_the_wait_for_weights() -> None:
+    """The rank is found at the deadline. The replica's requests waited nearly as long by then."""
+    still = Fault("rank_stands_still", 0, Trigger("time", 3.011), "trainer-0", 500.0)
+    dies = Fault("replica_dies", 0, Trigger("time", 5.082), "rollout-0")
+    outcome = run_world(replace(draw(15034), replicas=1, faults=(still, dies)))
+    assert not outcome.violation and outcome.attempts == 1, outcome.story
+    assert outcome.fired == {"rank_stands_still": 1, "replica_dies": 1}
+
+
 def test_a_run_is_complete_although_its_last_ranks_are_still_being_recovered() -> None:
     slow = Fault("disk_slow", 0, Trigger("time", 3.484), "", 5.0)
     dies = Fault("rank_dies", 0, Trigger("time", 5.886), "trainer-0")
