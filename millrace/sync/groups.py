@@ -49,7 +49,8 @@ class Group:
 
     def start(self, work: Any) -> Operation:
         """Return the operation of a work that was just started."""
-        self._works = [w for w in self._works if not w.is_completed()] + [work]
+        if isinstance(self.ends, dist.ProcessGroupGloo):  # NCCL would ask the GPU about each one.
+            self._works = [w for w in self._works if not w.is_completed()] + [work]
         return Operation(self, work)
 
     def close(self) -> None:
@@ -66,7 +67,7 @@ class Group:
             self.ends.abort()
 
     def busy(self) -> bool:
-        """Return whether an operation is under way."""
+        """Return whether an operation of gloo is under way."""
         return not all(work.is_completed() for work in self._works)
 
     def check(self) -> None:
