@@ -32,7 +32,7 @@ HEADER = struct.Struct("<Q")
 _SHORT = 1 << 20
 """A copy of as many bytes takes less time than a system call."""
 _REMEMBERED = 10_000
-"""Calls that a worker remembers, to recognise one that arrives twice."""
+"""Calls that a worker remembers, to recognise one that arrives twice or after its end."""
 
 
 def write_frame(writer: asyncio.StreamWriter, frame: bytes) -> None:
@@ -56,19 +56,20 @@ class Host:
         self._group = tasks
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._seen: dict[int, None] = {}
-        """The newest calls, in order of arrival. A call that arrives twice runs once."""
+        """The newest calls, in order of arrival, also those that ended before they arrived."""
 
     def receive(self, frame: bytes) -> None:
         for message in read_frame(frame):
-            if message.kind == CANCEL:
-                if task := self._tasks.pop(message.id, None):
-                    task.cancel()
-                continue
+            if message.kind == CANCEL and (task := self._tasks.pop(message.id, None)):
+                task.cancel()
+            # A call may arrive twice, or after its own end. It then runs once, or not at all.
             if message.id in self._seen:
                 continue
             self._seen[message.id] = None
             if len(self._seen) > _REMEMBERED:
                 del self._seen[next(iter(self._seen))]
+            if message.kind == CANCEL:
+                continue
             task = self._group.create_task(self._serve(message), name=message.method)
             self._tasks[message.id] = task
 

@@ -104,6 +104,13 @@ def test_a_recovery_of_the_trainer_renews_the_wait_for_weights() -> None:
     assert outcome.fired == {"rank_stands_still": 1, "replica_dies": 1}
 
 
+def test_a_call_whose_end_comes_before_it_reaches_no_later_group() -> None:
+    """A replica dies in a sync, and the link of a rank changes the order of calls meanwhile."""
+    outcome = run_world(draw(40424))
+    assert not outcome.violation and outcome.attempts == 1, outcome.story
+    assert outcome.fired == {"link_reorders": 1, "replica_dies": 1}
+
+
 def test_a_run_is_complete_although_its_last_ranks_are_still_being_recovered() -> None:
     slow = Fault("disk_slow", 0, Trigger("time", 3.484), "", 5.0)
     dies = Fault("rank_dies", 0, Trigger("time", 5.886), "trainer-0")
