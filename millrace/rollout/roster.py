@@ -73,7 +73,7 @@ class Roster:
         self._entries = [_Entry() for _ in range(count)]
         self._listeners: list[Listener] = []
         self._waits: list[Callable[[], None]] = []
-        """They begin the deadlines of those who wait for a replica anew."""
+        """Functions that renew the deadlines of those who wait for a replica."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -196,7 +196,7 @@ class Roster:
 
     @contextmanager
     def awaited(self, renewed: Callable[[], None]) -> Iterator[None]:
-        """Call `renewed` in each `renew()` while the body runs, because somebody waits there."""
+        """Call `renewed` at each `renew()` while the body, which waits for a replica, runs."""
         self._waits.append(renewed)
         try:
             yield
@@ -204,7 +204,7 @@ class Roster:
             self._waits.remove(renewed)
 
     def renew(self) -> None:
-        """Let waits for a replica begin anew: what a replica itself waits for goes on now."""
+        """Renew the deadlines of all waits for a replica, because the trainer is being recovered."""
         for renewed in [*self._waits]:
             renewed()
 

@@ -32,7 +32,7 @@ HEADER = struct.Struct("<Q")
 _SHORT = 1 << 20
 """A copy of as many bytes takes less time than a system call."""
 _REMEMBERED = 10_000
-"""Calls that a worker remembers, to recognise one that arrives twice or after its end."""
+"""Calls that a worker remembers, to recognise one that arrives twice or too late."""
 
 
 def write_frame(writer: asyncio.StreamWriter, frame: bytes) -> None:
@@ -56,13 +56,13 @@ class Host:
         self._group = tasks
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._seen: dict[int, None] = {}
-        """The newest calls, in order of arrival, also those that ended before they arrived."""
+        """The newest calls, in order of arrival, also those that were cancelled before they arrived."""
 
     def receive(self, frame: bytes) -> None:
         for message in read_frame(frame):
             if message.kind == CANCEL and (task := self._tasks.pop(message.id, None)):
                 task.cancel()
-            # A call may arrive twice, or after its own end. It then runs once, or not at all.
+            # A call that arrives twice runs once. One that was cancelled first does not run.
             if message.id in self._seen:
                 continue
             self._seen[message.id] = None
