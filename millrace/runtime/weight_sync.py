@@ -90,8 +90,11 @@ class RemoteWeightSync:
             sent.cancel()
 
     async def link(self) -> TransferReport:
-        """Return the bytes of a transfer, and the seconds that the link alone needs for them."""
-        return await self._both("link", ())
+        """Return the bytes of a transfer, and the seconds that the link alone needs for them.
+
+        These are the senders' seconds. Those of a receiver include the call of its engine's workers.
+        """
+        return await self._both("link", (), seconds_of=len(self._trainers))
 
     async def transport(self) -> str:
         """Return the name of the transport, such as nccl or gloo."""
@@ -115,12 +118,17 @@ class RemoteWeightSync:
         """Return the replicas that have staged a version."""
         return [i for i, staged in self._staged.items() if staged == version]
 
-    async def _both(self, method: str, args: tuple[object, ...]) -> TransferReport:
-        """Call a method of all senders and receivers. Return the bytes that each replica got."""
+    async def _both(
+        self, method: str, args: tuple[object, ...], *, seconds_of: int | None = None
+    ) -> TransferReport:
+        """Call a method of all senders and receivers. Return the bytes that each replica got.
+
+        The seconds are the longest of the first `seconds_of` reports, the senders' first.
+        """
         senders = [p.call(f"sender.{method}", args, TransferReport) for p in self._trainers]
         receivers = [self._ask(i, method, args, TransferReport) for i in self._members]
         reports = await first_error(self._peers, [*senders, *receivers])
-        return TransferReport(reports[-1].bytes, max(r.seconds for r in reports))
+        return TransferReport(reports[-1].bytes, max(r.seconds for r in reports[:seconds_of]))
 
     @property
     def _peers(self) -> list[Peer]:

@@ -5,13 +5,18 @@ This module is imported at first use, because only torch's CUDA builds include T
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 _WORDS = 1024
-_ELEMENTS = 8192
+_ELEMENTS = 4096
+_PROGRAMS = 128
+"""Programs that share a tensor."""
+_KINDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -27,10 +32,19 @@ def _block_sums(words, out, WORDS: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sum(numbers, out, count, ELEMENTS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    place = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    part = tl.load(numbers + place, mask=place < count, other=0)
-    tl.atomic_add(out, tl.sum(part.to(tl.int64), 0))
+def _sums(table, out, KIND: tl.constexpr, ELEMENTS: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    row = table + tl.program_id(1) * 3
+    count, numbers = tl.load(row + 1), tl.load(row).to(tl.pointer_type(KIND))
+    if ALIGNED:
+        numbers = tl.multiple_of(numbers, 16)
+    place, share = tl.arange(0, ELEMENTS), tl.zeros((ELEMENTS,), tl.int64)
+    # Whole blocks need no mask. With one, each number would be a load of its own.
+    for block in range(tl.program_id(0), count // ELEMENTS, tl.num_programs(0)):
+        share += tl.load(numbers + tl.cast(block, tl.int64) * ELEMENTS + place).to(tl.int64)
+    if tl.program_id(0) == 0:
+        rest = count // ELEMENTS * ELEMENTS + place
+        share += tl.load(numbers + rest, mask=rest < count, other=0).to(tl.int64)
+    tl.atomic_add(out + tl.load(row + 2), tl.sum(share, 0))
 
 
 def block_sums(data: Tensor) -> Tensor:
@@ -47,9 +61,17 @@ def block_sums(data: Tensor) -> Tensor:
 
 
 def sums(tensors: list[Tensor]) -> Tensor:
-    """Return the sum of each tensor's integers modulo 2^64, int64 [tensors]."""
+    """Return the sum of each tensor's integers modulo 2^64, int64 [tensors].
+
+    The tensors are contiguous. One launch for each element size reads all of them.
+    """
     out = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+    launches: dict[tuple[int, bool], list[tuple[int, int, int]]] = defaultdict(list)
     for i, tensor in enumerate(tensors):
+        start = tensor.data_ptr()
         if count := tensor.numel():
-            _sum[(triton.cdiv(count, _ELEMENTS),)](tensor, out[i:], count, _ELEMENTS, num_warps=8)
+            launches[tensor.element_size(), start % 16 == 0].append((start, count, i))
+    for (size, aligned), rows in launches.items():
+        table = torch.tensor(rows, dtype=torch.int64, device=out.device)
+        _sums[(_PROGRAMS, len(rows))](table, out, _KINDS[size], _ELEMENTS, aligned, num_warps=8)
     return out

@@ -30,18 +30,23 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the `bit_sum` of each tensor by name, with one copy from the device."""
+    return dict(zip(tensors, start_bit_sums(tensors).tolist(), strict=True))
+
+
+def start_bit_sums(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the `bit_sum` of each tensor, int64 [tensors], on their device.
+
+    On a GPU, this does not wait for the result.
+    """
     if not tensors:
-        return {}
+        return torch.zeros(0, dtype=torch.int64)
     if next(iter(tensors.values())).is_cuda:
         from millrace.sync import kernels
 
-        numbers = [
-            t.detach().contiguous().view(INTEGERS[t.element_size()]) for t in tensors.values()
-        ]
-        values: list[int] = kernels.sums(numbers).tolist()
-    else:
-        values = torch.stack([bit_sum(t) for t in tensors.values()]).tolist()
-    return dict(zip(tensors, values, strict=True))
+        return kernels.sums(
+            [t.detach().contiguous().view(INTEGERS[t.element_size()]) for t in tensors.values()]
+        )
+    return torch.stack([bit_sum(t) for t in tensors.values()])
 
 
 def changed(replica: int, version: PolicyVersion, names: Sequence[str]) -> SyncError:

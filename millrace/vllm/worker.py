@@ -45,7 +45,7 @@ from millrace.sync import ipc
 from millrace.sync.adapters import AdaptedInbox, join_inbox
 from millrace.sync.agreement import Agreement
 from millrace.sync.inbox import Inbox
-from millrace.sync.proof import bit_sums, changed
+from millrace.sync.proof import bit_sums, changed, start_bit_sums
 from millrace.sync.store import bound_store
 from millrace.sync.table import read_specs
 from millrace.vllm.experts import folder_names, live_names, use_plain_experts
@@ -106,7 +106,9 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         self._replica = init_info.replica
         shard = get_tensor_model_parallel_rank()
         self._key = f"millrace/sync/staged/{init_info.replica}/{shard}"
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._stream, self._proof_stream = (
+            torch.cuda.Stream(self.device) if self.device.type == "cuda" else None for _ in range(2)
+        )
         where = (read_specs(self._store), self._store, self.device, init_info.replica, agreed)
         self.inbox = (
             ipc.IpcInbox.join(*where, self._load, shard)
@@ -128,22 +130,34 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
 
         def work() -> int:
             # An IpcInbox replaces the live weights while it receives.
-            if in_place := isinstance(self.inbox, ipc.IpcInbox):
+            if isinstance(self.inbox, ipc.IpcInbox):
                 self.prove_unchanged()
+                return self.inbox.receive(version)
+            # Other inboxes leave them alone, so a GPU reads them while the new ones arrive.
+            with torch.cuda.stream(self._proof_stream):
+                own = self._start_own_sums()
             received = self.inbox.receive(version)
-            if not in_place:
-                self.prove_unchanged()
+            self._compare(own)
             return received
 
         self._in_thread(work, turn)
 
     def prove_unchanged(self) -> None:
         """Raise SyncError if a live parameter has changed since its version became live."""
-        if self.live_sums:
-            own = bit_sums(dict(self.model.named_parameters()))
-            if names := [name for name, value in self.live_sums.items() if own[name] != value]:
-                self.inbox.version = None
-                raise changed(self._replica, self._live, names)
+        self._compare(self._start_own_sums())
+
+    def _start_own_sums(self) -> Tensor | None:
+        """Return the bit sums of the live parameters, or None before the first version."""
+        return start_bit_sums(dict(self.model.named_parameters())) if self.live_sums else None
+
+    def _compare(self, own: Tensor | None) -> None:
+        """Raise SyncError if these bit sums are not those of the live version."""
+        if own is None or not self.live_sums:
+            return
+        known = zip(self.live_sums.items(), own.tolist(), strict=True)
+        if names := [name for (name, value), now in known if now != value]:
+            self.inbox.version = None
+            raise changed(self._replica, self._live, names)
 
     def link(self, turn: int) -> None:
         """Run the receiving end of `Sender.link` in a thread."""

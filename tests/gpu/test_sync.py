@@ -63,6 +63,8 @@ def replica(_: int, port: int) -> None:
             live[name] = tensor.clone()
 
     inbox = IpcInbox.join(specs_of(model(0)), store, CUDA, 0, AGREED, load)
+    store.set("mapped", "")
+    inbox.regroup(0, [0])
     for version in range(VERSIONS):
         inbox.receive(version)
         want = model(version)
@@ -73,11 +75,14 @@ def replica(_: int, port: int) -> None:
 def test_weights_cross_by_mapped_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    waiter = TCPStore("127.0.0.1", store.port, None, False)
     other = mp.spawn(replica, args=(store.port,), join=False)
 
     async def main() -> None:
         source = Source()
         sender = await IpcSender.join(source, store, 0, AGREED)  # type: ignore[arg-type]
+        await asyncio.to_thread(waiter.wait, ["mapped"])
+        await sender.regroup(0, [0])
         for version in range(VERSIONS):
             source.tensors = model(version)
             await sender.transfer(version)
@@ -90,6 +95,8 @@ def test_sums_on_a_gpu_are_those_on_a_cpu() -> None:
     tensors = model(3) | {
         "odd": torch.randn(33, 7, device=CUDA),
         "bytes": torch.arange(77, dtype=torch.uint8, device=CUDA),
+        "none": torch.empty(0, 5, dtype=torch.bfloat16, device=CUDA),
+        "wide": torch.randint(-(1 << 62), 1 << 62, (40, 2048), device=CUDA),
     }
     for bucket in plan(specs_of(tensors), 1 << 20):
         buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=CUDA)
@@ -100,3 +107,8 @@ def test_sums_on_a_gpu_are_those_on_a_cpu() -> None:
         )
     assert bit_sums(tensors) == bit_sums({name: tensor.cpu() for name, tensor in tensors.items()})
     assert all(torch.equal(checksum(t).cpu(), checksum(t.cpu())) for t in tensors.values())
+    # Parts of a tensor start anywhere. Columns are not contiguous.
+    line = torch.randn(1_000_003, device=CUDA).to(torch.bfloat16)
+    parts = {str(k): line[k : 8 * 4096 * 128 + k] for k in (0, 1, 7, 8)} | {"t": line[:999_999]}
+    parts["columns"] = line[:1_000_000].view(1000, 1000)[:, 3:900]
+    assert bit_sums(parts) == bit_sums({name: part.cpu() for name, part in parts.items()})
