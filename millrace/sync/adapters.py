@@ -6,7 +6,7 @@ whole tensors, so engines, proofs and vLLM's loaders need no support for adapter
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,20 +61,22 @@ class AdaptedInbox:
         """Leave the groups. A transfer under way breaks off. This blocks."""
         self._membership.leave()
 
-    def receive(self, version: PolicyVersion) -> int:
+    def receive(
+        self, version: PolicyVersion, meanwhile: Callable[[], object] = lambda: None
+    ) -> int:
         """Stage `version`, verify it, and return the received bytes.
 
-        This blocks, so call it in a thread.
+        `meanwhile` is called while the adapters arrive. This blocks, so call it in a thread.
         """
         with self._membership.using:
-            return self._receive(version)
+            return self._receive(version, meanwhile)
 
-    def _receive(self, version: PolicyVersion) -> int:
+    def _receive(self, version: PolicyVersion, meanwhile: Callable[[], object]) -> int:
         self.version, received = None, 0
         if self._base_due:  # the trainer sends the base once, even if the transfer fails
             self._base_due = False
             received += self._base.receive(version)
-        received += self._adapters.receive(version)
+        received += self._adapters.receive(version, meanwhile)
         if self._base.version is None:
             raise SyncError(
                 f"version {version} arrived as adapters, but their base never arrived whole; "

@@ -128,6 +128,8 @@ def make_group(
     if wire.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
+        # Engines decode and verify during a transfer. It must not wait for their kernels to end.
+        options.is_high_priority_stream = True
         with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", _CLEAN_UP_ONLY):
             return Group(dist.ProcessGroupNCCL(own, rank, size, options))
     door = door or Door.open(wire)

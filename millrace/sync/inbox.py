@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,15 +123,19 @@ class Inbox:
         """Leave the groups. A transfer under way breaks off. This blocks."""
         self._membership.leave()
 
-    def receive(self, version: PolicyVersion) -> int:
+    def receive(
+        self, version: PolicyVersion, meanwhile: Callable[[], object] = lambda: None
+    ) -> int:
         """Stage `version`, verify it, and return its size in bytes.
 
-        This blocks, so call it in a thread.
+        `meanwhile` is called while the last buckets arrive. This blocks, so call it in a thread.
         """
         with self._membership.using:
-            return self._receive(version, self._membership.groups)
+            return self._receive(version, self._membership.groups, meanwhile)
 
-    def _receive(self, version: PolicyVersion, groups: Mapping[int, Group]) -> int:
+    def _receive(
+        self, version: PolicyVersion, groups: Mapping[int, Group], meanwhile: Callable[[], object]
+    ) -> int:
         self.version, self.bit_sums = None, {}
         _check_joined(groups, self._replica)
         sums: dict[int, list[Tensor]] = {rank: [] for rank in groups}
@@ -152,6 +156,7 @@ class Inbox:
             if self._rows and len(in_flight[rank]) == IN_FLIGHT:
                 land(rank)
             in_flight[rank].append((k, start_broadcast(groups[rank], self._buffers[rank][k])))
+        meanwhile()
         for rank in list(in_flight):
             while in_flight[rank]:
                 land(rank)

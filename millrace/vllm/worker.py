@@ -128,15 +128,20 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     def stage(self, version: int, turn: int) -> None:
         """Receive `version` in a thread. The thread stores its report under the key of `turn`."""
 
+        own: Tensor | None = None
+
+        def look() -> None:
+            nonlocal own
+            with torch.cuda.stream(self._proof_stream):
+                own = self._start_own_sums()
+
         def work() -> int:
             # An IpcInbox replaces the live weights while it receives.
             if isinstance(self.inbox, ipc.IpcInbox):
                 self.prove_unchanged()
                 return self.inbox.receive(version)
             # Other inboxes leave them alone, so a GPU reads them while the new ones arrive.
-            with torch.cuda.stream(self._proof_stream):
-                own = self._start_own_sums()
-            received = self.inbox.receive(version)
+            received = self.inbox.receive(version, look)
             self._compare(own)
             return received
 
