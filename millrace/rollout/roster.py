@@ -204,7 +204,7 @@ class Roster:
             self._waits.remove(renewed)
 
     def renew(self) -> None:
-        """Renew the deadlines of all waits for a replica, because the trainer is being recovered."""
+        """Renew the deadlines of all waits for a replica, because the trainer makes progress."""
         for renewed in [*self._waits]:
             renewed()
 
