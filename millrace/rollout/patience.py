@@ -11,7 +11,7 @@ from millrace.waits.registry import waiting
 
 RESTART = "restart of rollout-"
 """The start of the names of actors that start the workers of lost replicas."""
-_LATER_S = 5.0
+LATER_S = 5.0
 """How much later such a wait ends than a call of a rank that begins with it.
 
 A call that misses its deadline is found up to a second later, and its worker counts as dead up to
@@ -40,14 +40,14 @@ async def wait_for_replicas(
 
     def renewed() -> None:
         if not limit.expired():
-            limit.reschedule(loop.time() + deadline_s + _LATER_S)
+            limit.reschedule(loop.time() + deadline_s + LATER_S)
 
     def moved(change: Change) -> None:
         changed.set()
         renewed()
 
     try:
-        async with asyncio.timeout(deadline_s + _LATER_S) as limit:
+        async with asyncio.timeout(deadline_s + LATER_S) as limit:
             with roster.told(moved), roster.awaited(renewed), waiting(whom, "a replica"):
                 while not ready():
                     changed.clear()

@@ -147,6 +147,22 @@ def test_requests_outlive_a_rank_that_stands_still_in_the_sync_that_they_wait_fo
     assert outcome.fired == {"replica_dies": 1, "rank_stands_still": 1}
 
 
+def test_the_wait_for_samples_outlives_a_recovery_in_the_sync_that_frees_their_slots() -> None:
+    """All slots are occupied until the sync is over, and the trainer waits meanwhile."""
+    base = draw(3655)
+    trainer = base.config.trainer.model_copy(update={"save_freq": 20})
+    scenario = replace(
+        base,
+        config=base.config.model_copy(update={"trainer": trainer}),
+        cost=replace(base.cost, step_s=25.0),
+        start_s=8.0,
+        faults=(Fault("sender_hangs", 0, Trigger("sender.keep", 2), "trainer-0"),),
+    )
+    outcome = run_world(scenario)
+    assert not outcome.violation and outcome.attempts == 1, outcome.story
+    assert outcome.fired == {"sender_hangs": 1}
+
+
 def test_a_call_whose_end_comes_before_it_reaches_no_later_group() -> None:
     """A replica dies in a sync, and the link of a rank changes the order of calls meanwhile."""
     outcome = run_world(draw(40424))
