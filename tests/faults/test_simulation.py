@@ -170,6 +170,18 @@ def test_a_call_whose_end_comes_before_it_reaches_no_later_group() -> None:
     assert outcome.fired == {"link_reorders": 1, "replica_dies": 1}
 
 
+def test_a_call_that_comes_after_a_later_one_reaches_no_later_group() -> None:
+    """The end of the old transfer comes last: after the new group, and after the transfer."""
+    reorders = Fault("link_reorders", 0, Trigger("time", 0.737), "trainer-0", 5.0)
+    found = []
+    for seed in range(40):
+        dies = Fault("replica_dies", 0, Trigger("receiver.transfer", 2), f"rollout-{seed % 2}")
+        scenario = replace(draw(seed), replicas=2, faults=(reorders, dies))
+        outcome = run_world(scenario)
+        found += [(seed, outcome.violation)] if outcome.violation else []
+    assert not found
+
+
 def test_a_run_is_complete_although_its_last_ranks_are_still_being_recovered() -> None:
     slow = Fault("disk_slow", 0, Trigger("time", 3.484), "", 5.0)
     dies = Fault("rank_dies", 0, Trigger("time", 5.886), "trainer-0")
