@@ -261,7 +261,8 @@ class Rollouter:
             self._occupancy.change(gate=1)
             try:
                 with waiting(self._closed_by, "the end of the pause"):
-                    await self._gate.wait()
+                    while not self._gate.is_set():  # It may be closed again before this task runs.
+                        await self._gate.wait()
             finally:
                 self._occupancy.change(gate=-1)
         self.requests += 1

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from millrace.errors import DeadlineError
 from millrace.observe.watch import UNWATCHED, Watch
 from millrace.pipeline.journal import NoJournal
+from millrace.rollout.patience import LATER_S
 from millrace.schedule.ledger import Ledger, Topic
 from millrace.waits.registry import count, fact, waiting
 
@@ -33,6 +34,10 @@ class _Waiter:
     since: float
     ready: Callable[[], bool]
     woken: asyncio.Future[None]
+    limit_s: float
+    end: float
+    """When its deadline is."""
+    timer: asyncio.TimerHandle = field(init=False)
 
 
 class SampleQueue:
@@ -107,15 +112,22 @@ class SampleQueue:
         limit = self._deadline_s if deadline_s is None else deadline_s
         end = loop.time() + limit
         while not ready():
-            waiter = _Waiter(who, what, loop.time(), ready, loop.create_future())
+            waiter = _Waiter(who, what, loop.time(), ready, loop.create_future(), limit, end)
             self._waiters[on].append(waiter)
-            timer = loop.call_at(end, self._expire, waiter, limit)
+            self._watch_end(waiter)
             try:
                 with waiting(WHOM[on], what):
                     await waiter.woken
             finally:
-                timer.cancel()
+                waiter.timer.cancel()
                 self._waiters[on].remove(waiter)
+            end = waiter.end
+
+    def renew(self) -> None:
+        """Let the waits for samples begin anew, because a sync that frees slots makes progress."""
+        end = asyncio.get_running_loop().time() + LATER_S
+        for waiter in self._waiters[Topic.SAMPLES]:
+            waiter.end = max(waiter.end, end + waiter.limit_s)
 
     def describe(self) -> str:
         """Return one line with every waiting task and the states of the ledger's samples."""
@@ -135,10 +147,18 @@ class SampleQueue:
         self.out_of_grace = True
         self.wake_all()
 
-    def _expire(self, waiter: _Waiter, limit: float) -> None:
-        if not waiter.woken.done():
+    def _watch_end(self, waiter: _Waiter) -> None:
+        loop = asyncio.get_running_loop()
+        waiter.timer = loop.call_at(waiter.end, self._expire, waiter)
+
+    def _expire(self, waiter: _Waiter) -> None:
+        if waiter.woken.done():
+            return
+        if asyncio.get_running_loop().time() < waiter.end:
+            self._watch_end(waiter)
+        else:
             text = (
-                f"{waiter.who} waited {limit:g} s for {waiter.what}. {self.describe()}. "
+                f"{waiter.who} waited {waiter.limit_s:g} s for {waiter.what}. {self.describe()}. "
                 "Limit: trainer.wait_deadline_s"
             )
             waiter.woken.set_exception(DeadlineError(text))

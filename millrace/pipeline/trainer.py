@@ -160,7 +160,8 @@ class Trainer:
     async def _wait_for_samples(self, or_else: Callable[[], bool]) -> None:
         clock = asyncio.get_running_loop().time
         start = clock()
-        with self.watch.part("wait_samples"):
+        # With overlap_sync, the slots of these samples may become free with a sync on its way.
+        with self.watch.part("wait_samples"), self._roster.awaited(self.queue.renew):
             can_take = self.queue.ledger.can_take
             await self.queue.wait(
                 "trainer",

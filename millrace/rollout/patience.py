@@ -11,6 +11,12 @@ from millrace.waits.registry import waiting
 
 RESTART = "restart of rollout-"
 """The start of the names of actors that start the workers of lost replicas."""
+LATER_S = 5.0
+"""How much later such a wait ends than a call of a rank that begins with it.
+
+A call that misses its deadline is found up to a second later, and its worker counts as dead up to
+three seconds after that. The recovery of the trainer then renews the wait.
+"""
 
 
 async def wait_for_replicas(
@@ -26,7 +32,7 @@ async def wait_for_replicas(
 
     The wait is registered as one for `whom`. `also` has its event meanwhile: whoever sets the event
     has `ready` evaluated too. Raises what `ready` raises, and DeadlineError after `deadline_s`
-    seconds in which the roster did not change, and nobody renewed it.
+    seconds, and a few more, in which the roster did not change, and nobody renewed it.
     """
     changed, events = asyncio.Event(), set[asyncio.Event]() if also is None else also
     events.add(changed)
@@ -34,14 +40,14 @@ async def wait_for_replicas(
 
     def renewed() -> None:
         if not limit.expired():
-            limit.reschedule(loop.time() + deadline_s)
+            limit.reschedule(loop.time() + deadline_s + LATER_S)
 
     def moved(change: Change) -> None:
         changed.set()
         renewed()
 
     try:
-        async with asyncio.timeout(deadline_s) as limit:
+        async with asyncio.timeout(deadline_s + LATER_S) as limit:
             with roster.told(moved), roster.awaited(renewed), waiting(whom, "a replica"):
                 while not ready():
                     changed.clear()

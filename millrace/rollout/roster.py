@@ -73,7 +73,7 @@ class Roster:
         self._entries = [_Entry() for _ in range(count)]
         self._listeners: list[Listener] = []
         self._waits: list[Callable[[], None]] = []
-        """Functions that renew the deadlines of those who wait for a replica."""
+        """Functions that renew the deadlines of those who wait for a replica or a sync."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -196,7 +196,7 @@ class Roster:
 
     @contextmanager
     def awaited(self, renewed: Callable[[], None]) -> Iterator[None]:
-        """Call `renewed` at each `renew()` while the body, which waits for a replica, runs."""
+        """Call `renewed` at each `renew()` while the body waits for a replica or a sync."""
         self._waits.append(renewed)
         try:
             yield
@@ -204,7 +204,7 @@ class Roster:
             self._waits.remove(renewed)
 
     def renew(self) -> None:
-        """Renew the deadlines of all waits for a replica, because the trainer is being recovered."""
+        """Renew the deadlines of all these waits, because the trainer makes progress."""
         for renewed in [*self._waits]:
             renewed()
 

@@ -263,7 +263,7 @@ def engines_of(
     ranks = Ranks(trainers, starter, max_restarts=config.trainer.max_restarts if restarts else 0)
     restarts = restarts and not (shared and c.engine == "vllm")
     roster = Roster(len(rollouts), max_restarts=c.max_restarts if restarts else 0)
-    ranks.moved = roster.renew  # Replicas get weights once the ranks are back, so they wait anew.
+    ranks.moved = roster.renew  # A replica waits for the ranks until it has their weights.
     replicas = [RemoteRolloutEngine(peer, stall_s=c.stall_s) for peer in rollouts]
     train, pool = RecoveringTrainEngine(ranks), RolloutPool(replicas, roster, deadline_s=deadline_s)
     turns = turns_of(shared, pool, train)

@@ -161,11 +161,15 @@ class Scaler:
             self.note(f"warning: `millrace scale` gets no answer: {failure}")
 
     async def _serving(self, wait_s: float) -> None:
-        """Wait until no replica is STALE, at most `wait_s` seconds."""
-        with suppress(DeadlineError):
+        """Wait until no replica is STALE, at most `wait_s` seconds, whatever happens meanwhile.
+
+        The command itself gives up some time after that.
+        """
+        with suppress(TimeoutError, DeadlineError):
             stale = self._roster.ids
             ready = lambda: not stale(Standing.STALE)  # noqa: E731
-            await wait_for_replicas(self._roster, "scale", ready, wait_s, whom="sync|trainer")
+            async with asyncio.timeout(wait_s):
+                await wait_for_replicas(self._roster, "scale", ready, wait_s, whom="sync|trainer")
 
     @property
     def members(self) -> list[int]:

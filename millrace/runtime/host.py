@@ -31,8 +31,6 @@ from millrace.waits.side import Side, start_in_worker
 HEADER = struct.Struct("<Q")
 _SHORT = 1 << 20
 """A copy of as many bytes takes less time than a system call."""
-_REMEMBERED = 10_000
-"""Calls that a worker remembers, to recognise one that arrives twice or too late."""
 
 
 def write_frame(writer: asyncio.StreamWriter, frame: bytes) -> None:
@@ -55,23 +53,33 @@ class Host:
         self._outbox = Outbox(send)
         self._group = tasks
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._seen: dict[int, None] = {}
-        """The newest calls, in order of arrival, also those that were cancelled before they arrived."""
+        self._next = 1
+        """The id of the next call that begins. Ids count from 1 without a gap."""
+        self._early: dict[int, Message] = {}
+        """Calls, and ends of calls, that arrived before calls with lower ids."""
 
     def receive(self, frame: bytes) -> None:
+        """Begin calls in the order of their ids.
+
+        A call that arrives twice runs once. One that was cancelled first does not run.
+        """
         for message in read_frame(frame):
-            if message.kind == CANCEL and (task := self._tasks.pop(message.id, None)):
+            if message.id >= self._next:
+                if message.kind == CANCEL:
+                    self._early[message.id] = message
+                else:
+                    self._early.setdefault(message.id, message)
+                self._begin()
+            elif message.kind == CANCEL and (task := self._tasks.pop(message.id, None)):
                 task.cancel()
-            # A call that arrives twice runs once. One that was cancelled first does not run.
-            if message.id in self._seen:
-                continue
-            self._seen[message.id] = None
-            if len(self._seen) > _REMEMBERED:
-                del self._seen[next(iter(self._seen))]
-            if message.kind == CANCEL:
-                continue
-            task = self._group.create_task(self._serve(message), name=message.method)
-            self._tasks[message.id] = task
+
+    def _begin(self) -> None:
+        """Begin the calls whose turn has come."""
+        while (message := self._early.pop(self._next, None)) is not None:
+            self._next += 1
+            if message.kind != CANCEL:
+                task = self._group.create_task(self._serve(message), name=message.method)
+                self._tasks[message.id] = task
 
     async def _serve(self, message: Message) -> None:
         try:

@@ -96,7 +96,9 @@ class Ranks:
         """Returns the kept version that is not live yet."""
         self.note: Callable[[str], None] = lambda text: None
         self.moved: Callable[[], None] = lambda: None
-        """Called at each start of the ranks in a recovery, and once they are back."""
+        """Called at each call of a rank, at each start of the ranks, and once they are back."""
+        for peer in peers:
+            self._hear(peer)
         self._max_restarts = max_restarts
         self._failures = 0
         """Losses and failed starts, since a checkpoint was written."""
@@ -139,6 +141,10 @@ class Ranks:
 
     def _died(self, why: str) -> None:
         self.begin()
+
+    def _hear(self, peer: Peer) -> None:
+        """Say with `moved` that a call of a rank begins. The call has a deadline of its own."""
+        peer.on_call = lambda: self.moved()
 
     @property
     def death(self) -> str:
@@ -307,9 +313,14 @@ class Ranks:
 
     async def _restore(self, past: Past) -> tuple[PolicyVersion, int]:
         """Start new ranks, and bring them to the state of the lost ones."""
+
+        def started(peer: Peer) -> None:
+            self._hear(peer)
+            self.starting.append(peer)
+
         self.starting = []
         with doing("the start of the ranks"):
-            self.starting = peers = await self.starter.start_ranks(self.starting.append)
+            self.starting = peers = await self.starter.start_ranks(started)
         with doing("the state of the checkpoint, and the steps since then"):
             return await past.again(
                 RemoteTrainEngine(peers),

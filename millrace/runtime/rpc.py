@@ -84,6 +84,8 @@ class Peer:
         """The reason why the worker is dead, or None while it lives."""
         self.on_death: Callable[[str], None] = lambda reason: None
         """Called once, with the reason."""
+        self.on_call: Callable[[], None] = lambda: None
+        """Called when a call begins."""
         self.beats = 0
         """Signs of life so far: frames and heartbeats."""
         self._outbox = Outbox(send)
@@ -108,6 +110,7 @@ class Peer:
         """
         if self.death is not None:
             raise WorkerError(self.death)
+        self.on_call()
         body = msgspec.Raw(codec.pack(args))
         loop = asyncio.get_running_loop()
         self._next_id += 1

@@ -104,11 +104,82 @@ def test_a_recovery_of_the_trainer_renews_the_wait_for_weights() -> None:
     assert outcome.fired == {"rank_stands_still": 1, "replica_dies": 1}
 
 
+def test_requests_outlive_a_recovery_that_takes_longer_than_their_deadline() -> None:
+    """Seven steps are trained again. The only replica is back early, and waits for weights."""
+    base = draw(15034)
+    c = base.config
+    config = c.model_copy(
+        update={
+            "trainer": c.trainer.model_copy(update={"save_freq": 20}),
+            "rollout": c.rollout.model_copy(update={"total_rollout_steps": 24}),
+        }
+    )
+    faults = (
+        Fault("rank_dies", 0, Trigger("engine.step", 8), "trainer-0"),
+        Fault("replica_dies", 0, Trigger("time", 89.9), "rollout-0"),
+    )
+    cost = replace(base.cost, step_s=12.0)
+    outcome = run_world(replace(base, config=config, cost=cost, replicas=1, faults=faults))
+    assert not outcome.violation and outcome.attempts == 1, outcome.story
+    assert outcome.fired == {"rank_dies": 1, "replica_dies": 1}
+
+
+@pytest.mark.parametrize(("method", "number"), [("engine.begin", 2), ("engine.step", 3)])
+def test_requests_outlive_a_new_rank_that_stands_still(method: str, number: int) -> None:
+    """The recovery itself needs a second one. Each is found at the deadline of its call."""
+    faults = (
+        Fault("rank_dies", 0, Trigger("time", 5.0), "trainer-0"),
+        Fault("replica_dies", 0, Trigger("time", 5.05), "rollout-0"),
+        Fault("rank_stands_still", 0, Trigger(method, number), "trainer-0", 500.0),
+    )
+    outcome = run_world(replace(draw(15034), replicas=1, faults=faults))
+    assert not outcome.violation and outcome.attempts == 1, outcome.story
+    assert outcome.fired == {"rank_dies": 1, "replica_dies": 1, "rank_stands_still": 1}
+
+
+def test_requests_outlive_a_rank_that_stands_still_in_the_sync_that_they_wait_for() -> None:
+    faults = (
+        Fault("replica_dies", 0, Trigger("time", 2.5), "rollout-0"),
+        Fault("rank_stands_still", 0, Trigger("sender.keep", 2), "trainer-0", 500.0),
+    )
+    outcome = run_world(replace(draw(47), replicas=1, start_s=0.2, faults=faults))
+    assert not outcome.violation and outcome.attempts == 1, outcome.story
+    assert outcome.fired == {"replica_dies": 1, "rank_stands_still": 1}
+
+
+def test_the_wait_for_samples_outlives_a_recovery_in_the_sync_that_frees_their_slots() -> None:
+    """All slots are occupied until the sync is over, and the trainer waits meanwhile."""
+    base = draw(3655)
+    trainer = base.config.trainer.model_copy(update={"save_freq": 20})
+    scenario = replace(
+        base,
+        config=base.config.model_copy(update={"trainer": trainer}),
+        cost=replace(base.cost, step_s=25.0),
+        start_s=8.0,
+        faults=(Fault("sender_hangs", 0, Trigger("sender.keep", 2), "trainer-0"),),
+    )
+    outcome = run_world(scenario)
+    assert not outcome.violation and outcome.attempts == 1, outcome.story
+    assert outcome.fired == {"sender_hangs": 1}
+
+
 def test_a_call_whose_end_comes_before_it_reaches_no_later_group() -> None:
     """A replica dies in a sync, and the link of a rank changes the order of calls meanwhile."""
     outcome = run_world(draw(40424))
     assert not outcome.violation and outcome.attempts == 1, outcome.story
     assert outcome.fired == {"link_reorders": 1, "replica_dies": 1}
+
+
+def test_a_call_that_comes_after_a_later_one_reaches_no_later_group() -> None:
+    """The end of the old transfer comes last: after the new group, and after the transfer."""
+    reorders = Fault("link_reorders", 0, Trigger("time", 0.737), "trainer-0", 5.0)
+    found = []
+    for seed in range(40):
+        dies = Fault("replica_dies", 0, Trigger("receiver.transfer", 2), f"rollout-{seed % 2}")
+        scenario = replace(draw(seed), replicas=2, faults=(reorders, dies))
+        outcome = run_world(scenario)
+        found += [(seed, outcome.violation)] if outcome.violation else []
+    assert not found
 
 
 def test_a_run_is_complete_although_its_last_ranks_are_still_being_recovered() -> None:

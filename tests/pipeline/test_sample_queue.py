@@ -207,3 +207,20 @@ def test_a_finished_sample_reaches_a_trainer_that_waits_for_it() -> None:
         return [s.prompt.index for s in q.do(q.ledger.take)]
 
     assert clock.run(main()) == [0, 1]
+
+
+def test_progress_of_a_sync_renews_the_waits_for_samples_alone() -> None:
+    async def main() -> None:
+        q = queue(deadline_s=30.0)
+        waits = [
+            asyncio.create_task(q.wait("trainer", "a change", lambda: False, on=topic))
+            for topic in (Topic.SAMPLES, Topic.ROLLOUTS)
+        ]
+        await asyncio.sleep(20)
+        q.renew()
+        await asyncio.sleep(11)
+        assert [wait.done() for wait in waits] == [False, True]
+        await asyncio.sleep(25)
+        assert all(isinstance(wait.exception(), DeadlineError) for wait in waits)
+
+    clock.run(main())

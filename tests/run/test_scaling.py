@@ -115,6 +115,27 @@ def test_the_newest_of_several_commands_counts(tmp_path: Path) -> None:
     virtually(main)
 
 
+def test_an_answer_waits_no_longer_than_asked_although_the_replicas_change(tmp_path: Path) -> None:
+    """The command gives up a while after its deadline, so a renewed wait would never answer it."""
+
+    async def main() -> None:
+        machine = Machine(2)
+        machine.roster.lose(1, 0, "why")
+        machine.roster.restarted(1)  # It waits for a sync that does not come.
+        serve = asyncio.create_task(machine.scaler.serve(tmp_path))
+        write(tmp_path / f"wait{REQUEST}", Request("wait", 2, wait_s=30.0))
+        for _ in range(8):
+            await asyncio.sleep(5)
+            machine.roster.proven(0, 0)
+            machine.roster.renew()
+            machine.roster.join(len(machine.roster))
+        reply = answer(tmp_path / f"wait{ANSWER}")
+        assert not reply.serving and not reply.error and 30 <= reply.seconds < 31
+        serve.cancel()
+
+    virtually(main)
+
+
 def test_requests_are_served_in_the_order_of_their_times(tmp_path: Path) -> None:
     for age, name in enumerate("abc"):
         ask(tmp_path, name, 1)

@@ -160,9 +160,13 @@ class FaultyTrainer(SimTrainEngine):
         self._moves.clear()
         asyncio.get_running_loop().call_later(seconds, self._moves.set)
 
-    async def _meet(self) -> None:
+    async def moves(self) -> None:
+        """Wait until the rank does not stand still."""
         with doing("a kernel that does not end"):
             await self._moves.wait()
+
+    async def _meet(self) -> None:
+        await self.moves()
         await self._ranks.meet()
 
     def end(self) -> None:
@@ -239,6 +243,7 @@ class Sender:
 
     async def keep(self, version: PolicyVersion) -> None:
         await self.sent()
+        await self._engine.moves()  # The copy is a kernel too.
         self._seals(version, self._engine.lineage)
         self._kept = version, checksum(self._engine.lineage)
         self._start(*self._kept)

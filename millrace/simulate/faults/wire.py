@@ -13,6 +13,7 @@ from millrace.types import PolicyVersion
 from millrace.waits.registry import Wait, doing, waiting
 
 T = TypeVar("T")
+_CLOSED = "a weight transfer broke off: connection closed by peer"
 
 
 @dataclass(slots=True)
@@ -84,8 +85,10 @@ class Wire:
 
         As with real groups, a send ends only once every replica has taken part in it.
         """
-        await asyncio.sleep(self.transfer_s)
         groups, loop, parcels = self._of(name), asyncio.get_running_loop(), []
+        await asyncio.sleep(self.transfer_s)
+        if groups.broken.is_set():  # Meanwhile the sender may have other groups.
+            raise BrokenTransfer(_CLOSED)
         for end, box in groups.boxes.items():
             if end not in self._ranks:
                 wrong, self.damage = self.damage, False
@@ -124,7 +127,7 @@ class Wire:
             for one in tasks:
                 one.cancel()
         if not task.done() or task.cancelled():
-            raise BrokenTransfer("a weight transfer broke off: connection closed by peer")
+            raise BrokenTransfer(_CLOSED)
         return task.result()
 
     async def _parcels(self, box: asyncio.Queue[Parcel], version: PolicyVersion) -> list[Parcel]:
@@ -138,7 +141,7 @@ class Wire:
         """Return the groups of an end. Raises BrokenTransfer if they are closed."""
         groups = self._groups.get(self._joined.get(name, -1))
         if groups is None or groups.broken.is_set():
-            raise BrokenTransfer("a weight transfer broke off: connection closed by peer")
+            raise BrokenTransfer(_CLOSED)
         return groups
 
 
