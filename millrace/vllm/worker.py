@@ -142,7 +142,8 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
                 return self.inbox.receive(version)
             # Other inboxes leave them alone, so a GPU reads them while the new ones arrive.
             received = self.inbox.receive(version, look)
-            self._compare(own)
+            with torch.cuda.stream(self._proof_stream):  # Its sums may not be ready.
+                self._compare(own)
             return received
 
         self._in_thread(work, turn)
