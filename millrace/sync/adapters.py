@@ -66,7 +66,7 @@ class AdaptedInbox:
     ) -> int:
         """Stage `version`, verify it, and return the received bytes.
 
-        `meanwhile` is called while the adapters arrive. This blocks, so call it in a thread.
+        `meanwhile` is called once the last adapters were asked for. This blocks, so call it in a thread.
         """
         with self._membership.using:
             return self._receive(version, meanwhile)

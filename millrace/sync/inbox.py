@@ -128,7 +128,7 @@ class Inbox:
     ) -> int:
         """Stage `version`, verify it, and return its size in bytes.
 
-        `meanwhile` is called while the last buckets arrive. This blocks, so call it in a thread.
+        `meanwhile` is called once the last buckets were asked for. This blocks, so call it in a thread.
         """
         with self._membership.using:
             return self._receive(version, self._membership.groups, meanwhile)

@@ -63,15 +63,23 @@ def block_sums(data: Tensor) -> Tensor:
 def sums(tensors: list[Tensor]) -> Tensor:
     """Return the sum of each tensor's integers modulo 2^64, int64 [tensors].
 
-    The tensors are contiguous. One launch for each element size reads all of them.
+    The tensors are contiguous and on one GPU. One launch reads all tensors of an element size and
+    of an alignment. Raises ValueError for a tensor that is elsewhere.
     """
-    out = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+    device = tensors[0].device
     launches: dict[tuple[int, bool], list[tuple[int, int, int]]] = defaultdict(list)
     for i, tensor in enumerate(tensors):
+        if tensor.device != device:  # The kernel would read the address of another memory.
+            raise ValueError(f"tensor {i} is on {tensor.device}, and the first one on {device}")
         start = tensor.data_ptr()
         if count := tensor.numel():
             launches[tensor.element_size(), start % 16 == 0].append((start, count, i))
-    for (size, aligned), rows in launches.items():
-        table = torch.tensor(rows, dtype=torch.int64, device=out.device)
-        _sums[(_PROGRAMS, len(rows))](table, out, _KINDS[size], _ELEMENTS, aligned, num_warps=8)
+    out = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    # A copy to the GPU waits for the kernels before it, so all copies come first.
+    tables = {
+        kind: torch.tensor(rows, dtype=torch.int64, device=device)
+        for kind, rows in launches.items()
+    }
+    for (size, aligned), table in tables.items():
+        _sums[(_PROGRAMS, len(table))](table, out, _KINDS[size], _ELEMENTS, aligned, num_warps=8)
     return out

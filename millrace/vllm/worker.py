@@ -44,7 +44,7 @@ from millrace.errors import BrokenTransfer, SyncError
 from millrace.sync import ipc
 from millrace.sync.adapters import AdaptedInbox, join_inbox
 from millrace.sync.agreement import Agreement
-from millrace.sync.inbox import Inbox
+from millrace.sync.inbox import Inbox, wire_device
 from millrace.sync.proof import bit_sums, changed, start_bit_sums
 from millrace.sync.store import bound_store
 from millrace.sync.table import read_specs
@@ -106,9 +106,10 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         self._replica = init_info.replica
         shard = get_tensor_model_parallel_rank()
         self._key = f"millrace/sync/staged/{init_info.replica}/{shard}"
-        self._stream, self._proof_stream = (
-            torch.cuda.Stream(self.device) if self.device.type == "cuda" else None for _ in range(2)
-        )
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        # NCCL leaves the GPU time to read the live weights. On a CPU, it takes as long beside it.
+        nccl = wire_device(agreed, self.device).type == "cuda"
+        self._proof_stream = torch.cuda.Stream(self.device) if nccl else None
         where = (read_specs(self._store), self._store, self.device, init_info.replica, agreed)
         self.inbox = (
             ipc.IpcInbox.join(*where, self._load, shard)
@@ -126,41 +127,51 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         self._in_thread(work, turn)
 
     def stage(self, version: int, turn: int) -> None:
-        """Receive `version` in a thread. The thread stores its report under the key of `turn`."""
+        """Receive `version` in a thread. The thread stores its report under the key of `turn`.
 
-        own: Tensor | None = None
-
-        def look() -> None:
-            nonlocal own
-            with torch.cuda.stream(self._proof_stream):
-                own = self._start_own_sums()
+        Over NCCL, the live weights are verified while the new ones arrive. So this finds a change
+        from before the transfer. It cannot see one during the transfer, which takes about 50 ms.
+        """
 
         def work() -> int:
             # An IpcInbox replaces the live weights while it receives.
             if isinstance(self.inbox, ipc.IpcInbox):
                 self.prove_unchanged()
                 return self.inbox.receive(version)
-            # Other inboxes leave them alone, so a GPU reads them while the new ones arrive.
-            received = self.inbox.receive(version, look)
-            with torch.cuda.stream(self._proof_stream):  # Its sums may not be ready.
-                self._compare(own)
-            return received
+            if self._proof_stream is None:
+                received = self.inbox.receive(version)
+                self.prove_unchanged()
+                return received
+            return self._receive_and_prove(version, self._proof_stream)
 
         self._in_thread(work, turn)
 
+    def _receive_and_prove(self, version: int, stream: torch.cuda.Stream) -> int:
+        """Receive `version`. Meanwhile, look at the live weights in `stream`."""
+        live: dict[str, int] | None = None
+        own = torch.empty(0)
+
+        def look() -> None:
+            nonlocal live, own
+            if live := self.live_sums:
+                with torch.cuda.stream(stream):
+                    own = start_bit_sums(dict(self.model.named_parameters()))
+
+        received = self.inbox.receive(version, look)
+        if live and self.live_sums:
+            with torch.cuda.stream(stream):  # Its sums may not be ready.
+                self._compare(live, own.tolist())
+        return received
+
     def prove_unchanged(self) -> None:
         """Raise SyncError if a live parameter has changed since its version became live."""
-        self._compare(self._start_own_sums())
+        if live := self.live_sums:
+            own = bit_sums(dict(self.model.named_parameters()))
+            self._compare(live, list(own.values()))
 
-    def _start_own_sums(self) -> Tensor | None:
-        """Return the bit sums of the live parameters, or None before the first version."""
-        return start_bit_sums(dict(self.model.named_parameters())) if self.live_sums else None
-
-    def _compare(self, own: Tensor | None) -> None:
+    def _compare(self, live: dict[str, int], own: list[int]) -> None:
         """Raise SyncError if these bit sums are not those of the live version."""
-        if own is None or not self.live_sums:
-            return
-        known = zip(self.live_sums.items(), own.tolist(), strict=True)
+        known = zip(live.items(), own, strict=True)
         if names := [name for (name, value), now in known if now != value]:
             self.inbox.version = None
             raise changed(self._replica, self._live, names)
