@@ -129,31 +129,30 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     def stage(self, version: int, turn: int) -> None:
         """Receive `version` in a thread. The thread stores its report under the key of `turn`.
 
-        Over NCCL, the live weights are verified while the new ones arrive. So this finds a change
-        from before the transfer. It cannot see one during the transfer, which takes about 50 ms.
+        Over NCCL, the live weights are verified while the new ones arrive. A change during these
+        50 ms is not seen.
         """
 
         def work() -> int:
+            if self._proof_stream is not None:
+                return self._receive_and_prove(version, self._proof_stream)
             # An IpcInbox replaces the live weights while it receives.
-            if isinstance(self.inbox, ipc.IpcInbox):
+            if in_place := isinstance(self.inbox, ipc.IpcInbox):
                 self.prove_unchanged()
-                return self.inbox.receive(version)
-            if self._proof_stream is None:
-                received = self.inbox.receive(version)
+            received = self.inbox.receive(version)
+            if not in_place:
                 self.prove_unchanged()
-                return received
-            return self._receive_and_prove(version, self._proof_stream)
+            return received
 
         self._in_thread(work, turn)
 
     def _receive_and_prove(self, version: int, stream: torch.cuda.Stream) -> int:
         """Receive `version`. Meanwhile, look at the live weights in `stream`."""
-        live: dict[str, int] | None = None
-        own = torch.empty(0)
+        live, own = dict[str, int](), torch.empty(0)
 
         def look() -> None:
             nonlocal live, own
-            if live := self.live_sums:
+            if live := self.live_sums or {}:
                 with torch.cuda.stream(stream):
                     own = start_bit_sums(dict(self.model.named_parameters()))
 
@@ -166,8 +165,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     def prove_unchanged(self) -> None:
         """Raise SyncError if a live parameter has changed since its version became live."""
         if live := self.live_sums:
-            own = bit_sums(dict(self.model.named_parameters()))
-            self._compare(live, list(own.values()))
+            self._compare(live, [*bit_sums(dict(self.model.named_parameters())).values()])
 
     def _compare(self, live: dict[str, int], own: list[int]) -> None:
         """Raise SyncError if these bit sums are not those of the live version."""
