@@ -129,8 +129,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     def stage(self, version: int, turn: int) -> None:
         """Receive `version` in a thread. The thread stores its report under the key of `turn`.
 
-        Over NCCL, the live weights are verified while the new ones arrive. A change during these
-        50 ms is not seen.
+        Over NCCL, the live weights are verified meanwhile. A change in these 50 ms is not seen.
         """
 
         def work() -> int:
@@ -156,6 +155,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
                 with torch.cuda.stream(stream):
                     own = start_bit_sums(dict(self.model.named_parameters()))
 
+        assert not isinstance(self.inbox, ipc.IpcInbox)  # It has no proof stream.
         received = self.inbox.receive(version, look)
         if live and self.live_sums:
             with torch.cuda.stream(stream):  # Its sums may not be ready.
