@@ -271,7 +271,7 @@ def completed_with_hanging_rewards(chain: Chain, tmp_path: Path) -> None:
     assert result["complete"] and result["samples_trained"] == 800
 
 
-@pytest.mark.timeout(900)  # Seven attempts take 200 s alone, and longer beside other tests.
+@pytest.mark.timeout(900)  # It takes 200 s alone, and longer beside other tests.
 def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_path: Path) -> None:
     chain = Chain(tmp_path)
     try:
