@@ -95,13 +95,13 @@ class Recorder:
         )
         self._files: list[File] = []
         if options.trace:
-            trace = TraceWriter(run_dir, attempt, clock, note, limit_mb=options.trace_mb)
+            limit, load = options.trace_mb, options.trace_load
+            trace = TraceWriter(run_dir, attempt, clock, note, limit_mb=limit, load=load)
             self._files.append(trace)
         if options.samples or (run_dir / "samples").exists():  # old samples may be superseded
             from millrace.report.samples.store import SampleStore  # imports pyarrow
 
-            share, limit = options.samples, options.samples_mb
-            start = ledger.version
+            share, limit, start = options.samples, options.samples_mb, ledger.version
             store = SampleStore(run_dir, attempt, start, decode, note, share=share, max_mb=limit)
             self._files.append(store)
         self.watch = Watch(clock, [tokens, flow, loads, account, self.accounts, *self._files])

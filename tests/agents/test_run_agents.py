@@ -26,8 +26,6 @@ from tests.agents.programs_at_work import ASK, running
 from tests.e2e.runs import ROOT, audit, millrace, progress, rows, start_command
 from tests.environments.servers import PEERS, needs_peers, nothing_left, wire_server
 
-pytestmark = [pytest.mark.timeout(240)]
-
 TINY = [
     "sft.steps=0",
     "actor.ppo_mini_batch_size=2",

@@ -24,8 +24,6 @@ from millrace.schedule.steady import counted
 from millrace.train.fsdp import lora
 from tests.e2e import runs
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("length", [1, 7, 40])

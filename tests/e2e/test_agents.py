@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-import pytest
 
 from millrace.pipeline.history import audit
 from tests.e2e import runs
@@ -42,7 +41,6 @@ SIZES = {
     "command": ("mode=colocate_sync", "rollout.total_rollout_steps=4", "rollout.n=2",
                 "actor.ppo_mini_batch_size=4"),
 }  # fmt: skip
-pytestmark = pytest.mark.timeout(240)
 
 
 async def play(folder: Path) -> None:

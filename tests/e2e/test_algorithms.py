@@ -25,8 +25,6 @@ from millrace.schedule.modes import MODES
 from millrace.waits.answer import Answer
 from tests.e2e import runs
 
-pytestmark = pytest.mark.timeout(240)
-
 DECOUPLED = [
     "algorithm.rollout_correction.bypass_mode=false",
     "algorithm.rollout_correction.rollout_is=token",

@@ -25,7 +25,7 @@ from millrace.train.fsdp import engine as fsdp_train
 from tests.e2e import runs
 from tests.e2e.runs import millrace
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("commands")]
+pytestmark = pytest.mark.xdist_group("commands")
 
 TINY = """
 name: tiny

@@ -25,8 +25,6 @@ from millrace.pipeline.checkpoint import Checkpoints
 from tests.e2e import runs
 from tests.e2e.accounts import check_accounts
 
-pytestmark = pytest.mark.timeout(300)
-
 LONG = [
     "rollout.total_rollout_steps=800",
     "trainer.save_freq=2",

@@ -10,7 +10,6 @@ import asyncio
 from pathlib import Path
 
 import psutil
-import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -27,8 +26,6 @@ from millrace.sync.buckets import ALIGN
 from millrace.train.fsdp import engine as fsdp_train
 from tests.e2e import runs
 from tests.listening import listeners, other_addresses, outside, reachable
-
-pytestmark = pytest.mark.timeout(240)
 
 ON_POLICY = ["mode=on_policy_pipeline", "actor.optim.lr=1e-3"]
 

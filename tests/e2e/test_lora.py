@@ -9,15 +9,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
 from millrace.pipeline.history import audit
 from millrace.run.export import export
 from tests.e2e import runs
-
-pytestmark = pytest.mark.timeout(240)
 
 TASK = "task:sort_digits?min_digits=2&max_digits=4"
 LORA = [

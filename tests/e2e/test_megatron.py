@@ -43,7 +43,6 @@ async def loss_after(s: Session, folder: Path, steps: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_run_with_two_tensor_parallel_ranks_learns_and_then_eight_rows_by_heart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

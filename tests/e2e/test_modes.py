@@ -21,7 +21,6 @@ from tests.e2e.accounts import check_accounts
 from tests.pipeline.simulated import parts_of
 
 OVERLAP = "async_training.overlap_sync=true"
-pytestmark = pytest.mark.timeout(240)
 
 
 ALL = [*((mode, OVERLAP) for mode in ("async_staleness", "async_partial")), *zip(MODES)]

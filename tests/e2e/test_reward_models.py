@@ -17,8 +17,6 @@ from tests.e2e import runs
 from tests.rewards.classifiers import last_character
 from tests.rewards.endpoint import Endpoint, endpoint
 
-pytestmark = [pytest.mark.timeout(240)]
-
 SECRET = "sk-canary-in-a-run"
 RAISES = "def score(prompts, completions, **columns):\n    raise KeyError('no column answers')\n"
 FAST = "actor.optim.lr=3e-3"

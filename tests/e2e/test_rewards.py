@@ -19,8 +19,6 @@ from millrace.rewards.mix import RunReward
 from millrace.run.session import Session
 from tests.e2e import runs
 
-pytestmark = pytest.mark.timeout(240)
-
 FORMS = {
     "openai/gsm8k": ("g", "#### {}{}{}"),
     "HuggingFaceH4/MATH-500": ("m", "\\boxed{{{}{}{}}}"),

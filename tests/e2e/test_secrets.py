@@ -15,8 +15,6 @@ from urllib.parse import quote
 import pyarrow.parquet as pq
 import pytest
 
-pytestmark = pytest.mark.timeout(240)
-
 NAMES = (
     *("WANDB_API_KEY", "OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"),
     "MY_JUDGE_KEY",

@@ -87,7 +87,6 @@ async def nodes_change(s: Session, ledger: Ledger, cluster: Cluster) -> None:
     ledger.limit = ledger.retired + ledger.occupied + 8
 
 
-@pytest.mark.timeout(300)
 def test_replicas_follow_the_nodes_of_the_cluster(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

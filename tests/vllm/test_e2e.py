@@ -7,15 +7,12 @@ import statistics
 from pathlib import Path
 
 import psutil
-import pytest
 
 from millrace.pipeline.history import audit
 from tests.e2e import runs
 from tests.e2e.accounts import check_accounts
 from tests.e2e.test_modes import OVERLAP, WAYS, check_rows
 from tests.vllm.processes import engine_cores
-
-pytestmark = pytest.mark.timeout(400)
 
 VLLM = [
     "rollout.engine=vllm",

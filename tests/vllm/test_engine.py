@@ -21,7 +21,7 @@ from tests.e2e import runs
 from tests.vllm.processes import engine_cores
 from tests.vllm.replica import LENGTH, PROMPT, SHAPE, VOCABULARY, Replica, gap
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("replica")]
+pytestmark = pytest.mark.xdist_group("replica")
 
 
 def test_conformance(

@@ -16,7 +16,7 @@ from millrace.types import SamplingParams, Segment, Stop, Tokens, joined_experts
 from millrace.vllm.experts import folder_names, live_names
 from tests.vllm.replica import EOS, PROMPT, VOCABULARY, Replica, gap
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("mixture")]
+pytestmark = pytest.mark.xdist_group("mixture")
 
 LAYERS, EXPERTS, K = 2, 8, 2
 WIDTHS: dict[str, Any] = {

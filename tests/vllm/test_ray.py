@@ -10,15 +10,12 @@ import os
 from pathlib import Path
 
 import psutil
-import pytest
 import ray
 from ray.cluster_utils import Cluster
 
 from tests.e2e import runs
 from tests.vllm.processes import engine_cores
 from tests.vllm.test_e2e import VLLM
-
-pytestmark = pytest.mark.timeout(400)
 
 
 def test_a_run_on_a_cluster_and_nothing_left_of_it(tmp_path: Path) -> None:

@@ -6,13 +6,10 @@ import stat
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.e2e.test_failures import Chain
 from tests.listening import listeners, outside, unix_sockets
 from tests.vllm.test_e2e import VLLM
-
-pytestmark = pytest.mark.timeout(400)
 
 
 def test_vllm_listens_on_loopback_and_a_signal_to_every_process_saves(tmp_path: Path) -> None:

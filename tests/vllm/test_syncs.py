@@ -23,7 +23,7 @@ from tests.sync.fleet import regroup
 from tests.vllm.processes import engine_cores
 from tests.vllm.replica import PROMPT, Replica, gap
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("replica")]
+pytestmark = pytest.mark.xdist_group("replica")
 
 
 def test_every_sync_changes_what_is_served(replica: Replica, runner: asyncio.Runner) -> None:

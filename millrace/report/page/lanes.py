@@ -14,6 +14,7 @@ import numpy as np
 
 from millrace.report.page.figures import Array
 from millrace.report.page.states import PARTS, STATES, state_of
+from millrace.report.trace.calls import SCORING, WORK
 from millrace.report.trace.spans import Span
 
 NAMES = tuple(STATES)
@@ -43,7 +44,11 @@ class Spans:
     trainer: list[tuple[float, float, str]] = field(default_factory=list)
     """The trainer's states."""
     requests: dict[str, Array] = field(default_factory=dict)
-    """Start, end, and whether it validates, of each replica's requests."""
+    """Start, end, and whether it validates, of each replica's requests that were drawn."""
+    work: dict[str, Array] = field(default_factory=dict)
+    """The same, and the times in which any request ran."""
+    every: int = 1
+    """At the fastest time, the requests and scores of one sample of so many were drawn."""
     slots: dict[str, Array] = field(default_factory=dict)
     """Start and end of every stay of a sample in each state."""
     pauses: Array = field(default_factory=lambda: np.empty((0, 2)))
@@ -66,6 +71,7 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
     found = Spans(attempts=attempts, end=float(attempts[-1, 1]) if len(attempts) else 0.0)
     requests: dict[str, list[tuple[float, float, float]]] = {}
     slots: dict[str, list[tuple[float, float]]] = {}
+    work: dict[str, list[tuple[float, float, float]]] = {}
     pairs: dict[str, list[tuple[float, float]]] = {"pause": [], "score": []}
     lengths = _Lengths()
     for span in spans:
@@ -74,8 +80,15 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
         if name == "request":
             validates = span.key.startswith("val/")
             requests.setdefault(track, []).append((start, end, validates))
+            work.setdefault(track, []).append((start, end, validates))
             if not validates and not (n and _index(span.key) >= n):
                 lengths.add(span)
+        elif name in WORK and track.startswith("rollout-"):
+            work.setdefault(track, []).append((start, end, WORK[name]))
+        elif name == SCORING:
+            pairs["score"].append((start, end))
+        elif name == "thinned":
+            found.every = max(found.every, _count(span.facts.get("every")))
         elif track == "samples":
             slots.setdefault(name, []).append((start, end))
             if name == "sealed":
@@ -88,12 +101,18 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
             found.marks.setdefault(f"{track} {name}", []).append((start, end, span.key))
     found.trainer.sort()
     found.lengths = lengths.table()
-    found.requests = {
-        track: _sorted(rows, 3) for track, rows in sorted(requests.items(), key=_by_number)
-    }
+    found.requests, found.work = (
+        {track: _sorted(rows, 3) for track, rows in sorted(tracks.items(), key=_by_number)}
+        for tracks in (requests, work)
+    )
     found.slots = {name: _sorted(rows, 2) for name, rows in slots.items()}
     found.pauses, found.scores = _sorted(pairs["pause"], 2), _sorted(pairs["score"], 2)
     return found
+
+
+def _count(value: object) -> int:
+    """Return a fact of a file that anybody may have written, if it can be a count."""
+    return value if type(value) is int and 0 < value < 2**31 else 1
 
 
 def _index(key: str) -> int:
@@ -168,10 +187,10 @@ def lanes(
     `tools` says whether sessions wait for tools and environments.
     """
     trainer = _trainer(spans)
-    made = [] if trainer is None or (colocated and spans.requests) else [trainer]
+    made = [] if trainer is None or (colocated and spans.work) else [trainer]
     waits = _Waits(spans, capacity, complete, tools)
-    for track, requests in spans.requests.items():
-        made.append(_replica(track, requests, spans, waits, trainer if colocated else None))
+    for track, work in spans.work.items():
+        made.append(_replica(track, work, spans, waits, trainer if colocated else None))
         if colocated:
             made[-1].name = track.replace("rollout", "shared")
     return made
@@ -181,7 +200,7 @@ def _trainer(spans: Spans) -> Lane | None:
     """Return the trainer's lane. A wait for samples is one for rewards if nothing is drawn."""
     if not spans.trainer:
         return None
-    busy = np.concatenate([union(r) for r in spans.requests.values()] or [np.empty((0, 2))])
+    busy = np.concatenate([union(r) for r in spans.work.values()] or [np.empty((0, 2))])
     busy = union(busy[np.argsort(busy[:, 0])])
     scored = union(spans.scores)
     pieces = np.array([(a, b, NAMES.index(state_of(name))) for a, b, name in spans.trainer])
@@ -205,7 +224,7 @@ class _Waits:
         self._tools, self._scored = tools, union(spans.scores)
         self._starts = {name: np.sort(rows[:, 0]) for name, rows in spans.slots.items()}
         self._ends = {name: np.sort(rows[:, 1]) for name, rows in spans.slots.items()}
-        drawn = np.concatenate([union(r) for r in spans.requests.values()] or [np.empty((0, 2))])
+        drawn = np.concatenate([union(r) for r in spans.work.values()] or [np.empty((0, 2))])
         self._drawn = union(drawn[np.argsort(drawn[:, 0])])
         self._retired = self._ends.get("sealed", np.empty(0))
         self._complete = complete
@@ -255,11 +274,9 @@ class _Waits:
         return states
 
 
-def _replica(
-    track: str, requests: Array, spans: Spans, waits: _Waits, trainer: Lane | None
-) -> Lane:
-    drawn = union(requests[requests[:, 2] == 0])
-    validated = union(requests[requests[:, 2] == 1])
+def _replica(track: str, work: Array, spans: Spans, waits: _Waits, trainer: Lane | None) -> Lane:
+    drawn = union(work[work[:, 2] == 0])
+    validated = union(work[work[:, 2] == 1])
     lists = [drawn.ravel(), validated.ravel(), waits.starts, np.array([0.0, spans.end])]
     if trainer is not None:
         lists += [trainer.starts, trainer.ends]

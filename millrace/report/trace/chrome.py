@@ -4,6 +4,7 @@
 |---|---|
 | a track | a process |
 | spans of a track that overlap | lanes of the process: each one is a thread |
+| requests and scores | lanes, see `report/trace/calls.py` |
 | a sample | the lane of its slot, with a slice for each state |
 | a cause | an arrow |
 
@@ -18,15 +19,17 @@ A slice has its kind as category, and the kind and the key as name: `request` an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgspec
 from msgspec import Raw
 
-from millrace.codec import sendable
 from millrace.observe.watch import Event
-from millrace.report.trace.lanes import GAP, Lane, Lanes, Line, as_json
+from millrace.report.trace.arrows import SAMPLE, STEP, VERSION, arrow, number_of
+from millrace.report.trace.calls import Calls
+from millrace.report.trace.facts import args_of, as_json, key_of
+from millrace.report.trace.lanes import GAP, Lane, Lanes, Line
 
 SAMPLES = "samples"
 STATES = frozenset({"waiting", "running", "ready", "taken", "trained", "sealed"})
@@ -39,19 +42,13 @@ COUNTERS = (
 )
 """The figures of a row that are drawn as curves."""
 
-_OVERLAPPING = frozenset({"request", "score"})
-"""Spans that overlap by nature. They have lanes of their own."""
 _STEPS = ("trainer", "train")
 """The track and the state of local steps."""
 Args = Raw | None
-_SAMPLE, _STEP, _VERSION = range(3)
 _UNSHOWN = frozenset({"row", "stats"})
 """Events whose facts are large, and are not drawn as facts."""
-_MOST_ITEMS, _MOST_TEXT, _MOST_KEY = 1024, 500, 100
-_MOST_JSON = 500
-"""Bytes of facts that go into the trace as they are. Larger ones are shortened."""
-_AS_ZERO, _LARGE = bytes.maketrans(b"123456789", b"000000000"), b"0" * 19
-"""So many digits may be a whole number of more than 64 bits. Readers of JSON refuse or round it."""
+_LONG_S = 1.0
+"""A slice that is open for longer gets a line for its begin."""
 
 
 class Translator:
@@ -60,6 +57,7 @@ class Translator:
     def __init__(self, zero: float) -> None:
         self._zero = zero
         self._lanes = Lanes()
+        self.calls = Calls(self._lanes, zero)
         self._begun: dict[tuple[str, str, str], list[Lane]] = {}
         self._states: dict[str, Lane] = {}
         self._slots: dict[str, Lane] = {}
@@ -75,13 +73,15 @@ class Translator:
         """Return microseconds since the clock's zero."""
         return round((time - self._zero) * 1e6)
 
-    def add(self, event: Event, out: list[Line]) -> None:
-        """Append the lines of `event`."""
+    def add(self, events: Iterable[Event], out: list[Line]) -> None:
+        """Append the lines of `events`."""
+        for event in self.calls.draw(events, out):
+            self._add(event, out)
+
+    def _add(self, event: Event, out: list[Line]) -> None:
         time, track, name, phase, key, facts = event
-        if len(key) > _MOST_KEY or not key.isascii():
-            key = sendable(key[:_MOST_TEXT])
-        ts = round((time - self._zero) * 1e6)
-        args = _args_of(facts) if facts and name not in _UNSHOWN else None
+        key, ts = key_of(key), self.ts(time)
+        args = None if name in _UNSHOWN else args_of(facts)
         if phase == "begin":
             self._begin(track, name, key, ts, args, out)
         elif phase == "end":
@@ -102,27 +102,34 @@ class Translator:
 
     def end_all(self, ts: float, out: list[Line], args: Raw) -> None:
         """End every slice. An end that comes later has no begin, and is ignored."""
+        self.calls.settle(math.inf, out)
         self._lanes.end_all(ts, out, args)
+        self.calls.clear()
         self._begun.clear()
         self._states.clear()
         self._slots.clear()
 
-    def write_begun(self, before: float, out: list[Line]) -> None:
-        """Append the begins of the open slices that began before `before`."""
-        self._lanes.write_begun(before, out)
+    def write_begun(self, now: float, out: list[Line]) -> None:
+        """Append the begins of the slices that are open for long at `now`: a kill must not lose them."""
+        self.calls.settle(now, out)
+        self._lanes.write_begun(self.ts(now - _LONG_S), out)
+
+    def draw_every(self, every: int, ts: float, out: list[Line]) -> None:
+        """Draw the calls of one sample of `every` from now on."""
+        self.calls.every = every
+        self._instant("run", "thinned", "", ts, as_json({"every": every}), out)
 
     def cut(self, ts: float) -> tuple[list[Line], list[Line]]:
         """Return the end of one file and the head of the next one."""
-        return self._lanes.cut(ts)
+        last: list[Line] = []
+        self.calls.settle(math.inf, last)
+        ends, heads = self._lanes.cut(ts)
+        return last + ends, heads
 
     def _begin(
         self, track: str, name: str, key: str, ts: float, args: Args, out: list[Line]
     ) -> None:
-        if name in _OVERLAPPING:
-            lane, number = self._lanes.take(track, name, out), _number(key)
-            lead, led = None, None if number is None else _arrow(_SAMPLE, number)
-        else:
-            lane, (lead, led) = self._lanes.take(track, track, out), self._arrows(track, name, key)
+        lane, (lead, led) = self._lanes.take(track, track, out), self._arrows(track, name, key)
         self._lanes.begin(lane, name, key, ts, args, lead, led)
         begun = (track, name, key)
         if (lanes := self._begun.get(begun)) is None:
@@ -134,20 +141,20 @@ class Translator:
 
     def _arrows(self, track: str, name: str, key: str) -> tuple[int | None, int | None]:
         """Return the arrow that begins at a span, and the one that ends there."""
-        number = _number(key)
+        number = number_of(key)
         if number is None:
             return None, None
         if name == "activate":  # A version that is sent again is made live again.
             again, self._live = number <= self._live, max(number, self._live)
-            return None if again else _arrow(_VERSION, number), None
+            return None if again else arrow(VERSION, number), None
         if track in ("validation", "checkpoint"):
-            return None, _arrow(_VERSION, number) if number else None
+            return None, arrow(VERSION, number) if number else None
         if track == "sync" and self._sealed is not None:
-            return None, _arrow(_STEP, self._sealed)
+            return None, arrow(STEP, self._sealed)
         return None, None
 
     def _end(self, begun: tuple[str, str, str], ts: float, args: Args, out: list[Line]) -> None:
-        """End the oldest span of a track, name and key. Scores of one sample share a key."""
+        """End the oldest span of a track, name and key."""
         if lanes := self._begun.get(begun):
             lane = lanes.pop(0)
             if not lanes:
@@ -174,10 +181,10 @@ class Translator:
             else:
                 self._lanes.end(lane, ts, out)
             lead, led = None, None
-            if name == "running" and (number := _number(key)) is not None:
-                lead = _arrow(_SAMPLE, number)
+            if name == "running" and (number := number_of(key)) is not None:
+                lead = arrow(SAMPLE, number)
             elif name == "trained":  # the event of its step comes next
-                led = _arrow(_STEP, self._steps)
+                led = arrow(STEP, self._steps)
             elif name == "sealed":
                 self._sealed = self._steps - 1 if self._steps else None
             self._lanes.begin(lane, name, key, ts, args, lead, led)
@@ -193,10 +200,10 @@ class Translator:
     def _step(self, ts: float, args: Args, out: list[Line]) -> None:
         """Draw a local step, which has just ended. It began when the trainer began to train."""
         begin, self._step_from = ts if self._step_from is None else self._step_from, None
-        arrow, lane = _arrow(_STEP, self._steps), self._passing("trainer", "steps", out)
+        leads, lane = arrow(STEP, self._steps), self._passing("trainer", "steps", out)
         name = f"step {self._steps}"
         out.append(
-            Line(lane.pid, lane.tid, "X", begin, ts - begin, "step", name, args, arrow, True)
+            Line(lane.pid, lane.tid, "X", begin, ts - begin, "step", name, args, leads, True)
         )
         self._steps += 1
 
@@ -219,62 +226,3 @@ class Translator:
         lane = self._lanes.take(track, group, out)
         self._lanes.free(lane)
         return lane
-
-
-def _arrow(kind: int, number: int) -> int:
-    """Return the number of an arrow. Perfetto wants whole numbers."""
-    return 4 * number + kind
-
-
-def _number(key: str) -> int | None:
-    """Return the number with which a key begins: 17 for `17/3`, None for `val/3`."""
-    head = key.partition("/")[0]
-    return int(head) if head.isdecimal() and len(head) < 16 else None
-
-
-def _args_of(facts: Mapping[str, Any]) -> Args:
-    """Return the facts as JSON, without those that a trace cannot hold."""
-    try:
-        data = msgspec.json.encode(facts)
-    except (TypeError, ValueError, OverflowError, RecursionError):
-        data = b""
-    if 0 < len(data) < _MOST_JSON and _LARGE not in data.translate(_AS_ZERO):
-        return Raw(data)
-    found = plain(facts)
-    return as_json(found) if found else None
-
-
-def plain(facts: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the facts that a trace can hold: numbers, short texts, short lists."""
-    if not facts:
-        return None
-    args = {}
-    for name, value in facts.items():
-        small = type(value) is int and -(2**63) <= value < 2**63
-        known = value if small else _plain(value)
-        if known is not None:
-            args[sendable(str(name))] = known
-    return args or None
-
-
-def _plain(value: Any, depth: int = 0) -> Any:
-    """Return `value` as plain data, or None if it is an object of the run."""
-    kind = type(value)
-    if kind is int:
-        if -(2**63) <= value < 2**63:
-            return value
-        return str(value) if value.bit_length() < _MOST_TEXT else hex(value)[:_MOST_TEXT]
-    if kind is bool or kind is float:
-        return value
-    if isinstance(value, str):
-        short = value[:_MOST_TEXT]
-        return short if short.isascii() else sendable(short)
-    if depth < 3 and kind in (list, tuple):
-        return [
-            item if type(item) is int and -(2**63) <= item < 2**63 else _plain(item, depth + 1)
-            for item in (value if len(value) <= _MOST_ITEMS else value[:_MOST_ITEMS])
-        ]
-    if depth < 3 and kind is dict:
-        items = list(value.items())[:_MOST_ITEMS]
-        return {sendable(str(name)): _plain(item, depth + 1) for name, item in items}
-    return None

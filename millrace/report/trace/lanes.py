@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from typing import Any
 
 import msgspec
 from msgspec import Raw
+
+from millrace.report.trace.facts import as_json
 
 ORDER = ("run", "trainer", "sync", "validation", "checkpoint", "rollouts", "rollout-", "rewards")
 """The order of the processes. Other tracks come last."""
 _FIRST_TID = 1000
 """No thread may have the number of a process: it would be that process's main thread."""
-
-
-def as_json(args: dict[str, Any]) -> Raw:
-    return Raw(msgspec.json.encode(args))
 
 
 def _both(first: Raw, second: Raw) -> Raw:
@@ -127,7 +124,7 @@ class Lanes:
         out.append(line)
 
     def write_begun(self, before: float, out: list[Line]) -> None:
-        """Write the begin of each open slice that began before `before`: a kill must not lose it."""
+        """Write the begin of each open slice that began before `before`."""
         for lane in self.open.values():
             if not lane.written and lane.line.ts < before:
                 lane.line.ph = "B"

@@ -7,7 +7,8 @@ A file is a JSON array with one event on each line. A killed run leaves it witho
 Perfetto opens it all the same. `report/trace/chrome.py` says what is drawn where.
 
 The loop only appends to a queue. A thread encodes and writes. If the disk is full, or too slow, the
-trace lacks events and the run loses nothing.
+trace lacks events and the run loses nothing. If the thread takes more of a core than it may, it
+draws the requests and scores of fewer samples (`report/trace/calls.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import msgspec
 
 from millrace.observe.watch import Event
 from millrace.report import folders
+from millrace.report.trace.calls import MOST_EVERY
 from millrace.report.trace.chrome import Translator
 from millrace.report.trace.lanes import OPEN, Line, as_json
 
@@ -34,17 +36,47 @@ HEADER = "clock_zero"
 
 _BATCH = 256
 """Events that are encoded at once. A write releases the interpreter after each batch."""
-_LONG_S = 1.0
-"""A slice that is open for longer gets a line for its begin."""
+_WINDOW_S = 2.0
+"""The load of the thread is the mean of so many seconds."""
 _SEPARATOR = b",\n"
 _END = b"\n]\n"
+
+
+class Pace:
+    """Chooses how many samples are drawn from the load of the thread, the share of a core."""
+
+    def __init__(self, most: float) -> None:
+        """`most` is the load from which on fewer samples are drawn. 1 draws them all."""
+        self.drew = False
+        """Whether any event came. A window without one says nothing about the load."""
+        self._most, self._every = most, 1
+        self._since: tuple[float, float] | None = None
+
+    def choose(self, now: float, used: float) -> int | None:
+        """Return the new number if it changes: one sample of so many is drawn.
+
+        `now` is a clock, `used` the processor time of the thread. Both are in seconds.
+        """
+        since, before = self._since or (now, used)
+        if self._since is None or not self.drew:
+            self._since = now, used
+        if now - since < _WINDOW_S or not self.drew:
+            return None
+        load, every = (used - before) / (now - since), self._every
+        self._since, self.drew = (now, used), False
+        if load > self._most:
+            self._every = min(2 * every, MOST_EVERY)
+        elif load < self._most / 4:  # Twice as many samples take at most twice the time.
+            self._every = max(every // 2, 1)
+        return self._every if self._every != every else None
 
 
 class TraceWriter:
     """Writes the trace of one attempt. It never waits and never raises.
 
     Its limits: `limit_mb` MiB of all attempts' files, `file_mb` MiB of each file (it may exceed
-    this by one batch), and `most_events` that wait for the disk. `close` waits for `close_s`.
+    this by one batch), `most_events` that wait for the disk, and `load` of a core. `close` waits
+    for `close_s`.
     """
 
     def __init__(
@@ -55,6 +87,7 @@ class TraceWriter:
         note: Callable[[str], None],
         *,
         limit_mb: int = 512,
+        load: float = 1.0,
         file_mb: float = 128,
         most_events: int = 1_000_000,
         every_s: float = 0.5,
@@ -68,11 +101,13 @@ class TraceWriter:
         self._translator, self._last = Translator(zero), zero
         self._limit, self._full = limit_mb * 2**20, int(file_mb * 2**20)
         self._most, self._every_s, self._close_s = most_events, every_s, close_s
+        self._pace = Pace(load)
         self._events: deque[Event] = deque()
         self._lost = 0
         self._encoder = msgspec.json.Encoder()
         self._file: Any = None
         self._number, self._size, self._total = 0, 0, 0
+        self._thinned = False
         self._ended, self._closing, self._wake = False, False, threading.Event()
         self._thread = threading.Thread(target=self._work, name="trace", daemon=True)
         self._thread.start()
@@ -118,6 +153,7 @@ class TraceWriter:
                 closing = self._closing  # read before the last events are written
                 self._drain()
                 self._write_begun()
+                self._thin()
                 if not closing:
                     self._wake.wait(self._every_s)
             self._finish()
@@ -129,13 +165,14 @@ class TraceWriter:
     def _drain(self) -> None:
         """Write every event that waits."""
         events = self._events
+        self._pace.drew |= bool(events)
         while events and not self._ended:
             lines: list[Line] = []
-            for _ in range(min(_BATCH, len(events))):
-                event = events.popleft()
-                self._last = event.time
-                self._translator.add(event, lines)
+            batch = [events.popleft() for _ in range(min(_BATCH, len(events)))]
+            self._last = batch[-1].time
+            self._translator.add(batch, lines)
             self._write(lines)
+            self._thin()
             if self._size >= self._full and not self._ended:
                 ends, heads = self._translator.cut(self._translator.ts(self._last))
                 self._write(ends)
@@ -144,10 +181,24 @@ class TraceWriter:
                     self._begin_file(heads)
 
     def _write_begun(self) -> None:
-        """Write the begins of long slices, which a kill must not lose."""
         lines: list[Line] = []
-        self._translator.write_begun(self._translator.ts(self._clock() - _LONG_S), lines)
+        self._translator.write_begun(self._clock(), lines)
         self._write(lines)
+
+    def _thin(self) -> None:
+        """Draw the calls of fewer samples if the thread takes too much, and of more if it may."""
+        every = self._pace.choose(time.monotonic(), time.thread_time())
+        if every is None:
+            return
+        lines: list[Line] = []
+        self._translator.draw_every(every, self._translator.ts(self._clock()), lines)
+        self._write(lines)
+        if not self._thinned:
+            self._thinned = True
+            self._note(
+                f"the trace draws the requests and scores of one sample of {every}, and counts the "
+                "others: all of them take more of a core than report.trace_load allows."
+            )
 
     def _finish(self) -> None:
         if not self._ended:

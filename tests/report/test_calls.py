@@ -1,0 +1,255 @@
+"""Calls in a trace: many are thinned, and the times in which any call runs stay exact."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.observe.watch import Event, Watch
+from millrace.report.page.lanes import columns, lanes, union
+from millrace.report.page.timeline import _thinned
+from millrace.report.trace.chrome import Translator
+from millrace.report.trace.lanes import GAP, Line
+from millrace.report.trace.spans import Span, read
+from millrace.report.trace.writer import Pace, TraceWriter
+from tests.report.runs import Clock, Run, life
+
+Call = tuple[str, str, str, float, float]
+"""Track, name, key, begin and end in milliseconds."""
+
+PLACES = (
+    *(("rollout-0", "request", f"{i}/{j}") for i in range(6) for j in range(2)),
+    *(("rollout-1", "request", f"{i}/0") for i in range(6)),
+    *(("rollout-0", "request", f"val/{i}") for i in range(3)),
+    *(("rewards", "score", str(i)) for i in range(6)),
+    ("rewards", "score", "val/1"),
+)
+
+
+def of_calls(calls: Sequence[Call]) -> list[Event]:
+    """Return the events of the calls in the order of their times, a begin before an end."""
+    events = [
+        (at / 1000, phase, track, name, key)
+        for track, name, key, begin, end in calls
+        for phase, at in (("begin", begin), ("end", end))
+    ]
+    events.sort(key=lambda e: (e[0], e[1]))
+    return [Event(t, track, name, phase, key, {}) for t, phase, track, name, key in events]  # type: ignore[arg-type]
+
+
+def draw(events: Sequence[Event], thin: dict[int, int] | None = None, batch: int = 5) -> list[Line]:
+    """Return the lines of events. `thin` has the new number of each batch that changes it."""
+    translator, out = Translator(0.0), list[Line]()
+    for i, start in enumerate(range(0, len(events), batch)):
+        if thin and i in thin:
+            translator.draw_every(thin[i], translator.ts(events[start].time), out)
+        translator.add(events[start : start + batch], out)
+        translator.write_begun(events[start].time, out)
+    translator.end_all(translator.ts(events[-1].time if events else 0.0), out, GAP)
+    return out
+
+
+def slices(out: Sequence[Line]) -> list[tuple[str, str, str, float, float, dict[str, Any]]]:
+    """Return track, kind, name, begin, end (in ms) and facts of each slice."""
+    import msgspec
+
+    tracks, begun, found = dict[int, str](), dict[int, Line](), []
+    for line in out:
+        facts = msgspec.json.decode(bytes(line.args)) if line.args else {}
+        if line.name == "process_name":
+            tracks[line.pid] = facts["name"]
+        elif line.ph == "B":
+            assert line.tid not in begun, "a lane has one slice at a time"
+            begun[line.tid] = line
+        elif line.ph in "XE":
+            first = begun.pop(line.tid) if line.ph == "E" else line
+            end = line.ts + (line.dur or 0.0)
+            assert end >= first.ts
+            found.append(
+                (tracks[line.pid], first.cat, first.name, first.ts / 1000, end / 1000, facts)
+            )
+    assert not begun
+    return found
+
+
+def joined(rows: Sequence[tuple[float, float]], gap: float = 1.0) -> list[tuple[float, float]]:
+    """Return the union of intervals, and of gaps that are shorter than `gap`. The reference."""
+    made: list[list[float]] = []
+    for begin, end in sorted(rows):
+        if made and (begin <= made[-1][1] or begin - made[-1][1] < gap):
+            made[-1][1] = max(made[-1][1], end)
+        else:
+            made.append([begin, end])
+    return [(a, b) for a, b in made]
+
+
+def kind_of(name: str, key: str) -> str:
+    return "scoring" if name == "score" else "validate" if key.startswith("val/") else "generate"
+
+
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(PLACES),
+        st.integers(0, 400).map(lambda t: t / 4),
+        st.integers(1, 60).map(lambda t: t / 4),
+    ).map(lambda c: (*c[0], c[1], c[1] + c[2])),
+    max_size=40,
+)
+
+
+@given(CALLS, st.dictionaries(st.integers(0, 8), st.sampled_from([1, 2, 4, 64])), st.integers(1, 9))
+def test_the_times_in_which_any_call_runs_are_exact_however_few_are_drawn(
+    calls: list[Call], thin: dict[int, int], batch: int
+) -> None:
+    found = slices(draw(of_calls(calls), thin, batch))
+    for track, kind in {(c[0], kind_of(c[1], c[2])) for c in calls}:
+        mine = [c for c in calls if c[0] == track and kind_of(c[1], c[2]) == kind]
+        busy = [s for s in found if s[:2] == (track, kind)]
+        # A slice may also end at a gap under a millisecond: the thread looked at it in between.
+        assert joined([(s[3], s[4]) for s in busy]) == joined([(c[3], c[4]) for c in mine])
+        assert sum(s[5]["calls"] for s in busy) == len(mine)
+    for s in found:
+        if s[1] in ("request", "score"):
+            key = s[2].partition(" ")[2]
+            assert any((c[0], c[2]) == (s[0], key) and c[3] == s[3] for c in calls)
+
+
+@given(CALLS, st.sampled_from([1, 2, 4]))
+def test_all_calls_of_a_sample_are_drawn_or_none(calls: list[Call], every: int) -> None:
+    events, drawn, whole = of_calls(calls), Counter[str](), Counter[str]()
+    for s in slices(draw(events, {0: every} if events else None)):
+        if s[1] in ("request", "score"):
+            drawn[s[2].partition(" ")[2].removeprefix("val/").partition("/")[0]] += 1
+    for _, _, key, _, _ in calls:
+        whole[key.removeprefix("val/").partition("/")[0]] += 1
+    assert all(drawn[sample] == whole[sample] for sample in drawn)
+    if every == 1:
+        assert drawn == whole
+
+
+@pytest.mark.parametrize("every", [2, 8, 64])
+@pytest.mark.parametrize("stride", [1, 2, 8, 64])
+def test_the_share_is_the_same_whatever_the_order_of_the_data(every: int, stride: int) -> None:
+    """Every second row may be an easy one."""
+    indices = range(0, 6400 * stride, stride)
+    calls: list[Call] = [("rewards", "score", str(i), 0.0, 1.0) for i in indices]
+    found = [s for s in slices(draw(of_calls(calls), {0: every}, 512)) if s[1] == "score"]
+    assert len(found) == pytest.approx(6400 / every, rel=0.25)
+
+
+def test_a_number_that_grows_draws_some_of_the_same_samples() -> None:
+    """So the samples that are drawn all the time can be followed through the whole run."""
+    chosen = []
+    for every in (1, 2, 4, 8):
+        calls: list[Call] = [("rewards", "score", str(i), 0.0, 1.0) for i in range(500)]
+        found = slices(draw(of_calls(calls), {0: every}, 512))
+        chosen.append({s[2] for s in found if s[1] == "score"})
+    for more, fewer in itertools.pairwise(chosen):
+        assert fewer < more
+
+
+@given(CALLS, st.integers(0, 80), st.integers(0, 20), st.sampled_from([1, 64]), st.integers(1, 50))
+def test_the_calls_after_a_gap_are_counted_anew(
+    calls: list[Call], at: int, lost: int, every: int, batch: int
+) -> None:
+    """Events were lost. A call whose begin was lost or forgotten is not there after the gap."""
+    numbered = [
+        (t, n, f"{k.partition('/')[0]}/{i}", a, b) for i, (t, n, k, a, b) in enumerate(calls)
+    ]
+    events = of_calls([c for c in numbered if c[2][:3] != "val"])
+    rest = events[at + lost :]
+    if not rest:
+        return
+    gap = Event(rest[0].time, "run", "gap", "at", "", {"events": lost})
+    found = slices(draw([*events[:at], gap, *rest], {0: every}, batch))
+    begun = {(e.track, e.key): e.time * 1000 for e in rest if e.phase == "begin"}
+    ends = {(e.track, e.key): e.time * 1000 for e in rest if e.phase == "end"}
+    for track in {track for track, _ in begun}:
+        rows = [(a, ends[call]) for call, a in begun.items() if call[0] == track]
+        busy = [s for s in found if s[0] == track and s[1] in ("generate", "scoring")]
+        after = [(s[3], s[4]) for s in busy if s[3] >= rest[0].time * 1000]
+        before = {(s[3], s[4]) for s in busy if s[5].get("gap") or s[4] <= rest[0].time * 1000}
+        assert joined([r for r in after if r not in before]) == joined(rows)
+
+
+def spans_of(folder: Path, every: int) -> list[Span]:
+    folder.mkdir()
+    clock = Clock()
+    writer = TraceWriter(folder, 1, clock, print, every_s=0.01)
+    writer._translator.calls.every = every
+    watch = Watch(clock, [writer])
+    for version in range(1, 30):
+        life(watch, clock, version, [2 * version - 2, 2 * version - 1])
+    with watch.span("rollout-1", "request", "val/7"):
+        clock.now += 1
+    writer.close()
+    return read(folder)
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_the_lanes_of_a_report_are_the_same_with_few_calls(tmp_path: Path, colocated: bool) -> None:
+    found = {}
+    for every in (1, 64):
+        spans = columns(spans_of(tmp_path / str(every), every))
+        found[every] = lanes(spans, 3, colocated=colocated, complete=True)
+        assert len(union(spans.scores)) == 58, "the reward's times are exact too"
+    assert sum(len(r) for r in spans.requests.values()) < 20, "few are drawn"
+    for one, other in zip(found[1], found[64], strict=True):
+        assert one.name == other.name
+        np.testing.assert_allclose(one.starts, other.starts)
+        np.testing.assert_allclose(one.ends, other.ends)
+        np.testing.assert_array_equal(one.states, other.states)
+
+
+def test_a_thread_that_takes_too_much_draws_fewer_and_says_so_once(tmp_path: Path) -> None:
+    run, path = Run(tmp_path, ["trace"]), tmp_path / "trace/attempt-001-000.json"
+
+    def work(watch: Watch) -> None:
+        writer = watch._watchers[0]
+        assert isinstance(writer, TraceWriter)
+        for number in (1, 2, 3):
+            writer._pace._since = (-1000.0, -1.0)  # a second of work in some more seconds
+            while not path.exists() or path.read_text().count("thinned") < 2 * number:
+                life(watch, run.clock, 9, [50])
+                time.sleep(0.01)
+
+    run.go([1, 2], work=work, trace={"load": 1e-9, "every_s": 0.001})
+    (note,) = run.notes
+    assert "one sample of 2" in note and "report.trace_load" in note
+    thinned = [span for span in read(tmp_path) if span.name == "thinned"]
+    assert [span.facts["every"] for span in thinned] == [2, 4, 8]
+    assert "one sample of" in _thinned(columns(read(tmp_path)))
+
+
+def test_a_pace_follows_the_load() -> None:
+    pace, now, used, numbers = Pace(0.01), 0.0, 0.0, list[int | None]()
+
+    def after(load: float, seconds: float = 2.5, *, drew: bool = True) -> int | None:
+        nonlocal now, used
+        now, used, pace.drew = now + seconds, used + load * seconds, drew
+        return pace.choose(now, used)
+
+    assert after(0.5) is None, "the first look begins a window"
+    numbers += [after(0.5), after(0.5), after(0.009), after(0.5, 1.0)]
+    assert numbers == [2, 4, None, None]
+    assert after(0.0, drew=False) is None and after(0.0, 100, drew=False) is None
+    assert [after(0.004), after(0.002), after(0.0), after(0.0)] == [None, 2, 1, None]
+    for _ in range(9):
+        after(1.0)
+    assert pace._every == 64 and after(1.0) is None
+
+
+def test_a_pace_of_a_whole_core_never_thins() -> None:
+    pace = Pace(1.0)
+    for second in range(0, 100, 3):
+        pace.drew = True
+        assert pace.choose(second, second) is None
