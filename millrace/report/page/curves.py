@@ -184,7 +184,7 @@ _BARS = 40
 """The most bars of a histogram, or one more."""
 
 
-def lengths(all_tokens: Array, trained: Array) -> Block:
+def lengths(all_tokens: Array, trained: Array, note: str = "") -> Block:
     """Return the histogram of the lengths of trained responses against all finished ones."""
     if not len(all_tokens):
         return missing("lengths", "no sample was kept, see `report.samples`.")
@@ -221,7 +221,7 @@ def lengths(all_tokens: Array, trained: Array) -> Block:
         )
     )
     layout: dict[str, Any] = {"barmode": "overlay", "bargap": 0}
-    return figure(how, data, height=260, xaxis={"title": {"text": "tokens of a response"}}, yaxis={"title": {"text": "% of responses"}}, **layout)  # fmt: skip
+    return figure(how, data, 260, note, xaxis={"title": {"text": "tokens of a response"}}, yaxis={"title": {"text": "% of responses"}}, **layout)  # fmt: skip
 
 
 def syncs(run: RunFolder) -> Block:

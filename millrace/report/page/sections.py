@@ -53,7 +53,12 @@ def _lengths(run: RunFolder, found: Spans, table: Table) -> list[dict[str, Any]]
     """The trace has every response. The samples lack those that an error dropped."""
     if len(found.lengths):
         tokens, trained = found.lengths.T
-        chart = curves.lengths(tokens, tokens[trained == 1])
+        note = (
+            f"The trace has one sample of {found.every} of the fastest time."
+            if found.every > 1
+            else ""
+        )
+        chart = curves.lengths(tokens, tokens[trained == 1], note)
     elif len(table):
         chart = curves.lengths(table.tokens, table.tokens[table.trained])
     else:
