@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.observe.watch import Event, Watch
+from millrace.report.page.curves import lengths
 from millrace.report.page.lanes import columns, lanes, union
-from millrace.report.page.timeline import _thinned
+from millrace.report.page.timeline import _some_calls
 from millrace.report.trace.chrome import Translator
 from millrace.report.trace.lanes import GAP, Line
 from millrace.report.trace.spans import Span, read
@@ -51,10 +52,10 @@ def draw(events: Sequence[Event], thin: dict[int, int] | None = None, batch: int
     translator, out = Translator(0.0), list[Line]()
     for i, start in enumerate(range(0, len(events), batch)):
         if thin and i in thin:
-            translator.draw_every(thin[i], translator.ts(events[start].time), out)
+            translator.draw_every(thin[i], events[start].time, out)
         translator.add(events[start : start + batch], out)
         translator.write_begun(events[start].time, out)
-    translator.end_all(translator.ts(events[-1].time if events else 0.0), out, GAP)
+    translator.end_all(events[-1].time if events else 0.0, out, GAP)
     return out
 
 
@@ -81,11 +82,11 @@ def slices(out: Sequence[Line]) -> list[tuple[str, str, str, float, float, dict[
     return found
 
 
-def joined(rows: Sequence[tuple[float, float]], gap: float = 1.0) -> list[tuple[float, float]]:
-    """Return the union of intervals, and of gaps that are shorter than `gap`. The reference."""
+def joined(rows: Sequence[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
+    """Return the union of intervals, and of gaps up to `gap`. The reference."""
     made: list[list[float]] = []
     for begin, end in sorted(rows):
-        if made and (begin <= made[-1][1] or begin - made[-1][1] < gap):
+        if made and (begin <= made[-1][1] or begin - made[-1][1] <= gap):
             made[-1][1] = max(made[-1][1], end)
         else:
             made.append([begin, end])
@@ -93,7 +94,9 @@ def joined(rows: Sequence[tuple[float, float]], gap: float = 1.0) -> list[tuple[
 
 
 def kind_of(name: str, key: str) -> str:
-    return "scoring" if name == "score" else "validate" if key.startswith("val/") else "generate"
+    return (
+        "scoring" if name == "score" else "validating" if key.startswith("val/") else "generating"
+    )
 
 
 CALLS = st.lists(
@@ -115,7 +118,8 @@ def test_the_times_in_which_any_call_runs_are_exact_however_few_are_drawn(
         mine = [c for c in calls if c[0] == track and kind_of(c[1], c[2]) == kind]
         busy = [s for s in found if s[:2] == (track, kind)]
         # A slice may also end at a gap under a millisecond: the thread looked at it in between.
-        assert joined([(s[3], s[4]) for s in busy]) == joined([(c[3], c[4]) for c in mine])
+        gap = 1.0 if kind == "scoring" else 0.0
+        assert joined([s[3:5] for s in busy], gap) == joined([c[3:5] for c in mine], gap)
         assert sum(s[5]["calls"] for s in busy) == len(mine)
     for s in found:
         if s[1] in ("request", "score"):
@@ -175,10 +179,11 @@ def test_the_calls_after_a_gap_are_counted_anew(
     ends = {(e.track, e.key): e.time * 1000 for e in rest if e.phase == "end"}
     for track in {track for track, _ in begun}:
         rows = [(a, ends[call]) for call, a in begun.items() if call[0] == track]
-        busy = [s for s in found if s[0] == track and s[1] in ("generate", "scoring")]
+        busy = [s for s in found if s[0] == track and s[1] in ("generating", "scoring")]
         after = [(s[3], s[4]) for s in busy if s[3] >= rest[0].time * 1000]
         before = {(s[3], s[4]) for s in busy if s[5].get("gap") or s[4] <= rest[0].time * 1000}
-        assert joined([r for r in after if r not in before]) == joined(rows)
+        gap_ms = 1.0 if track == "rewards" else 0.0
+        assert joined([r for r in after if r not in before], gap_ms) == joined(rows, gap_ms)
 
 
 def spans_of(folder: Path, every: int) -> list[Span]:
@@ -217,39 +222,84 @@ def test_a_thread_that_takes_too_much_draws_fewer_and_says_so_once(tmp_path: Pat
         writer = watch._watchers[0]
         assert isinstance(writer, TraceWriter)
         for number in (1, 2, 3):
-            writer._pace._since = (-1000.0, -1.0)  # a second of work in some more seconds
+            writer._pace._since = (-1000.0, -1.0, -1)  # a second of work in some more seconds
             while not path.exists() or path.read_text().count("thinned") < 2 * number:
                 life(watch, run.clock, 9, [50])
                 time.sleep(0.01)
 
     run.go([1, 2], work=work, trace={"load": 1e-9, "every_s": 0.001})
     (note,) = run.notes
-    assert "one sample of 2" in note and "report.trace_load" in note
+    assert "of some samples" in note and "report.trace_load" in note
     thinned = [span for span in read(tmp_path) if span.name == "thinned"]
     assert [span.facts["every"] for span in thinned] == [2, 4, 8]
-    assert "one sample of" in _thinned(columns(read(tmp_path)))
+    assert "one sample of" in _some_calls(columns(read(tmp_path)))
+
+
+class Load:
+    """A thread with a load, and what its pace says."""
+
+    def __init__(self, most: float) -> None:
+        self.pace, self.now, self.used, self.calls = Pace(most), 0.0, 0.0, 0
+        assert self(0.5) is None, "the first look begins a window"
+
+    def __call__(self, load: float, seconds: float = 2.5, calls: int = 1) -> int | None:
+        self.now, self.used = self.now + seconds, self.used + load * seconds
+        self.calls += calls
+        return self.pace.choose(self.now, self.used, self.calls)
 
 
 def test_a_pace_follows_the_load() -> None:
-    pace, now, used, numbers = Pace(0.01), 0.0, 0.0, list[int | None]()
+    after = Load(0.01)
+    assert [after(0.5), after(0.5), after(0.009), after(0.5, 1.0)] == [2, 4, None, None]
+    assert after(0.5) == 8
+    assert [after(0.002) for _ in range(11)] == [None] * 4 + [4] + [None] * 4 + [2] + [None]
+    assert [after(1.0) for _ in range(7)] == [4, 8, 16, 32, 64, None, None]
 
-    def after(load: float, seconds: float = 2.5, *, drew: bool = True) -> int | None:
-        nonlocal now, used
-        now, used, pace.drew = now + seconds, used + load * seconds, drew
-        return pace.choose(now, used)
 
-    assert after(0.5) is None, "the first look begins a window"
-    numbers += [after(0.5), after(0.5), after(0.009), after(0.5, 1.0)]
-    assert numbers == [2, 4, None, None]
-    assert after(0.0, drew=False) is None and after(0.0, 100, drew=False) is None
-    assert [after(0.004), after(0.002), after(0.0), after(0.0)] == [None, 2, 1, None]
-    for _ in range(9):
-        after(1.0)
-    assert pace._every == 64 and after(1.0) is None
+def test_a_time_without_calls_says_nothing() -> None:
+    """On shared devices the trainer has turns, in which nothing is drawn."""
+    after, numbers = Load(0.015), []
+    for _ in range(50):
+        numbers += [after(0.05), after(0.05), after(0.0, calls=0), after(0.0, 30, calls=0)]
+    assert [n for n in numbers if n] == [2, 4, 8, 16, 32, 64]
+
+
+def test_a_thread_that_never_rests_is_thinned_to_the_end() -> None:
+    """Events come faster than they are drawn. So it looks at its pace after each batch."""
+    after, numbers = Load(0.015), []
+    for _ in range(2000):
+        numbers.append(after(1.0, 0.01))
+    assert [n for n in numbers if n] == [2, 4, 8, 16, 32, 64]
 
 
 def test_a_pace_of_a_whole_core_never_thins() -> None:
-    pace = Pace(1.0)
-    for second in range(0, 100, 3):
-        pace.drew = True
-        assert pace.choose(second, second) is None
+    after = Load(1.0)
+    assert not any(after(1.0001) for _ in range(50))
+
+
+def test_a_kill_while_the_queue_is_full_loses_no_busy_time(tmp_path: Path) -> None:
+    """The thread draws one batch after the other, and writes what is open for long in between."""
+    clock = Clock()
+    writer = TraceWriter(tmp_path, 1, clock, print, every_s=0.01)
+    watch = Watch(clock, [writer])
+    path = tmp_path / "trace/attempt-001-000.json"
+    writer._translator.calls.every = 64
+    for i in range(3000):
+        watch.emit("rollout-0", "request", "begin", f"{i}/0", {})
+        clock.now += 0.01
+        watch.emit("rollout-0", "request", "end", f"{i - 1}/0", {}) if i else None
+    while writer._events:
+        time.sleep(0.01)
+    text = path.read_text()
+    assert '"generating"' in text, "the begin is in the file before the end"
+    writer.close()
+    (busy,) = [s for s in read(tmp_path) if s.name == "generating"]
+    assert (busy.start, busy.end) == (0.0, pytest.approx(30, abs=0.02))
+    assert busy.facts["calls"] == 3000 and busy.facts["open"]
+
+
+def test_few_lengths_of_a_trace_give_no_verdict() -> None:
+    few, many = np.full(20, 10.0), np.full(20, 20.0)
+    assert "prefers some lengths" in lengths(many, few)["how"]
+    said = lengths(many, few, 16)["how"]
+    assert "one sample of 16" in said and "prefers" not in said and "agree" not in said

@@ -184,8 +184,11 @@ _BARS = 40
 """The most bars of a histogram, or one more."""
 
 
-def lengths(all_tokens: Array, trained: Array, note: str = "") -> Block:
-    """Return the histogram of the lengths of trained responses against all finished ones."""
+def lengths(all_tokens: Array, trained: Array, every: int = 1) -> Block:
+    """Return the histogram of the lengths of trained responses against all finished ones.
+
+    They are those of one sample of `every`.
+    """
     if not len(all_tokens):
         return missing("lengths", "no sample was kept, see `report.samples`.")
     # Each bar is a whole number of tokens. The last one has the longest responses too.
@@ -214,14 +217,17 @@ def lengths(all_tokens: Array, trained: Array, note: str = "") -> Block:
         f"Lengths of trained responses (mean {number(both[1])}) against all that ended, also "
         f"dropped ones and those in flight (mean {number(both[0])}): {100 * bias:+.1f} %. "
         + (
-            "The two agree, so no length is favoured."
+            f"They are of one sample of {every} while the run was fast, too few to compare. "
+            "`report.samples` keeps the lengths of the others."
+            if every > 1
+            else "The two agree, so no length is favoured."
             if abs(bias) < 0.05
             else "They differ, so training prefers some lengths: look at the dropped samples below, "
             "`algorithm.filter_groups.enable` and `reward.timeout_s`."
         )
     )
     layout: dict[str, Any] = {"barmode": "overlay", "bargap": 0}
-    return figure(how, data, 260, note, xaxis={"title": {"text": "tokens of a response"}}, yaxis={"title": {"text": "% of responses"}}, **layout)  # fmt: skip
+    return figure(how, data, 260, xaxis={"title": {"text": "tokens of a response"}}, yaxis={"title": {"text": "% of responses"}}, **layout)  # fmt: skip
 
 
 def syncs(run: RunFolder) -> Block:

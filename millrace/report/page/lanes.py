@@ -14,7 +14,7 @@ import numpy as np
 
 from millrace.report.page.figures import Array
 from millrace.report.page.states import PARTS, STATES, state_of
-from millrace.report.trace.calls import SCORING, WORK
+from millrace.report.trace.calls import SCORING, VALIDATION, WORK
 from millrace.report.trace.spans import Span
 
 NAMES = tuple(STATES)
@@ -78,12 +78,12 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
         by, track, name = shift[span.attempt], span.track, span.name
         start, end = span.start + by, span.end + by
         if name == "request":
-            validates = span.key.startswith("val/")
+            validates = span.key.startswith(VALIDATION)
             requests.setdefault(track, []).append((start, end, validates))
             work.setdefault(track, []).append((start, end, validates))
             if not validates and not (n and _index(span.key) >= n):
                 lengths.add(span)
-        elif name in WORK and track.startswith("rollout-"):
+        elif name in WORK:
             work.setdefault(track, []).append((start, end, WORK[name]))
         elif name == SCORING:
             pairs["score"].append((start, end))

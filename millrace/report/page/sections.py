@@ -50,15 +50,10 @@ def _spans(run: RunFolder) -> Spans:
 
 
 def _lengths(run: RunFolder, found: Spans, table: Table) -> list[dict[str, Any]]:
-    """The trace has every response. The samples lack those that an error dropped."""
-    if len(found.lengths):
+    """The samples lack those that an error dropped. The trace of a fast run has some samples only."""
+    if len(found.lengths) and (found.every == 1 or not len(table)):
         tokens, trained = found.lengths.T
-        note = (
-            f"The trace has one sample of {found.every} of the fastest time."
-            if found.every > 1
-            else ""
-        )
-        chart = curves.lengths(tokens, tokens[trained == 1], note)
+        chart = curves.lengths(tokens, tokens[trained == 1], found.every)
     elif len(table):
         chart = curves.lengths(table.tokens, table.tokens[table.trained])
     else:

@@ -46,7 +46,7 @@ def timeline(run: RunFolder, found: Spans, capacity: int) -> list[Block]:
             edges = np.linspace(0, found.end, BINS + 1)
             parts = [(lane.name, shares(lane, edges)) for lane in _some(every)]
             borders = [float(start) for start in found.attempts[1:, 0]]
-            note = _note(every, found.end / BINS) + _untraced(run, found.end) + _thinned(found)
+            note = _note(every, found.end / BINS) + _untraced(run, found.end) + _some_calls(found)
             whole = _shares(edges, parts, borders, note, _strips(found))
             return [whole, *windows(found, _some(every))]
     why = "`report.trace=false`" if run.key("report.trace") is False else "the folder has no trace/"
@@ -86,13 +86,13 @@ def _untraced(run: RunFolder, end: float) -> str:
     )
 
 
-def _thinned(found: Spans) -> str:
-    """Return a sentence if the trace has not each request."""
+def _some_calls(found: Spans) -> str:
+    """Return a sentence if some requests were not drawn."""
     if found.every == 1:
         return ""
     return (
-        f" The lanes know all requests. Single ones below are of one sample of {found.every} while "
-        "the run was fast (`report.trace_load`)."
+        " The lanes count all requests. The thin lines below are those of one sample of "
+        f"{found.every}, while the run was fast (`report.trace_load`)."
     )
 
 

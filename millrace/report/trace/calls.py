@@ -6,35 +6,37 @@ each time in which any call runs, drawn or not:
 
 | slice | track | while there is |
 |---|---|---|
-| `generate` | a replica | a request of a training sample |
-| `validate` | a replica | a request of a validation |
+| `generating` | a replica | a request of a training sample |
+| `validating` | a replica | a request of a validation |
 | `scoring` | `rewards` | a call of the reward |
 
-Such a slice goes on over a gap of less than a millisecond. Its fact `calls` counts all calls that
-began in it.
+Its fact `calls` counts the calls that began in it. `scoring` goes on over gaps of up to a millisecond.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+
+from msgspec import Raw
 
 from millrace.observe.watch import Event
 from millrace.report.accounts.tokens import VALIDATION
 from millrace.report.trace.arrows import SAMPLE, arrow, number_of
 from millrace.report.trace.facts import args_of, as_json, key_of
-from millrace.report.trace.lanes import Lane, Lanes, Line
+from millrace.report.trace.lanes import Lane, Lanes, Line, both
 
-NAMES = frozenset({"request", "score"})
+CALLS = frozenset({"request", "score"})
 """The names of calls."""
-WORK = {"generate": False, "validate": True}
+WORK = {"generating": False, "validating": True}
 """The slices of a replica, and whether they belong to a validation."""
 SCORING = "scoring"
 MOST_EVERY = 64
 """At least one sample of so many is drawn."""
 
 _GAP_S = 0.001
-"""The reward of a fast run leaves many gaps, each of some microseconds."""
+"""Rewards of a fast run are computed in microseconds, with gaps that are as short."""
 _MIX, _MASK = 0x9E3779B1, 2**32 - 1
 """Knuth's multiplicative hash. A remainder would be biased if every second row is easy."""
 
@@ -42,10 +44,11 @@ _MIX, _MASK = 0x9E3779B1, 2**32 - 1
 class _Work:
     """The slice of one kind of calls on one track."""
 
-    __slots__ = ("calls", "ended", "kind", "lane", "running", "track")
+    __slots__ = ("calls", "ended", "gap_s", "kind", "lane", "running", "track")
 
     def __init__(self, track: str, kind: str) -> None:
         self.track, self.kind = track, kind
+        self.gap_s = _GAP_S if kind == SCORING else 0.0
         self.running, self.calls = 0, 0
         self.lane: Lane | None = None
         """The lane, until the end of the slice is drawn."""
@@ -56,15 +59,24 @@ class _Work:
 class Calls:
     """Draws the calls of all tracks."""
 
-    def __init__(self, lanes: Lanes, zero: float) -> None:
+    def __init__(self, lanes: Lanes, ts: Callable[[float], float]) -> None:
+        """`ts` returns the microseconds in the file of a time of the clock."""
+        self.count = 0
+        """All calls so far."""
         self.every = 1
-        """All calls of one sample of so many are drawn. A power of two."""
-        self._lanes, self._zero = lanes, zero
+        """The calls of one sample of so many are drawn. A power of two.
+
+        If it changes while several scores of one sample run, their ends may be swapped.
+        """
+        self._lanes, self._ts = lanes, ts
         self._drawn: dict[tuple[str, str], list[Lane]] = {}
         """The lanes of the calls that run and are drawn, by track and key."""
         self._works: dict[str, _Work] = {}
         self._known: Counter[tuple[str, str]] | None = None
-        """After a gap of the trace: the calls that run and began after it. Other ends count not."""
+        """After a gap of the trace: the calls that run and began after it. Ends of others are ignored.
+
+        Without a gap every end has its begin, and nothing needs to be looked up.
+        """
 
     def draw(self, events: Iterable[Event], out: list[Line]) -> Iterator[Event]:
         """Draw or count the calls among `events`. Yield the other events.
@@ -74,17 +86,18 @@ class Calls:
         works, drawn = self._works, self._drawn
         for event in events:
             time, track, name, phase, key, _ = event
-            if name not in NAMES:
+            if name not in CALLS:
                 yield event
                 continue
-            validates = key[:1] == "v" and name == "request" and key.startswith(VALIDATION)
+            validates = name == "request" and key.startswith(VALIDATION)
             place = VALIDATION + track if validates else track
             if (work := works.get(place)) is None:
-                kind = SCORING if name == "score" else "validate" if validates else "generate"
+                kind = SCORING if name == "score" else "validating" if validates else "generating"
                 work = works[place] = _Work(track, kind)
             if phase == "begin":
-                if not work.running and (work.lane is None or time - work.ended >= _GAP_S):
+                if not work.running and (work.lane is None or time - work.ended > work.gap_s):
                     self._start(work, time, out)
+                self.count += 1
                 work.running += 1
                 work.calls += 1
                 if self._known is not None:
@@ -124,28 +137,31 @@ class Calls:
         self._lanes.free(lane)
 
     def settle(self, now: float, out: list[Line]) -> None:
-        """End the slices that have had no call for a millisecond at `now`, in the clock's seconds."""
+        """End the slices whose calls ended long enough before `now`, in seconds of the clock."""
         for work in self._works.values():
-            if not work.running and now - work.ended >= _GAP_S:
+            if not work.running and now - work.ended > work.gap_s:
                 self._stop(work, out)
 
-    def clear(self) -> None:
-        """Forget every call: some events were lost. The ends of forgotten calls may still come."""
+    def end_all(self, time: float, out: list[Line], why: Raw) -> None:
+        """End every slice, and forget every call. Ends of these calls may still come."""
+        for work in self._works.values():
+            if work.running:
+                work.ended = time
+                self._stop(work, out, why)
+        self.settle(math.inf, out)
         self._drawn.clear()
         self._works.clear()
         self._known = Counter()
-
-    def _ts(self, time: float) -> float:
-        return round((time - self._zero) * 1e6)
 
     def _start(self, work: _Work, time: float, out: list[Line]) -> None:
         self._stop(work, out)
         work.calls, work.lane = 0, self._lanes.take(work.track, "busy", out)
         self._lanes.begin(work.lane, work.kind, "", self._ts(time))
 
-    def _stop(self, work: _Work, out: list[Line]) -> None:
+    def _stop(self, work: _Work, out: list[Line], why: Raw | None = None) -> None:
         if work.lane is not None:
             args = as_json({"calls": work.calls})
+            args = args if why is None else both(args, why)
             self._lanes.end(work.lane, self._ts(work.ended), out, args)
             self._lanes.free(work.lane)
             work.lane = None

@@ -57,7 +57,7 @@ class Translator:
     def __init__(self, zero: float) -> None:
         self._zero = zero
         self._lanes = Lanes()
-        self.calls = Calls(self._lanes, zero)
+        self.calls = Calls(self._lanes, self.ts)
         self._begun: dict[tuple[str, str, str], list[Lane]] = {}
         self._states: dict[str, Lane] = {}
         self._slots: dict[str, Lane] = {}
@@ -95,35 +95,35 @@ class Translator:
         elif name == "row":
             self._count(track, facts.get("row", {}), ts, out)
         elif name == "gap":
-            self.end_all(ts, out, GAP)
+            self.end_all(time, out, GAP)
             self._instant(track, name, key, ts, args, out)
         elif name != "stats":
             self._instant(track, name, key, ts, args, out)
 
-    def end_all(self, ts: float, out: list[Line], args: Raw) -> None:
+    def end_all(self, time: float, out: list[Line], args: Raw) -> None:
         """End every slice. An end that comes later has no begin, and is ignored."""
-        self.calls.settle(math.inf, out)
+        self.calls.end_all(time, out, args)
+        ts = self.ts(time)
         self._lanes.end_all(ts, out, args)
-        self.calls.clear()
         self._begun.clear()
         self._states.clear()
         self._slots.clear()
 
     def write_begun(self, now: float, out: list[Line]) -> None:
-        """Append the begins of the slices that are open for long at `now`: a kill must not lose them."""
+        """Append the begins of the slices that have been open for a second: a kill must not lose them."""
         self.calls.settle(now, out)
         self._lanes.write_begun(self.ts(now - _LONG_S), out)
 
-    def draw_every(self, every: int, ts: float, out: list[Line]) -> None:
+    def draw_every(self, every: int, time: float, out: list[Line]) -> None:
         """Draw the calls of one sample of `every` from now on."""
         self.calls.every = every
-        self._instant("run", "thinned", "", ts, as_json({"every": every}), out)
+        self._instant("run", "thinned", "", self.ts(time), as_json({"every": every}), out)
 
-    def cut(self, ts: float) -> tuple[list[Line], list[Line]]:
+    def cut(self, time: float) -> tuple[list[Line], list[Line]]:
         """Return the end of one file and the head of the next one."""
         last: list[Line] = []
         self.calls.settle(math.inf, last)
-        ends, heads = self._lanes.cut(ts)
+        ends, heads = self._lanes.cut(self.ts(time))
         return last + ends, heads
 
     def _begin(

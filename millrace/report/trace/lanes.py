@@ -15,7 +15,7 @@ _FIRST_TID = 1000
 """No thread may have the number of a process: it would be that process's main thread."""
 
 
-def _both(first: Raw, second: Raw) -> Raw:
+def both(first: Raw, second: Raw) -> Raw:
     """Return the facts of two objects that are not empty."""
     return Raw(bytes(first)[:-1] + b"," + bytes(second)[1:])
 
@@ -120,7 +120,7 @@ class Lanes:
         else:
             line.dur = ts - line.ts
             if args:
-                line.args = _both(line.args, args) if line.args else args
+                line.args = both(line.args, args) if line.args else args
         out.append(line)
 
     def write_begun(self, before: float, out: list[Line]) -> None:

@@ -36,8 +36,8 @@ HEADER = "clock_zero"
 
 _BATCH = 256
 """Events that are encoded at once. A write releases the interpreter after each batch."""
-_WINDOW_S = 2.0
-"""The load of the thread is the mean of so many seconds."""
+_WINDOW_S, _QUIET = 2.0, 5
+"""The load of the thread is the mean of so many seconds. More is drawn after so many quiet windows."""
 _SEPARATOR = b",\n"
 _END = b"\n]\n"
 
@@ -47,27 +47,28 @@ class Pace:
 
     def __init__(self, most: float) -> None:
         """`most` is the load from which on fewer samples are drawn. 1 draws them all."""
-        self.drew = False
-        """Whether any event came. A window without one says nothing about the load."""
-        self._most, self._every = most, 1
-        self._since: tuple[float, float] | None = None
+        self._most, self._every, self._quiet = most, 1, 0
+        self._since: tuple[float, float, int] | None = None
 
-    def choose(self, now: float, used: float) -> int | None:
+    def choose(self, now: float, used: float, calls: int) -> int | None:
         """Return the new number if it changes: one sample of so many is drawn.
 
-        `now` is a clock, `used` the processor time of the thread. Both are in seconds.
+        `now` is a clock, `used` the processor time of the thread, both in seconds. `calls` is the
+        number of calls so far. A time without any, such as the trainer's turn, says nothing.
         """
-        since, before = self._since or (now, used)
-        if self._since is None or not self.drew:
-            self._since = now, used
-        if now - since < _WINDOW_S or not self.drew:
+        since, before, counted = self._since or (now, used, calls)
+        if self._since is None or calls == counted:
+            self._since = now, used, calls
+        if now - since < _WINDOW_S or calls == counted or self._most >= 1:
             return None
         load, every = (used - before) / (now - since), self._every
-        self._since, self.drew = (now, used), False
+        self._since = now, used, calls
+        # Twice as many samples take at most twice the time.
+        self._quiet = self._quiet + 1 if load < self._most / 4 else 0
         if load > self._most:
             self._every = min(2 * every, MOST_EVERY)
-        elif load < self._most / 4:  # Twice as many samples take at most twice the time.
-            self._every = max(every // 2, 1)
+        elif self._quiet >= _QUIET:
+            self._every, self._quiet = max(every // 2, 1), 0
         return self._every if self._every != every else None
 
 
@@ -152,7 +153,7 @@ class TraceWriter:
             while not (closing or self._ended):
                 closing = self._closing  # read before the last events are written
                 self._drain()
-                self._write_begun()
+                self._write_begun(self._clock())
                 self._thin()
                 if not closing:
                     self._wake.wait(self._every_s)
@@ -164,8 +165,7 @@ class TraceWriter:
 
     def _drain(self) -> None:
         """Write every event that waits."""
-        events = self._events
-        self._pace.drew |= bool(events)
+        events, begun = self._events, self._last
         while events and not self._ended:
             lines: list[Line] = []
             batch = [events.popleft() for _ in range(min(_BATCH, len(events)))]
@@ -173,37 +173,41 @@ class TraceWriter:
             self._translator.add(batch, lines)
             self._write(lines)
             self._thin()
+            if self._last - begun >= self._every_s:
+                begun = self._last
+                self._write_begun(begun)
             if self._size >= self._full and not self._ended:
-                ends, heads = self._translator.cut(self._translator.ts(self._last))
+                ends, heads = self._translator.cut(self._last)
                 self._write(ends)
                 self._end_file()
                 if not self._ended:
                     self._begin_file(heads)
 
-    def _write_begun(self) -> None:
+    def _write_begun(self, now: float) -> None:
         lines: list[Line] = []
-        self._translator.write_begun(self._clock(), lines)
+        self._translator.write_begun(now, lines)
         self._write(lines)
 
     def _thin(self) -> None:
         """Draw the calls of fewer samples if the thread takes too much, and of more if it may."""
-        every = self._pace.choose(time.monotonic(), time.thread_time())
-        if every is None:
+        calls = self._translator.calls.count
+        every = self._pace.choose(time.monotonic(), time.thread_time(), calls)
+        if every is None or self._ended:
             return
         lines: list[Line] = []
-        self._translator.draw_every(every, self._translator.ts(self._clock()), lines)
+        self._translator.draw_every(every, self._last, lines)
         self._write(lines)
-        if not self._thinned:
+        if not (self._thinned or self._ended):
             self._thinned = True
             self._note(
-                f"the trace draws the requests and scores of one sample of {every}, and counts the "
-                "others: all of them take more of a core than report.trace_load allows."
+                "the trace draws the requests and scores of some samples, and counts the others: all "
+                "of them take more of a core than report.trace_load allows."
             )
 
     def _finish(self) -> None:
         if not self._ended:
             last: list[Line] = []
-            self._translator.end_all(self._translator.ts(self._clock()), last, OPEN)
+            self._translator.end_all(self._clock(), last, OPEN)
             self._write(last)
         self._end_file()
 
