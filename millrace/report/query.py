@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,8 @@ class Answer:
 
     columns: list[str]
     rows: list[tuple[Any, ...]]
+    some_calls: bool = False
+    """Whether `spans` was asked, and has the requests and scores of some samples only."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ def query(run_dir: Path, sql: str) -> Answer:
         if len(answer.rows) > MOST_ROWS:
             rule = f"has more than {MOST_ROWS:,} rows"
             raise bad_value("SQL", sql, rule, "a limit, such as: limit 1000")
-        return answer
+        thinned = "select count(*) from spans where name = 'thinned'"
+        some = "spans" in words and connection.execute(thinned).fetchone() != (0,)
+        return replace(answer, some_calls=some)
     except duckdb.Error as error:
         fix = f"SQL on the tables {', '.join(TABLES)}"
         if name := re.search(r"(?<![\"'\w/])[A-Za-z_]\w*(/[\w@]+)+(?![\"'\w/])", sql):

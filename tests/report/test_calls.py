@@ -18,6 +18,7 @@ from millrace.observe.watch import Event, Watch
 from millrace.report.page.curves import lengths
 from millrace.report.page.lanes import columns, lanes, union
 from millrace.report.page.timeline import _some_calls
+from millrace.report.query import query
 from millrace.report.trace.chrome import Translator
 from millrace.report.trace.lanes import GAP, Line
 from millrace.report.trace.spans import Span, read
@@ -229,10 +230,15 @@ def test_a_thread_that_takes_too_much_draws_fewer_and_says_so_once(tmp_path: Pat
 
     run.go([1, 2], work=work, trace={"load": 1e-9, "every_s": 0.001})
     (note,) = run.notes
-    assert "of some samples" in note and "report.trace_load" in note
+    assert "of some samples" in note and "report.trace_load=1 shows all" in note
     thinned = [span for span in read(tmp_path) if span.name == "thinned"]
     assert [span.facts["every"] for span in thinned] == [2, 4, 8]
-    assert "one sample of" in _some_calls(columns(read(tmp_path)))
+    assert query(tmp_path, "select count(*) from spans").some_calls
+    assert not query(tmp_path, "select count(*) from history").some_calls
+    found = columns(read(tmp_path))
+    assert "only counts" in _some_calls(found) and found.every() == 8
+    at = [span.start for span in thinned]
+    assert found.every(0, at[0]) == 1 and found.every(at[0], at[1]) == 2 == found.every(0, at[1])
 
 
 class Load:
@@ -300,6 +306,7 @@ def test_a_kill_while_the_queue_is_full_loses_no_busy_time(tmp_path: Path) -> No
 
 def test_few_lengths_of_a_trace_give_no_verdict() -> None:
     few, many = np.full(20, 10.0), np.full(20, 20.0)
-    assert "prefers some lengths" in lengths(many, few)["how"]
-    said = lengths(many, few, 16)["how"]
-    assert "one sample of 16" in said and "prefers" not in said and "agree" not in said
+    assert "all of them" in (said := lengths(many, few, "all of them")["how"])
+    assert "prefers some lengths" in said
+    said = lengths(many, few, "")["how"]
+    assert "too few for a verdict" in said and "prefers" not in said and "%" not in said

@@ -293,9 +293,9 @@ def test_the_choice_begins_with_evenly_spaced_versions_and_extremes(tmp_path: Pa
 
 def test_lengths_are_counted_in_whole_tokens() -> None:
     lengths = np.array([5, 6, 6, 8])
-    chart = curves.lengths(lengths, lengths)["data"][0]
+    chart = curves.lengths(lengths, lengths, "all")["data"][0]
     assert chart["x"] == list(range(9)) and chart["y"] == [0, 0, 0, 0, 0, 25, 50, 0, 25]
-    many = curves.lengths(np.arange(1, 1001), lengths)["data"][0]
+    many = curves.lengths(np.arange(1, 1001), lengths, "all")["data"][0]
     assert len(many["x"]) == 40 and sum(many["y"]) == pytest.approx(100)
 
 

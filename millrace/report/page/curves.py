@@ -184,10 +184,10 @@ _BARS = 40
 """The most bars of a histogram, or one more."""
 
 
-def lengths(all_tokens: Array, trained: Array, every: int = 1) -> Block:
+def lengths(all_tokens: Array, trained: Array, source: str) -> Block:
     """Return the histogram of the lengths of trained responses against all finished ones.
 
-    They are those of one sample of `every`.
+    `source` says what all of them are. Without it they are too few to compare.
     """
     if not len(all_tokens):
         return missing("lengths", "no sample was kept, see `report.samples`.")
@@ -214,18 +214,20 @@ def lengths(all_tokens: Array, trained: Array, every: int = 1) -> Block:
     both = all_tokens.mean(), trained.mean() if len(trained) else 0.0
     bias = (both[1] / both[0] - 1) if both[0] else 0.0
     how = (
-        f"Lengths of trained responses (mean {number(both[1])}) against all that ended, also "
-        f"dropped ones and those in flight (mean {number(both[0])}): {100 * bias:+.1f} %. "
+        f"Lengths of trained responses (mean {number(both[1])}) against {source} "
+        f"(mean {number(both[0])}): {100 * bias:+.1f} %. "
         + (
-            f"They are of one sample of {every} while the run was fast, too few to compare. "
-            "`report.samples` keeps the lengths of the others."
-            if every > 1
-            else "The two agree, so no length is favoured."
+            "The two agree, so no length is favoured."
             if abs(bias) < 0.05
             else "They differ, so training prefers some lengths: look at the dropped samples below, "
             "`algorithm.filter_groups.enable` and `reward.timeout_s`."
         )
     )
+    if not source:
+        how = (
+            "Lengths of some trained responses against some that ended. The trace of a fast run has "
+            "too few for a verdict. Set `report.samples=1` to have all, or `report.trace_load=1`."
+        )
     layout: dict[str, Any] = {"barmode": "overlay", "bargap": 0}
     return figure(how, data, 260, xaxis={"title": {"text": "tokens of a response"}}, yaxis={"title": {"text": "% of responses"}}, **layout)  # fmt: skip
 

@@ -47,8 +47,8 @@ class Spans:
     """Start, end, and whether it validates, of each replica's requests that were drawn."""
     work: dict[str, Array] = field(default_factory=dict)
     """The same, and the times in which any request ran."""
-    every: int = 1
-    """At the fastest time, the requests and scores of one sample of so many were drawn."""
+    thinned: list[tuple[float, int]] = field(default_factory=list)
+    """From each of these moments on, the trace has the requests and scores of one sample in so many."""
     slots: dict[str, Array] = field(default_factory=dict)
     """Start and end of every stay of a sample in each state."""
     pauses: Array = field(default_factory=lambda: np.empty((0, 2)))
@@ -60,6 +60,11 @@ class Spans:
     attempts: Array = field(default_factory=lambda: np.empty((0, 2)))
     """Start and end of each attempt."""
     end: float = 0.0
+
+    def every(self, begin: float = 0.0, end: float = np.inf) -> int:
+        """Return the largest such number from `begin` to `end`. 1 if all were drawn."""
+        before = [every for at, every in self.thinned if at <= begin]
+        return max(before[-1:] + [every for at, every in self.thinned if begin < at < end] or [1])
 
 
 def columns(spans: Sequence[Span], n: int = 0) -> Spans:
@@ -88,7 +93,7 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
         elif name == SCORING:
             pairs["score"].append((start, end))
         elif name == "thinned":
-            found.every = max(found.every, _count(span.facts.get("every")))
+            found.thinned.append((start, _count(span.facts.get("every"))))
         elif track == "samples":
             slots.setdefault(name, []).append((start, end))
             if name == "sealed":
@@ -99,6 +104,7 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
             pairs[name].append((start, end))
         elif track in ("sync", "validation", "checkpoint"):
             found.marks.setdefault(f"{track} {name}", []).append((start, end, span.key))
+    found.thinned = sorted([*found.thinned, *((float(start), 1) for start, _ in attempts)])
     found.trainer.sort()
     found.lengths = lengths.table()
     found.requests, found.work = (

@@ -51,11 +51,14 @@ def _spans(run: RunFolder) -> Spans:
 
 def _lengths(run: RunFolder, found: Spans, table: Table) -> list[dict[str, Any]]:
     """The samples lack those that an error dropped. The trace of a fast run has some samples only."""
-    if len(found.lengths) and (found.every == 1 or not len(table)):
+    whole = found.every() == 1
+    if len(found.lengths) and (whole or not len(table)):
         tokens, trained = found.lengths.T
-        chart = curves.lengths(tokens, tokens[trained == 1], found.every)
+        source = "all that ended, also dropped ones and those in flight" if whole else ""
+        chart = curves.lengths(tokens, tokens[trained == 1], source)
     elif len(table):
-        chart = curves.lengths(table.tokens, table.tokens[table.trained])
+        source = "all that RUN/samples/ has, also those that dynamic sampling dropped"
+        chart = curves.lengths(table.tokens, table.tokens[table.trained], source)
     else:
         chart = missing("lengths of all finished responses", "the folder has no trace/ and no samples/.")  # fmt: skip
     return [chart, curves.length_curves(run)]

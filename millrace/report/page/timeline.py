@@ -87,13 +87,10 @@ def _untraced(run: RunFolder, end: float) -> str:
 
 
 def _some_calls(found: Spans) -> str:
-    """Return a sentence if some requests were not drawn."""
-    if found.every == 1:
+    """Return a sentence if the trace has some requests only."""
+    if found.every() == 1:
         return ""
-    return (
-        " The lanes count all requests. The thin lines below are those of one sample of "
-        f"{found.every}, while the run was fast (`report.trace_load`)."
-    )
+    return " The states come from all requests, also from those that the trace only counts (`report.trace_load`)."  # fmt: skip
 
 
 def _from_accounts(

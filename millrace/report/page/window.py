@@ -51,7 +51,12 @@ def _window(spans: Spans, lanes: list[Lane], begin: float, end: float, title: st
         starts = np.sort(np.concatenate([r[:, 0] for r in chosen.values()]))
         end = max(float(starts[MOST_SPANS]), begin + (end - begin) * MOST_SPANS / count / 2)
         chosen = {t: r[r[:, 0] < end][:MOST_SPANS] for t, r in chosen.items()}
-        note = f"Cut after {sum(map(len, chosen.values()))} requests; the files in RUN/trace/ have more for Perfetto."  # fmt: skip
+        note = f"Cut after {sum(map(len, chosen.values()))} requests; the files in RUN/trace/ have more for Perfetto. "  # fmt: skip
+    if (every := spans.every(begin, end)) > 1:
+        note += (
+            f"The trace has the requests of one sample in {every} here, and `report.trace_load=1` has "
+            "all. Where a device draws responses and no thin line is below it, such a request ran."
+        )
     tops = np.cumsum([0.0, *(1.0 if lane.track in chosen else 0.4 for lane in lanes)]).tolist()
     data = _bars(lanes, tops, begin, end)
     for lane, top in zip(lanes, tops, strict=False):
@@ -80,7 +85,7 @@ def _window(spans: Spans, lanes: list[Lane], begin: float, end: float, title: st
     }  # fmt: skip
     how = (
         f"{title}: {seconds(end - begin)}. The thick bar is the device's state, a thin line is one "
-        "request that was drawn, a dotted line is the moment at which a version goes live. A few long thin lines "
+        "request, a dotted line is the moment at which a version goes live. A few long thin lines "
         "under idle devices are the long tail: `rollout.max_response_length`, or a mode that "
         "does not wait for them (`async_training.on_sync`)."
     )

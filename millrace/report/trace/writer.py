@@ -200,8 +200,8 @@ class TraceWriter:
         if not (self._thinned or self._ended):
             self._thinned = True
             self._note(
-                "the trace draws the requests and scores of some samples, and counts the others: all "
-                "of them take more of a core than report.trace_load allows."
+                "this run is fast: its trace shows the requests and scores of some samples and counts "
+                "the others. Training is not affected. report.trace_load=1 shows all; see docs/trace.md"
             )
 
     def _finish(self) -> None:
