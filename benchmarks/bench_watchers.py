@@ -5,8 +5,8 @@
     python benchmarks/bench_watchers.py wandb|mlflow|trackio|prometheus
 
 It trains the quickstart. The rate of a block with the watcher is divided by the mean of both
-neighbours without it, so that the machine's slow changes cancel. The first second of a block does
-not count, because the watcher may still write what came before it.
+neighbours without it, so that the machine's slow changes cancel. The first half second of a block
+does not count, because the watcher may still write what came before it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,18 @@ from millrace.observe.watch import Event
 from millrace.report.samples.store import SampleStore
 from millrace.report.trace.writer import TraceWriter
 
-SETTLE_S = 1.0
+SETTLE_S = 0.5
 LOGGERS = ("wandb", "mlflow", "trackio", "prometheus")
+
+
+def processor_seconds(name: str) -> float:
+    """Return the processor time of the threads with this name."""
+    clocks = [
+        time.pthread_getcpuclockid(thread.ident)
+        for thread in threading.enumerate()
+        if thread.name == name and thread.ident
+    ]
+    return sum(map(time.clock_gettime, clocks))
 
 
 class Blocks:
@@ -43,9 +54,11 @@ class Blocks:
     def __init__(self, block_s: float) -> None:
         self.block_s, self.on = block_s, False
         self.rates: list[tuple[bool, float]] = []
+        self.used: list[float] = []
+        """The share of a core of the trace's thread in each block with it."""
         self._begin: float | None = None
         self._from: float | None = None
-        self._samples = 0
+        self._samples, self._used = 0, 0.0
 
     def see(self, event: Event) -> bool:
         """Count an event. Return whether a block has just ended."""
@@ -56,9 +69,12 @@ class Blocks:
         if self._begin is None:
             self._begin = event.time
         elif self._from is None and event.time >= self._begin + SETTLE_S:
-            self._from, self._samples = event.time, 0
+            self._from, self._samples, self._used = event.time, 0, processor_seconds("trace")
         elif self._from is not None and event.time >= self._begin + self.block_s:
-            self.rates.append((self.on, self._samples / (event.time - self._from)))
+            seconds = event.time - self._from
+            self.rates.append((self.on, self._samples / seconds))
+            if self.on:
+                self.used.append((processor_seconds("trace") - self._used) / seconds)
             self._begin, self._from, self.on = event.time, None, not self.on
             return True
         return False
@@ -146,6 +162,7 @@ def main() -> None:
         "mean": statistics.mean(ratios),
         "standard_error": error,
         "median": statistics.median(ratios),
+        "share_of_a_core": statistics.mean(blocks.used) if blocks.used else 0.0,
         "ratios": [round(ratio, 4) for ratio in ratios],
     }
     print(json.dumps(figures))
