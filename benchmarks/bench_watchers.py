@@ -96,7 +96,10 @@ def watch_in_blocks(what: str, blocks: Blocks) -> None:
         """Sees every event. It writes those of its blocks, if the trace is measured."""
 
         def __call__(self, event: Event) -> None:
-            if blocks.see(event) and what == "trace" and not blocks.on:
+            ended = blocks.see(event)
+            if ended:  # A load over a block without it and one with it would be half the load.
+                self._pace._since = None
+            if ended and what == "trace" and not blocks.on:
                 super().__call__(Event(event.time, "run", "gap", "at"))
             elif what == "trace" and blocks.on:
                 super().__call__(event)
