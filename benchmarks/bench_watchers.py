@@ -32,6 +32,7 @@ from millrace.cli.main import main as cli
 from millrace.observe.background import Background, Row
 from millrace.observe.watch import Event
 from millrace.report.samples.store import SampleStore
+from millrace.report.trace.calls import Calls
 from millrace.report.trace.writer import TraceWriter
 
 SETTLE_S = 0.5
@@ -101,6 +102,8 @@ def watch_in_blocks(what: str, blocks: Blocks) -> None:
                 self._pace._since = None
             if ended and what == "trace" and not blocks.on:
                 super().__call__(Event(event.time, "run", "gap", "at"))
+                before, self._calls = self._calls, Calls(self._queue)
+                self._calls.count, self._calls._least = before.count, before._least
             elif what == "trace" and blocks.on:
                 super().__call__(event)
 

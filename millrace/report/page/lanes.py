@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from millrace.report.accounts.tokens import VALIDATION
 from millrace.report.page.figures import Array
 from millrace.report.page.states import PARTS, STATES, state_of
-from millrace.report.trace.calls import SCORING, VALIDATION, WORK
+from millrace.report.trace.calls import SCORING, WORK
 from millrace.report.trace.spans import Span
 
 NAMES = tuple(STATES)

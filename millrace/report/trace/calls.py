@@ -1,8 +1,8 @@
 """Requests to replicas and calls of the reward. They overlap, and are most events of a fast run.
 
-Each call is a slice, unless there are too many to draw. Then all calls of every second, fourth, ...
-sample are drawn, and those of the other samples are counted. Beside them, a track has one slice for
-each time in which any call runs, drawn or not:
+Each call is drawn as a slice, unless there are too many. Then all calls of one sample in 2, 4, ... 64
+are drawn, and those of the other samples are counted. Beside them, a track has one slice for each
+time in which any call runs, drawn or not:
 
 | slice | track | while there is |
 |---|---|---|
@@ -11,21 +11,18 @@ each time in which any call runs, drawn or not:
 | `scoring` | `rewards` | a call of the reward |
 
 Its fact `calls` counts the calls that began in it. `scoring` goes on over gaps of up to a millisecond.
+
+The loop chooses, because an event that waits in a queue costs more than one that is counted at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-
-from msgspec import Raw
+from collections.abc import Callable
+from zlib import crc32
 
 from millrace.observe.watch import Event
 from millrace.report.accounts.tokens import VALIDATION
-from millrace.report.trace.arrows import SAMPLE, arrow, number_of
-from millrace.report.trace.facts import args_of, as_json, key_of
-from millrace.report.trace.lanes import Lane, Lanes, Line, both
 
 CALLS = frozenset({"request", "score"})
 """The names of calls."""
@@ -33,143 +30,127 @@ WORK = {"generating": False, "validating": True}
 """The slices of a replica, and whether they belong to a validation."""
 SCORING = "scoring"
 MOST_EVERY = 64
-"""At least one sample of so many is drawn."""
+"""At least one sample in so many is drawn."""
 
+_ALL = 2**32 - 1
+"""The largest hash."""
 _GAP_S = 0.001
 """Rewards of a fast run are computed in microseconds, with gaps that are as short."""
-_MIX, _MASK = 0x9E3779B1, 2**32 - 1
-"""Knuth's multiplicative hash. A remainder would be biased if every second row is easy."""
 
 
 class _Work:
-    """The slice of one kind of calls on one track."""
+    """One kind of calls on one track."""
 
-    __slots__ = ("calls", "ended", "gap_s", "kind", "lane", "running", "track")
+    __slots__ = ("calls", "kind", "open", "running", "track")
 
     def __init__(self, track: str, kind: str) -> None:
         self.track, self.kind = track, kind
-        self.gap_s = _GAP_S if kind == SCORING else 0.0
-        self.running, self.calls = 0, 0
-        self.lane: Lane | None = None
-        """The lane, until the end of the slice is drawn."""
-        self.ended = 0.0
-        """When the last call ended. It counts if none runs."""
+        self.running, self.calls, self.open = 0, 0, False
+        """`open` says whether the slice has begun, and not ended."""
 
 
 class Calls:
-    """Draws the calls of all tracks."""
+    """Counts every call, and chooses those that are drawn.
 
-    def __init__(self, lanes: Lanes, ts: Callable[[float], float]) -> None:
-        """`ts` returns the microseconds in the file of a time of the clock."""
+    All of it runs on the event loop. `settle` also runs in the trace's thread: nothing may happen for
+    long after a score.
+    """
+
+    def __init__(self, put: Callable[[Event], None]) -> None:
+        """`put` gets the begins and the ends of the slices, as spans."""
         self.count = 0
         """All calls so far."""
-        self.every = 1
-        """The calls of one sample of so many are drawn. A power of two.
-
-        If it changes while several scores of one sample run, their ends may be swapped.
-        """
-        self._lanes, self._ts = lanes, ts
-        self._drawn: dict[tuple[str, str], list[Lane]] = {}
-        """The lanes of the calls that run and are drawn, by track and key."""
+        self.due = math.inf
+        """Nothing is to be settled before this time."""
+        self._least = _ALL
+        """A sample is drawn if the hash of its number is not above this."""
+        self._put = put
         self._works: dict[str, _Work] = {}
-        self._known: Counter[tuple[str, str]] | None = None
-        """After a gap of the trace: the calls that run and began after it. Ends of others are ignored.
+        self._drawn: dict[str, int] = {}
+        """How many calls of a name and key run and are drawn. Scores of one sample share a key."""
+        self._pauses: dict[str, tuple[float, int]] = {}
+        """When the last score ended, while none runs, and the calls of the slice. Both threads use
+        it. The one that pops it ends the slice or goes on."""
 
-        Without a gap every end has its begin, and nothing needs to be looked up.
-        """
+    def see(self, event: Event) -> bool:
+        """Count the begin or the end of a call. Return whether it is drawn."""
+        time, track, name, phase, key, _ = event
+        call, place = (key, track) if name == "request" else (name + key, track)
+        if key.startswith(VALIDATION):
+            key = key[len(VALIDATION) :]
+            place = track if name == "score" else VALIDATION + track
+        work, drawn = self._works.get(place), self._drawn
+        if work is None:
+            kind = SCORING if name == "score" else "generating" if place == track else "validating"
+            work = self._works[place] = _Work(track, kind)
+        if phase == "begin":
+            if not work.running:
+                self._begin(work, time)
+            work.running += 1
+            work.calls += 1
+            self.count += 1
+            # A remainder instead of a hash would be biased if every second row is easy.
+            if crc32(key.partition("/")[0].encode("utf-8", "replace")) > self._least:
+                return False
+            drawn[call] = drawn.get(call, 0) + 1
+            return True
+        if work.running > 1:
+            work.running -= 1
+        elif work.running:
+            work.running = 0
+            self._end(work, time)
+        if call not in drawn:
+            return False
+        drawn[call] -= 1
+        if not drawn[call]:
+            del drawn[call]
+        return True
 
-    def draw(self, events: Iterable[Event], out: list[Line]) -> Iterator[Event]:
-        """Draw or count the calls among `events`. Yield the other events.
+    def draw(self, every: int) -> None:
+        """Draw the calls of one sample in `every` from now on. Fewer are some of those before."""
+        self._least = _ALL // every
 
-        It is one long loop because a fast run has 20,000 events in a second.
-        """
-        works, drawn = self._works, self._drawn
-        for event in events:
-            time, track, name, phase, key, _ = event
-            if name not in CALLS:
-                yield event
-                continue
-            validates = name == "request" and key.startswith(VALIDATION)
-            place = VALIDATION + track if validates else track
-            if (work := works.get(place)) is None:
-                kind = SCORING if name == "score" else "validating" if validates else "generating"
-                work = works[place] = _Work(track, kind)
-            if phase == "begin":
-                if not work.running and (work.lane is None or time - work.ended > work.gap_s):
-                    self._start(work, time, out)
-                self.count += 1
-                work.running += 1
-                work.calls += 1
-                if self._known is not None:
-                    self._known[track, key] += 1
-                if self.every == 1 or self._chosen(key):
-                    self._begin(event, out)
-            else:
-                if self._known is not None and not _began(self._known, track, key):
-                    continue
-                if (track, key) in drawn:
-                    self._end(event, out)
-                work.running -= 1
-                if not work.running:
-                    work.ended = time
+    def settle(self, now: float) -> None:
+        """End the slices whose last call ended over a millisecond before `now`."""
+        self.due = math.inf
+        for track, (ended, _) in self._pauses.copy().items():
+            if now - ended <= _GAP_S:
+                self.due = min(self.due, ended + _GAP_S)
+            elif pause := self._pauses.pop(track, None):
+                self._put(_end_of(track, SCORING, *pause))
 
-    def _chosen(self, key: str) -> bool:
-        """Return whether the calls of a sample are drawn."""
-        head, _, tail = key.partition("/")
-        if not head.isdecimal():
-            head = tail.partition("/")[0]
-        return not head.isdecimal() or int(head[-15:]) * _MIX & _MASK <= _MASK // self.every
+    def begun(self, time: float) -> list[Event]:
+        """Return new begins of the slices that have begun: the trace lost some events until `time`."""
+        self._pauses.clear()
+        works = [work for work in self._works.values() if work.open]
+        return [Event(time, work.track, work.kind, "begin") for work in works]
 
-    def _begin(self, event: Event, out: list[Line]) -> None:
-        lane, number = self._lanes.take(event.track, event.name, out), number_of(event.key)
-        led = None if number is None else arrow(SAMPLE, number)
-        args, ts = args_of(event.facts), self._ts(event.time)
-        self._lanes.begin(lane, event.name, key_of(event.key), ts, args, None, led)
-        self._drawn.setdefault((event.track, event.key), []).append(lane)
+    def close(self, time: float) -> None:
+        """End every slice at the end of the trace."""
+        self.settle(math.inf)
+        for work in list(self._works.values()):
+            if work.open:
+                self._put(_end_of(work.track, work.kind, time, work.calls, open=True))
 
-    def _end(self, event: Event, out: list[Line]) -> None:
-        """End the oldest call of a track and key. Scores of one sample share a key."""
-        lanes = self._drawn[event.track, event.key]
-        lane = lanes.pop(0)
-        if not lanes:
-            del self._drawn[event.track, event.key]
-        self._lanes.end(lane, self._ts(event.time), out, args_of(event.facts))
-        self._lanes.free(lane)
+    def _begin(self, work: _Work, time: float) -> None:
+        """Begin a slice, or go on with the one before a short gap."""
+        if work.kind == SCORING and (pause := self._pauses.pop(work.track, None)):
+            if time - pause[0] <= _GAP_S:
+                work.open = True
+                return
+            self._put(_end_of(work.track, SCORING, *pause))
+        work.calls = 0
+        self._put(Event(time, work.track, work.kind, "begin"))
+        work.open = True
 
-    def settle(self, now: float, out: list[Line]) -> None:
-        """End the slices whose calls ended long enough before `now`, in seconds of the clock."""
-        for work in self._works.values():
-            if not work.running and now - work.ended > work.gap_s:
-                self._stop(work, out)
-
-    def end_all(self, time: float, out: list[Line], why: Raw) -> None:
-        """End every slice, and forget every call. Ends of these calls may still come."""
-        for work in self._works.values():
-            if work.running:
-                work.ended = time
-                self._stop(work, out, why)
-        self.settle(math.inf, out)
-        self._drawn.clear()
-        self._works.clear()
-        self._known = Counter()
-
-    def _start(self, work: _Work, time: float, out: list[Line]) -> None:
-        self._stop(work, out)
-        work.calls, work.lane = 0, self._lanes.take(work.track, "busy", out)
-        self._lanes.begin(work.lane, work.kind, "", self._ts(time))
-
-    def _stop(self, work: _Work, out: list[Line], why: Raw | None = None) -> None:
-        if work.lane is not None:
-            args = as_json({"calls": work.calls})
-            args = args if why is None else both(args, why)
-            self._lanes.end(work.lane, self._ts(work.ended), out, args)
-            self._lanes.free(work.lane)
-            work.lane = None
+    def _end(self, work: _Work, time: float) -> None:
+        work.open = False
+        if work.kind == SCORING:
+            self._pauses[work.track] = time, work.calls
+            self.due = min(self.due, time + _GAP_S)
+        else:
+            self._put(_end_of(work.track, work.kind, time, work.calls))
 
 
-def _began(known: Counter[tuple[str, str]], track: str, key: str) -> bool:
-    """Return whether a call that ends is known, and count its end."""
-    left = known.pop((track, key), 0) - 1
-    if left > 0:
-        known[track, key] = left
-    return left >= 0
+def _end_of(track: str, kind: str, time: float, calls: int, **facts: bool) -> Event:
+    return Event(time, track, kind, "end", "", {"calls": calls, **facts})

@@ -19,15 +19,14 @@ A slice has its kind as category, and the kind and the key as name: `request` an
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Raw
 
 from millrace.observe.watch import Event
 from millrace.report.trace.arrows import SAMPLE, STEP, VERSION, arrow, number_of
-from millrace.report.trace.calls import Calls
+from millrace.report.trace.calls import CALLS, SCORING, WORK
 from millrace.report.trace.facts import args_of, as_json, key_of
 from millrace.report.trace.lanes import GAP, Lane, Lanes, Line
 
@@ -57,7 +56,6 @@ class Translator:
     def __init__(self, zero: float) -> None:
         self._zero = zero
         self._lanes = Lanes()
-        self.calls = Calls(self._lanes, self.ts)
         self._begun: dict[tuple[str, str, str], list[Lane]] = {}
         self._states: dict[str, Lane] = {}
         self._slots: dict[str, Lane] = {}
@@ -73,12 +71,8 @@ class Translator:
         """Return microseconds since the clock's zero."""
         return round((time - self._zero) * 1e6)
 
-    def add(self, events: Iterable[Event], out: list[Line]) -> None:
-        """Append the lines of `events`."""
-        for event in self.calls.draw(events, out):
-            self._add(event, out)
-
-    def _add(self, event: Event, out: list[Line]) -> None:
+    def add(self, event: Event, out: list[Line]) -> None:
+        """Append the lines of `event`."""
         time, track, name, phase, key, facts = event
         key, ts = key_of(key), self.ts(time)
         args = None if name in _UNSHOWN else args_of(facts)
@@ -102,7 +96,6 @@ class Translator:
 
     def end_all(self, time: float, out: list[Line], args: Raw) -> None:
         """End every slice. An end that comes later has no begin, and is ignored."""
-        self.calls.end_all(time, out, args)
         ts = self.ts(time)
         self._lanes.end_all(ts, out, args)
         self._begun.clear()
@@ -111,25 +104,21 @@ class Translator:
 
     def write_begun(self, now: float, out: list[Line]) -> None:
         """Append the begins of the slices that have been open for a second: a kill must not lose them."""
-        self.calls.settle(now, out)
         self._lanes.write_begun(self.ts(now - _LONG_S), out)
-
-    def draw_every(self, every: int, time: float, out: list[Line]) -> None:
-        """Draw the calls of one sample of `every` from now on."""
-        self.calls.every = every
-        self._instant("run", "thinned", "", self.ts(time), as_json({"every": every}), out)
 
     def cut(self, time: float) -> tuple[list[Line], list[Line]]:
         """Return the end of one file and the head of the next one."""
-        last: list[Line] = []
-        self.calls.settle(math.inf, last)
-        ends, heads = self._lanes.cut(self.ts(time))
-        return last + ends, heads
+        return self._lanes.cut(self.ts(time))
 
     def _begin(
         self, track: str, name: str, key: str, ts: float, args: Args, out: list[Line]
     ) -> None:
-        lane, (lead, led) = self._lanes.take(track, track, out), self._arrows(track, name, key)
+        if name in CALLS:
+            lane, number = self._lanes.take(track, name, out), number_of(key)
+            lead, led = None, None if number is None else arrow(SAMPLE, number)
+        else:
+            group = "busy" if name in WORK or name == SCORING else track
+            lane, (lead, led) = self._lanes.take(track, group, out), self._arrows(track, name, key)
         self._lanes.begin(lane, name, key, ts, args, lead, led)
         begun = (track, name, key)
         if (lanes := self._begun.get(begun)) is None:
@@ -154,7 +143,7 @@ class Translator:
         return None, None
 
     def _end(self, begun: tuple[str, str, str], ts: float, args: Args, out: list[Line]) -> None:
-        """End the oldest span of a track, name and key."""
+        """End the oldest span of a track, name and key. Scores of one sample share a key."""
         if lanes := self._begun.get(begun):
             lane = lanes.pop(0)
             if not lanes:

@@ -80,6 +80,8 @@ class Lanes:
         self._pids: dict[str, int] = {}
         self._pools: dict[tuple[str, str], Pool] = {}
         self._tids = _FIRST_TID
+        self._cut = 0.0
+        """When the file began."""
 
     def take(self, track: str, group: str, out: list[Line]) -> Lane:
         """Return a free lane."""
@@ -114,7 +116,7 @@ class Lanes:
     def end(self, lane: Lane, ts: float, out: list[Line], args: Raw | None = None) -> None:
         """End the slice of `lane`, which stays taken."""
         del self.open[lane.tid]
-        line = lane.line
+        line, ts = lane.line, max(ts, self._cut)  # An end may come a millisecond late.
         if lane.written:
             line = Line(lane.pid, lane.tid, "E", ts, args=args)
         else:
@@ -142,7 +144,7 @@ class Lanes:
 
     def cut(self, ts: float) -> tuple[list[Line], list[Line]]:
         """Return the end of one file and the head of the next one. Open slices are in both."""
-        ends, heads = list[Line](), list(self.names)
+        ends, heads, self._cut = list[Line](), list(self.names), ts
         self.write_begun(ts + 1, ends)
         for lane in self.open.values():
             ends.append(Line(lane.pid, lane.tid, "E", ts, args=CONTINUES))

@@ -26,7 +26,7 @@ import msgspec
 
 from millrace.observe.watch import Event
 from millrace.report import folders
-from millrace.report.trace.calls import MOST_EVERY
+from millrace.report.trace.calls import CALLS, MOST_EVERY, Calls
 from millrace.report.trace.chrome import Translator
 from millrace.report.trace.lanes import OPEN, Line, as_json
 
@@ -102,7 +102,7 @@ class TraceWriter:
         self._translator, self._last = Translator(zero), zero
         self._limit, self._full = limit_mb * 2**20, int(file_mb * 2**20)
         self._most, self._every_s, self._close_s = most_events, every_s, close_s
-        self._pace = Pace(load)
+        self._pace, self._calls = Pace(load), Calls(self._queue)
         self._events: deque[Event] = deque()
         self._lost = 0
         self._encoder = msgspec.json.Encoder()
@@ -116,16 +116,24 @@ class TraceWriter:
     def __call__(self, event: Event) -> None:
         if self._ended:
             return
+        if event.time > self._calls.due:
+            self._calls.settle(event.time)
+        if event.name not in CALLS or self._calls.see(event):
+            self._queue(event)
+
+    def _queue(self, event: Event) -> None:
         if len(self._events) >= (self._most // 2 if self._lost else self._most):
             self._lose()
             return
         if self._lost:
             lost, self._lost = self._lost, 0
             self._events.append(Event(event.time, "run", "gap", "at", "", {"events": lost}))
+            self._events.extend(self._calls.begun(event.time))
         self._events.append(_light(event) if event.name in _HEAVY else event)
 
     def close(self) -> None:
         """Write what waits, and end the file. Waits for at most `close_s`."""
+        self._calls.close(self._clock())
         self._closing = True
         self._wake.set()
         self._thread.join(self._close_s)
@@ -153,6 +161,7 @@ class TraceWriter:
             while not (closing or self._ended):
                 closing = self._closing  # read before the last events are written
                 self._drain()
+                self._calls.settle(self._clock())
                 self._write_begun(self._clock())
                 self._thin()
                 if not closing:
@@ -168,9 +177,10 @@ class TraceWriter:
         events, begun = self._events, self._last
         while events and not self._ended:
             lines: list[Line] = []
-            batch = [events.popleft() for _ in range(min(_BATCH, len(events)))]
-            self._last = batch[-1].time
-            self._translator.add(batch, lines)
+            for _ in range(min(_BATCH, len(events))):
+                event = events.popleft()
+                self._last = event.time
+                self._translator.add(event, lines)
             self._write(lines)
             self._thin()
             if self._last - begun >= self._every_s:
@@ -190,12 +200,12 @@ class TraceWriter:
 
     def _thin(self) -> None:
         """Draw the calls of fewer samples if the thread takes too much, and of more if it may."""
-        calls = self._translator.calls.count
-        every = self._pace.choose(time.monotonic(), time.thread_time(), calls)
+        every = self._pace.choose(time.monotonic(), time.thread_time(), self._calls.count)
         if every is None or self._ended:
             return
         lines: list[Line] = []
-        self._translator.draw_every(every, self._last, lines)
+        self._calls.draw(every)
+        self._translator.add(Event(self._last, "run", "thinned", "at", "", {"every": every}), lines)
         self._write(lines)
         if not (self._thinned or self._ended):
             self._thinned = True
