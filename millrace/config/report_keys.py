@@ -15,8 +15,8 @@ class ReportConfig(Section):
     trace_mb: int = Field(512, ge=1)
     """MiB of the traces of all attempts. Beyond it, the trace ends."""
     trace_load: float = Field(0.01, gt=0, le=1)
-    """Share of a core that the trace may take: 0.01 is 1 %. Beyond it, the trace has the requests
-    and scores of one sample in 2, 4, ... 64 and counts the others. 1 has them all."""
+    """Share of a core that the trace's thread may take: 0.01 is 1 %. Beyond it, the trace has the
+    requests and scores of one sample in 2, 4, ... 64 and counts the others. 1 has them all."""
     samples: float = Field(1.0, ge=0, le=1)
     """Share of the samples whose texts are kept in RUN/samples/. 0 keeps none."""
     samples_mb: int = Field(512, ge=1)

@@ -6,9 +6,10 @@
 A file is a JSON array with one event on each line. A killed run leaves it without its end, and
 Perfetto opens it all the same. `report/trace/chrome.py` says what is drawn where.
 
-The loop only appends to a queue. A thread encodes and writes. If the disk is full, or too slow, the
-trace lacks events and the run loses nothing. If the thread takes more of a core than it may, it
-draws the requests and scores of fewer samples (`report/trace/calls.py`).
+The loop counts requests and scores, chooses those to be drawn, and appends events to a queue. A thread
+encodes and writes. If the disk is full, or too slow, the trace lacks events and the run loses nothing.
+If the thread takes more of a core than it may, fewer requests and scores are drawn
+(`report/trace/calls.py`).
 """
 
 from __future__ import annotations
