@@ -55,7 +55,8 @@ def _window(spans: Spans, lanes: list[Lane], begin: float, end: float, title: st
     if (every := spans.every(begin, end)) > 1:
         note += (
             f"The trace has the requests of one sample in {every} here, and `report.trace_load=1` has "
-            "all. Where a device draws responses and no thin line is below it, such a request ran."
+            "all. Where a device draws responses and no thin line is below it, a request ran that is not "
+            "shown."
         )
     tops = np.cumsum([0.0, *(1.0 if lane.track in chosen else 0.4 for lane in lanes)]).tolist()
     data = _bars(lanes, tops, begin, end)
