@@ -67,7 +67,7 @@ class Calls:
         self._put = put
         self._works: dict[str, _Work] = {}
         self._drawn: dict[str, int] = {}
-        """How many calls of a name and key run and are drawn. Scores of one sample share a key."""
+        """How many calls of a track and key run and are drawn. Scores of one sample share a key."""
         self._pauses: dict[str, tuple[float, int]] = {}
         """When the last score ended, while none runs, and the calls of the slice. Both threads use
         it. The one that pops it ends the slice or goes on."""
@@ -75,7 +75,7 @@ class Calls:
     def see(self, event: Event) -> bool:
         """Count the begin or the end of a call. Return whether it is drawn."""
         time, track, name, phase, key, _ = event
-        call, place = (key, track) if name == "request" else (name + key, track)
+        call, place = f"{track} {key}", track
         if key.startswith(VALIDATION):
             key = key[len(VALIDATION) :]
             place = track if name == "score" else VALIDATION + track
@@ -122,7 +122,7 @@ class Calls:
     def begun(self, time: float) -> list[Event]:
         """Return new begins of the slices that have begun: the trace lost some events until `time`."""
         self._pauses.clear()
-        works = [work for work in self._works.values() if work.open]
+        works = [work for work in list(self._works.values()) if work.open]
         return [Event(time, work.track, work.kind, "begin") for work in works]
 
     def close(self, time: float) -> None:

@@ -116,7 +116,7 @@ class Lanes:
     def end(self, lane: Lane, ts: float, out: list[Line], args: Raw | None = None) -> None:
         """End the slice of `lane`, which stays taken."""
         del self.open[lane.tid]
-        line, ts = lane.line, max(ts, self._cut)  # An end may come a millisecond late.
+        line, ts = lane.line, max(ts, self._cut, lane.line.ts)  # An end may come late.
         if lane.written:
             line = Line(lane.pid, lane.tid, "E", ts, args=args)
         else:

@@ -27,7 +27,7 @@ import msgspec
 
 from millrace.observe.watch import Event
 from millrace.report import folders
-from millrace.report.trace.calls import CALLS, MOST_EVERY, Calls
+from millrace.report.trace.calls import CALLS, MOST_EVERY, SCORING, Calls
 from millrace.report.trace.chrome import Translator
 from millrace.report.trace.lanes import OPEN, Line, as_json
 
@@ -126,7 +126,8 @@ class TraceWriter:
         if len(self._events) >= (self._most // 2 if self._lost else self._most):
             self._lose()
             return
-        if self._lost:
+        late = event.name == SCORING and event.phase == "end"  # a gap may not be in the past
+        if self._lost and not late:
             lost, self._lost = self._lost, 0
             self._events.append(Event(event.time, "run", "gap", "at", "", {"events": lost}))
             self._events.extend(self._calls.begun(event.time))
@@ -180,7 +181,7 @@ class TraceWriter:
             lines: list[Line] = []
             for _ in range(min(_BATCH, len(events))):
                 event = events.popleft()
-                self._last = event.time
+                self._last = max(self._last, event.time)  # The end of `scoring` comes late.
                 self._translator.add(event, lines)
             self._write(lines)
             self._thin()
