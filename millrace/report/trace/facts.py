@@ -36,25 +36,13 @@ def args_of(facts: Mapping[str, Any]) -> Raw | None:
         data = b""
     if 0 < len(data) < _MOST_JSON and _LARGE not in data.translate(_AS_ZERO):
         return Raw(data)
-    found = plain(facts)
-    return as_json(found) if found else None
-
-
-def plain(facts: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the facts that a trace can hold: numbers, short texts, short lists."""
-    if not facts:
-        return None
-    args = {}
-    for name, value in facts.items():
-        small = type(value) is int and -(2**63) <= value < 2**63
-        known = value if small else _plain(value)
-        if known is not None:
-            args[sendable(str(name))] = known
-    return args or None
+    shown = {sendable(str(name)): _plain(value) for name, value in facts.items()}
+    shown = {name: value for name, value in shown.items() if value is not None}
+    return as_json(shown) if shown else None
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Return `value` as plain data, or None if it is an object of the run."""
+    """Return numbers, short texts and short lists, or None if it is an object of the run."""
     kind = type(value)
     if kind is int:
         if -(2**63) <= value < 2**63:

@@ -38,7 +38,7 @@ HEADER = "clock_zero"
 _BATCH = 256
 """Events that are encoded at once. A write releases the interpreter after each batch."""
 _WINDOW_S, _QUIET = 2.0, 5
-"""The load of the thread is the mean of so many seconds. More is drawn after so many quiet windows."""
+"""The load of the thread is the mean over a window of seconds. After some quiet windows more is drawn."""
 _SEPARATOR = b",\n"
 _END = b"\n]\n"
 
