@@ -25,12 +25,15 @@ from millrace.config import recipe
 from millrace.config.packaged import find
 from millrace.observe.watch import Watch
 from millrace.pipeline.history import Line
+from millrace.report.accounts.devices import DeviceAccount
+from millrace.report.accounts.flow import FlowAccount
 from millrace.report.accounts.lines import Device
 from millrace.report.accounts.lines import Line as Account
 from millrace.report.page.figures import number
 from millrace.report.page.write import write_report
 from millrace.report.samples.store import SCHEMA
 from millrace.report.trace.writer import TraceWriter
+from millrace.schedule.schedule import Schedule
 
 WINDOW, N, REPLICAS = 64, 8, 8
 VERSION_S = 20.0
@@ -187,7 +190,10 @@ def _trace(folder: Path, versions: int, turns: int) -> None:
     """Write the spans of every turn, reward, sync and step."""
     now = [0.0]
     writer = TraceWriter(folder, 1, lambda: now[0], print, limit_mb=4096, most_events=10**9, close_s=3600)  # fmt: skip
-    watch = Watch(lambda: now[0], [writer])
+    flow, replicas = FlowAccount(0.0), {f"rollout-{i}": 1 for i in range(REPLICAS)}
+    account = DeviceAccount(0.0, Schedule(ppo_mini_batch_size=WINDOW), flow, trainers=1, replicas=replicas)  # fmt: skip
+    account.tell(0.0, writer.put)
+    watch = Watch(lambda: now[0], [flow, account, writer])
     chance = random.Random(0)
     for version in range(1, versions + 1):
         begin = (version - 1) * VERSION_S

@@ -32,7 +32,7 @@ from millrace.cli.main import main as cli
 from millrace.observe.background import Background, Row
 from millrace.observe.watch import Event
 from millrace.report.samples.store import SampleStore
-from millrace.report.trace.calls import Calls
+from millrace.report.trace.scoring import Scoring
 from millrace.report.trace.writer import TraceWriter
 
 SETTLE_S = 0.5
@@ -101,11 +101,18 @@ def watch_in_blocks(what: str, blocks: Blocks) -> None:
             if ended:  # A load over a block without it and one with it would be half the load.
                 self._pace._since = None
             if ended and what == "trace" and not blocks.on:
-                super().__call__(Event(event.time, "run", "gap", "at"))
-                before, self._calls = self._calls, Calls(self._queue)
-                self._calls.count, self._calls._least = before.count, before._least
+                super().put(Event(event.time, "run", "gap", "at"))
+                self._scoring = Scoring(self.put)
+            elif ended and what == "trace":
+                for state in self._states(event.time):
+                    super().put(state)
             elif what == "trace" and blocks.on:
                 super().__call__(event)
+
+        def put(self, event: Event) -> None:
+            """Write an event, also one of the states that the accounts tell."""
+            if blocks.on or what != "trace":
+                super().put(event)
 
     class Samples(SampleStore):
         def _hand_over(self, *kept: Any) -> None:

@@ -53,8 +53,8 @@ def query(
         _list(run, json_)
         return
     answer = asking.query(run, sql)
-    if answer.some_calls:
-        note = "This run was fast: spans has the requests and scores of some samples. See docs/trace.md"
+    if answer.some_samples:
+        note = "This run was fast: spans has some samples only. See docs/trace.md"
         Console(stderr=True).print(note, highlight=False)
     if csv_ is not None:
         _write_csv(csv_, answer)

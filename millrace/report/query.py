@@ -39,8 +39,8 @@ class Answer:
 
     columns: list[str]
     rows: list[tuple[Any, ...]]
-    some_calls: bool = False
-    """Whether `spans` was asked, and has the requests and scores of some samples only."""
+    some_samples: bool = False
+    """Whether `spans` was asked, and has some samples only."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def query(run_dir: Path, sql: str) -> Answer:
             raise bad_value("SQL", sql, rule, "a limit, such as: limit 1000")
         thinned = "select count(*) from spans where name = 'thinned'"
         some = "spans" in words and connection.execute(thinned).fetchone() != (0,)
-        return replace(answer, some_calls=some)
+        return replace(answer, some_samples=some)
     except duckdb.Error as error:
         fix = f"SQL on the tables {', '.join(TABLES)}"
         if name := re.search(r"(?<![\"'\w/])[A-Za-z_]\w*(/[\w@]+)+(?![\"'\w/])", sql):

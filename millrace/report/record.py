@@ -96,7 +96,10 @@ class Recorder:
         self._files: list[File] = []
         if options.trace:
             limit, load = options.trace_mb, options.trace_load
-            trace = TraceWriter(run_dir, attempt, clock, note, limit_mb=limit, load=load)
+            trace = TraceWriter(
+                run_dir, attempt, clock, note, limit_mb=limit, load=load, states=account.states
+            )
+            account.tell(now, trace.put)
             self._files.append(trace)
         if options.samples or (run_dir / "samples").exists():  # old samples may be superseded
             from millrace.report.samples.store import SampleStore  # imports pyarrow

@@ -74,7 +74,10 @@ class _Attempt:
             note=self.notes.append,
         )  # fmt: skip
         self._history = History(self._folder, ledger.totals())
-        trace = TraceWriter(self._folder, self._attempt, self._clock, self.notes.append)
+        trace = TraceWriter(
+            self._folder, self._attempt, self._clock, self.notes.append, states=devices.states
+        )
+        devices.tell(now, trace.put)
         store = SampleStore(self._folder, self._attempt, ledger.version, decode, self.notes.append)
         self.closing = [trace, store]
         return [self._tick, tokens, flow, devices, self.accounts, self._publish, trace, store]

@@ -13,7 +13,6 @@ import pytest
 from millrace.report.accounts import lines as accounts
 from millrace.report.page import agents
 from millrace.report.page.folder import load
-from millrace.report.page.head import capacity_of
 from millrace.report.page.lanes import NAMES, columns, lanes
 from millrace.report.page.samples import choose, read_table, read_texts
 from millrace.report.page.states import STATES, state_of
@@ -33,7 +32,7 @@ def test_the_timeline_of_agents_agrees_with_the_accounts(tmp_path: Path, mode: s
     colocated = run.key("async_training.placement") == "colocated"
     found = columns(spans.read(folder))
     expected = accounts.read(folder)[-1].devices
-    made = lanes(found, capacity_of(run), colocated=colocated, complete=True, tools=True)
+    made = lanes(found, colocated=colocated)
     for lane in made:
         times: dict[str, float] = defaultdict(float)
         for part, seconds in expected[lane.name].seconds.items():

@@ -25,7 +25,6 @@ from millrace.report.page import compare, curves, head, sections
 from millrace.report.page import timeline as timelines
 from millrace.report.page.figures import rounded
 from millrace.report.page.folder import RunFolder, load
-from millrace.report.page.head import capacity_of
 from millrace.report.page.head import state_of as whether_complete
 from millrace.report.page.lanes import NAMES, columns, lanes
 from millrace.report.page.samples import choose, count, read_table
@@ -39,6 +38,8 @@ from millrace.report.trace.spans import Span
 from tests.pipeline.simulated import RUNS
 from tests.report.run_folders import keep_samples, renamed, write_config, write_metrics, write_run
 from tests.report.runs import sample
+
+OWN_STATES = ("generate", "validate", "idle")
 
 
 def data_of(page: Path, name: str) -> Any:
@@ -55,7 +56,7 @@ def test_the_timeline_agrees_with_the_accounts(tmp_path: Path, mode: str) -> Non
     colocated = run.key("async_training.placement") == "colocated"
     found = columns(spans.read(folder))
     expected = accounts.read(folder)[-1].devices
-    made = lanes(found, capacity_of(run), colocated=colocated, complete=True)
+    made = lanes(found, colocated=colocated)
     assert {lane.name for lane in made} == set(expected)
     for lane in made:
         times: dict[str, float] = defaultdict(float)
@@ -76,22 +77,33 @@ def test_other_spans_of_the_trainer_hide_no_part_of_its_time() -> None:
         return Span(1, "trainer", name, key, start, end, {})
 
     track = [of("wait_samples", 0, 1), of("train", 1, 3), of("step", 1, 3, "4"), of("stepped", 1, 1)]  # fmt: skip
-    (lane,) = lanes(columns(track), 8, colocated=False, complete=True)
+    (lane,) = lanes(columns(track), colocated=False)
     assert [NAMES[state] for state in lane.states] == ["wait_trajectories", "train"]
     assert lane.starts.tolist() == [0, 1] and lane.ends.tolist() == [1, 3]
 
 
-@pytest.mark.parametrize("tools", [True, False])
-def test_an_idle_replica_waits_for_tools_if_nothing_is_drawn_or_scored(tools: bool) -> None:
+def test_an_idle_replica_has_the_state_of_all_idle_replicas_until_it_leaves() -> None:
     def of(track: str, name: str, start: float, end: float) -> Span:
-        return Span(1, track, name, "0/0" if name == "request" else "0", start, end, {})
+        return Span(1, track, name, "", start, end, {})
 
-    played = [of("samples", "running", 0, 4), of("rollout-0", "request", 0, 1)]
-    played += [of("rollout-0", "request", 2, 3), of("rewards", "score", 3, 4)]
-    (lane,) = lanes(columns(played), 1, colocated=False, complete=False, tools=tools)
-    waits = "wait_tools" if tools else "wait_rewards"
-    assert [NAMES[s] for s in lane.states] == ["generate", waits, "generate", "wait_rewards"]
-    assert lane.starts.tolist() == [0, 1, 2, 3]
+    played = [of("rollout-1", "idle", 0, 2), of("rollout-1", "validate", 2, 5)]
+    played += [of("rollout-1", "idle", 5, 8), of("rollout-1", "left", 8, 9)]
+    played += [of("rollouts", "pause", 0, 1), of("rollouts", "wait_rewards", 0, 1)]
+    played += [of("rollouts", "update_actor", 1, 2), of("rollouts", "none_idle", 2, 5)]
+    (lane,) = lanes(columns(played), colocated=False)
+    assert [NAMES[s] for s in lane.states] == ["wait_rewards", "train", "validate", "other"]
+    assert lane.starts.tolist() == [0, 1, 2, 5] and lane.ends.tolist() == [1, 2, 5, 8]
+
+
+def test_a_trace_of_an_older_version_lacks_the_states_of_replicas_and_says_so(
+    tmp_path: Path,
+) -> None:
+    run = load(write_run(tmp_path / "run"))
+    older = [s for s in spans.read(run.path) if s.track != "rollouts" and s.name not in OWN_STATES]
+    (whole, *_) = timelines.timeline(run, columns(older))
+    assert "an older version wrote it" in whole["note"]
+    (whole, *_) = timelines.timeline(run, columns(spans.read(run.path)))
+    assert "older version" not in whole["note"]
 
 
 def test_a_response_that_was_lost_and_drawn_again_is_trained_once() -> None:
@@ -119,7 +131,7 @@ def test_times_late_in_a_long_run_are_not_rounded(tmp_path: Path) -> None:
     spans_ += [Span(1, "trainer", "train", "", late + k, late + k + 0.5, {}) for k in range(20)]
     spans_ += [Span(1, "run", "start", "", 0, 0, {})]
     found = columns(spans_)
-    (chart, *_) = windows(found, lanes(found, 8, colocated=False, complete=True))
+    (chart, *_) = windows(found, lanes(found, colocated=False))
     bars = [trace for trace in chart["data"] if trace["type"] == "bar"]
     begin, end = chart["layout"]["xaxis"]["range"]
     assert end - begin == pytest.approx(6)
@@ -132,7 +144,7 @@ def test_no_window_has_a_kill_and_its_resume_in_it() -> None:
     played = [Span(1, "sync", "activate", str(v), at - 0.1, at, {}) for at, v in live]
     played += [Span(1, "trainer", "train", "", 0, 54, {})]
     found = columns(played)
-    for chart in windows(found, lanes(found, 8, colocated=False, complete=True)):
+    for chart in windows(found, lanes(found, colocated=False)):
         begin, end = chart["layout"]["xaxis"]["range"]
         assert begin < end and (end <= 10 or begin >= 50)
 
@@ -146,7 +158,7 @@ def test_a_run_with_metrics_alone_has_its_whole_time_on_the_axis(tmp_path: Path)
     row = {"reward/mean": 1.0, "timing_s/step": 2.0, "timing_share/update_actor": 1.0}
     write_metrics(tmp_path, dict.fromkeys(range(1, 1001), row))
     run = load(tmp_path)
-    (chart,) = timeline(run, columns([]), 8)
+    (chart,) = timeline(run, columns([]))
     assert chart["layout"]["xaxis"]["range"] == [0, 2000]
 
 
@@ -302,11 +314,11 @@ def test_lengths_are_counted_in_whole_tokens() -> None:
 def test_a_trace_that_lacks_an_attempt_is_named(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     run, found = load(folder), columns(spans.read(folder))
-    (whole, *_) = timelines.timeline(run, found, capacity_of(run))
+    (whole, *_) = timelines.timeline(run, found)
     assert "The trace has" not in whole["note"]
     last = run.accounts[-1]
     run.accounts.append(msgspec.structs.replace(last, attempt=9, seconds=3 * last.seconds))
-    (part, *_) = timelines.timeline(run, found, capacity_of(run))
+    (part, *_) = timelines.timeline(run, found)
     assert "The trace has" in part["note"] and "`report.trace`" in part["note"]
 
 

@@ -16,12 +16,14 @@
 | wait_sync | the next version; trained samples have the slots |
 | tail | the end of the run: every sample that it needs is admitted |
 | other | nothing: a slot is free |
+
+All replicas that are idle at a moment wait for the same, so this state has a track of its own.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from millrace.observe.watch import Event
 from millrace.report.accounts.flow import FlowAccount
@@ -34,6 +36,11 @@ Seconds = Counter[str]
 
 _ROLLOUTS_TURN = ("wait_samples", "wait_prev_gen")
 """The parts of the trainer's time in which the rollouts have shared devices."""
+
+IDLE, LEFT, NONE_IDLE = "idle", "left", "none_idle"
+"""Further states of a replica, and of the track of idle replicas."""
+IDLE_TRACK = "rollouts"
+"""The track whose state is that of all idle replicas."""
 
 _OF_TRAINER = (State.READY, State.TAKEN)
 _OF_SYNC = (State.TRAINED, State.SEALED)
@@ -61,38 +68,40 @@ class _Replica:
     def __init__(self, now: float, idle_before: Seconds) -> None:
         """`idle_before` has the seconds of the shared state until now."""
         self._requests = {"generate": 0, "validate": 0}
-        self._work, self._idle, self._idle_before = Clock(now, "idle"), Seconds(), idle_before
+        self._work, self._idle, self._idle_before = Clock(now, IDLE), Seconds(), idle_before
 
-    def change(self, event: Event, idle: Clock) -> int:
-        """Count a request. Return 1 if the replica becomes idle, -1 if it begins to work, else 0.
+    def change(self, event: Event, idle: Clock) -> int | None:
+        """Count a request. Return None if the state of the replica stays the same.
 
-        `idle` is the clock of the shared state.
+        If not, return 1 if it becomes idle, -1 if it begins to work, else 0. `idle` is the clock of
+        the shared state.
         """
         requests = self._requests
         work = "validate" if event.key.startswith(VALIDATION) else "generate"
         count = requests[work]
         requests[work] = after = count + 1 if event.phase == "begin" else count - 1
         if count and after:
-            return 0  # Another request of this kind goes on, so the state is the same.
-        now = "generate" if requests["generate"] else "validate" if requests["validate"] else "idle"
+            return None  # Another request of this kind goes on.
+        now = "generate" if requests["generate"] else "validate" if requests["validate"] else IDLE
         before = self._work.state
         if now == before:
-            return 0
-        if before == "idle":
+            return None
+        if before == IDLE:
             self._idle += idle.until(event.time) - self._idle_before
-        elif now == "idle":
+        elif now == IDLE:
             self._idle_before = idle.until(event.time)
         self._work.switch(event.time, now)
-        return (now == "idle") - (before == "idle")
+        return (now == IDLE) - (before == IDLE)
 
     @property
-    def idle(self) -> bool:
-        return self._work.state == "idle"
+    def state(self) -> str:
+        """`generate`, `validate` or `idle`."""
+        return self._work.state
 
     def until(self, now: float, idle: Seconds) -> Seconds:
-        waits = idle - self._idle_before if self._work.state == "idle" else Seconds()
+        waits = idle - self._idle_before if self._work.state == IDLE else Seconds()
         work = self._work.until(now)
-        del work["idle"]
+        del work[IDLE]
         return work + self._idle + waits
 
 
@@ -125,6 +134,26 @@ class DeviceAccount:
         self._left: dict[str, Seconds] = {}
         """The seconds of replicas until they left the run."""
         self._pauses, self._number_idle = 0, len(replicas)
+        self._shown = dict.fromkeys([*replicas], IDLE) | {IDLE_TRACK: self._idle.state}
+        self._tell: Callable[[Event], None] = lambda event: None
+
+    def tell(self, now: float, tell: Callable[[Event], None]) -> None:
+        """Give each change of a replica's state to `tell` from now on, and the states of now.
+
+        The state of all idle replicas is that of the track `rollouts`.
+        """
+        self._tell = tell
+        for event in self.states(now):
+            tell(event)
+
+    def states(self, now: float) -> list[Event]:
+        """Return the states of now as events: those of the trainer and of the replicas."""
+        shown = {"trainer": self._trainer.state, **self._shown}
+        return [Event(now, track, state, "state") for track, state in shown.items()]
+
+    def _show(self, now: float, track: str, state: str) -> None:
+        self._shown[track] = state
+        self._tell(Event(now, track, state, "state"))
 
     def __call__(self, event: Event) -> None:
         name = event.name
@@ -132,8 +161,9 @@ class DeviceAccount:
             replica = self._replicas.get(event.track)
             if replica is None and event.phase == "begin":
                 replica = self._join(event)  # It joined before the run had its watch.
-            if replica is not None:
-                self._number_idle += replica.change(event, self._idle)
+            if replica is not None and (by := replica.change(event, self._idle)) is not None:
+                self._number_idle += by
+                self._show(event.time, event.track, replica.state)
         elif name == "score":
             pass  # It may change what idle replicas wait for.
         elif event.track == "trainer" and event.phase == "state":
@@ -148,8 +178,12 @@ class DeviceAccount:
             self._steps.update(event.facts["report"].seconds)
         elif name == "pause":
             self._pauses += 1 if event.phase == "begin" else -1
+        state = NONE_IDLE
         if self._number_idle:  # Else nobody is in this state, and its clock may be late.
-            self._idle.switch(event.time, self._idle_state())
+            state = self._idle_state()
+            self._idle.switch(event.time, state)
+        if state != self._shown[IDLE_TRACK]:
+            self._show(event.time, IDLE_TRACK, state)
 
     def _join(self, event: Event) -> _Replica:
         """Count the seconds of a replica from now on."""
@@ -159,6 +193,7 @@ class DeviceAccount:
         joined = _Replica(event.time, self._idle.until(event.time))
         self._replicas[event.track] = joined
         self._number_idle += 1
+        self._show(event.time, event.track, IDLE)
         return joined
 
     def _leave(self, event: Event) -> None:
@@ -166,7 +201,9 @@ class DeviceAccount:
         replica, track = self._replicas.pop(event.track), event.track
         seconds = replica.until(event.time, self._idle.until(event.time))
         self._left[track] = self._left.get(track, Seconds()) + seconds
-        self._number_idle -= replica.idle
+        self._number_idle -= replica.state == IDLE
+        self._show(event.time, track, LEFT)
+        del self._shown[track]
 
     def _relabel(self, event: Event) -> None:
         """Move seconds of the trainer to another state, at most as many as the first one has.

@@ -64,12 +64,6 @@ def _shown_mode(run: RunFolder) -> str:
     return name_of(schedule, run.key("mode")) if schedule else ""
 
 
-def capacity_of(run: RunFolder) -> int:
-    """Return the number of slots, or 0 if the configuration does not say it."""
-    schedule = _schedule(run)
-    return schedule.capacity if schedule else 0
-
-
 def _schedule(run: RunFolder) -> Schedule | None:
     try:
         return Config.model_validate(run.config).schedule

@@ -1,28 +1,32 @@
 """Lanes: the states of each device over time, from the spans of a trace.
 
-A lane is cut where its state changes. An idle replica waits for what has the slots, by the rule of
-report/accounts/devices.py.
+A lane is cut where its state changes. The states of replicas are those of report/accounts/devices.py.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from millrace.report.accounts.devices import IDLE, IDLE_TRACK, LEFT
 from millrace.report.accounts.tokens import VALIDATION
 from millrace.report.page.figures import Array
 from millrace.report.page.states import PARTS, STATES, state_of
-from millrace.report.trace.calls import SCORING, WORK
+from millrace.report.trace.choice import SAMPLES
+from millrace.report.trace.scoring import SCORING
 from millrace.report.trace.spans import Span
 
 NAMES = tuple(STATES)
-_OF_TRAINER, _OF_SYNC = ("ready", "taken"), ("trained", "sealed")
-_DRAWN = ("waiting", "running")
-_ROLLOUTS_TURN = (NAMES.index("wait_trajectories"), NAMES.index("wait_rewards"))
-"""The trainer's states in which the rollouts have shared devices."""
+_WORKS = {
+    "generate": NAMES.index("generate"),
+    "validate": NAMES.index("validate"),
+    IDLE: len(NAMES),
+    LEFT: -1,
+}
+"""The own states of a replica. An idle one has the state of all idle replicas instead."""
 
 
 @dataclass
@@ -44,16 +48,16 @@ class Spans:
 
     trainer: list[tuple[float, float, str]] = field(default_factory=list)
     """The trainer's states."""
+    replicas: dict[str, Array] = field(default_factory=dict)
+    """Start, end and state of each replica, one of _WORKS."""
+    idle: Array = field(default_factory=lambda: np.empty((0, 3)))
+    """Start, end and state of all idle replicas, indices of NAMES."""
     requests: dict[str, Array] = field(default_factory=dict)
     """Start, end, and whether it validates, of each replica's requests that were drawn."""
-    work: dict[str, Array] = field(default_factory=dict)
-    """The same, and the times in which any request ran."""
     thinned: list[tuple[float, int]] = field(default_factory=list)
-    """From each of these moments on, the trace has the requests and scores of one sample in so many."""
-    slots: dict[str, Array] = field(default_factory=dict)
-    """Start and end of every stay of a sample in each state."""
-    pauses: Array = field(default_factory=lambda: np.empty((0, 2)))
+    """From each of these moments on, the trace has one sample in so many."""
     scores: Array = field(default_factory=lambda: np.empty((0, 2)))
+    """Start and end of the times in which any call of the reward ran."""
     marks: dict[str, list[tuple[float, float, str]]] = field(default_factory=dict)
     """Start, end and key of syncs, validations and checkpoints."""
     lengths: Array = field(default_factory=lambda: np.empty((0, 2)))
@@ -76,9 +80,9 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
     shift, attempts = _squeezed(spans)
     found = Spans(attempts=attempts, end=float(attempts[-1, 1]) if len(attempts) else 0.0)
     requests: dict[str, list[tuple[float, float, float]]] = {}
-    slots: dict[str, list[tuple[float, float]]] = {}
-    work: dict[str, list[tuple[float, float, float]]] = {}
-    pairs: dict[str, list[tuple[float, float]]] = {"pause": [], "score": []}
+    replicas: dict[str, list[tuple[float, float, float]]] = {}
+    idle: list[tuple[float, float, float]] = []
+    scores: list[tuple[float, float]] = []
     lengths = _Lengths()
     for span in spans:
         by, track, name = shift[span.attempt], span.track, span.name
@@ -86,34 +90,31 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
         if name == "request":
             validates = span.key.startswith(VALIDATION)
             requests.setdefault(track, []).append((start, end, validates))
-            work.setdefault(track, []).append((start, end, validates))
             if not validates and not (n and _index(span.key) >= n):
                 lengths.add(span)
-        elif name in WORK:
-            work.setdefault(track, []).append((start, end, WORK[name]))
         elif name == SCORING:
-            pairs["score"].append((start, end))
+            scores.append((start, end))
         elif name == "thinned":
             found.thinned.append((start, _count(span.facts.get("every"))))
-        elif track == "samples":
-            slots.setdefault(name, []).append((start, end))
+        elif track == SAMPLES:
             if name == "sealed":
                 lengths.trained.add(span.key)
         elif track == "trainer" and name in PARTS and end > start:
             found.trainer.append((start, end, name))
-        elif name in pairs:
-            pairs[name].append((start, end))
+        elif track == IDLE_TRACK and (name in PARTS or name in STATES):
+            idle.append((start, end, NAMES.index(state_of(name))))
+        elif name in _WORKS and track.startswith("rollout-"):
+            replicas.setdefault(track, []).append((start, end, _WORKS[name]))
         elif track in ("sync", "validation", "checkpoint"):
             found.marks.setdefault(f"{track} {name}", []).append((start, end, span.key))
     found.thinned = sorted([*found.thinned, *((float(start), 1) for start, _ in attempts)])
     found.trainer.sort()
     found.lengths = lengths.table()
-    found.requests, found.work = (
+    found.requests, found.replicas = (
         {track: _sorted(rows, 3) for track, rows in sorted(tracks.items(), key=_by_number)}
-        for tracks in (requests, work)
+        for tracks in (requests, replicas)
     )
-    found.slots = {name: _sorted(rows, 2) for name, rows in slots.items()}
-    found.pauses, found.scores = _sorted(pairs["pause"], 2), _sorted(pairs["score"], 2)
+    found.idle, found.scores = _sorted(idle, 3), _sorted(scores, 2)
     return found
 
 
@@ -184,20 +185,15 @@ def _sorted(rows: Sequence[tuple[float, ...]], width: int) -> Array:
     return made[np.argsort(made[:, 0], kind="stable")]
 
 
-def lanes(
-    spans: Spans, capacity: int, *, colocated: bool, complete: bool, tools: bool = False
-) -> list[Lane]:
+def lanes(spans: Spans, *, colocated: bool) -> list[Lane]:
     """Return a lane for the trainer and one for each replica.
 
-    `capacity` is the number of slots. On shared devices the replicas have the trainer's states in
-    its turn, and the trainer has no lane. A complete run ends once it needs no more samples.
-    `tools` says whether sessions wait for tools and environments.
+    On shared devices the replicas have the trainer's states in its turn, and the trainer has no lane.
     """
     trainer = _trainer(spans)
-    made = [] if trainer is None or (colocated and spans.work) else [trainer]
-    waits = _Waits(spans, capacity, complete, tools)
-    for track, work in spans.work.items():
-        made.append(_replica(track, work, spans, waits, trainer if colocated else None))
+    made = [] if trainer is None or (colocated and spans.replicas) else [trainer]
+    for track, states in spans.replicas.items():
+        made.append(_replica(track, states, spans.idle))
         if colocated:
             made[-1].name = track.replace("rollout", "shared")
     return made
@@ -207,97 +203,43 @@ def _trainer(spans: Spans) -> Lane | None:
     """Return the trainer's lane. A wait for samples is one for rewards if nothing is drawn."""
     if not spans.trainer:
         return None
-    busy = np.concatenate([union(r) for r in spans.work.values()] or [np.empty((0, 2))])
-    busy = union(busy[np.argsort(busy[:, 0])])
-    scored = union(spans.scores)
+    busy = np.concatenate(
+        [r[(r[:, 2] >= 0) & (r[:, 2] < len(NAMES)), :2] for r in spans.replicas.values()]
+        or [np.empty((0, 2))]
+    )
+    busy, scored = union(busy[np.argsort(busy[:, 0])]), union(spans.scores)
     pieces = np.array([(a, b, NAMES.index(state_of(name))) for a, b, name in spans.trainer])
-    cuts = np.unique(np.concatenate([pieces[:, :2].ravel(), busy.ravel(), scored.ravel()]))
-    starts, ends = cuts[:-1], cuts[1:]
-    middle = (starts + ends) / 2
-    at = np.clip(np.searchsorted(pieces[:, 0], middle, side="right") - 1, 0, None)
-    states = pieces[at, 2].astype(np.int64)
-    inside = (middle >= pieces[at, 0]) & (middle < pieces[at, 1])
+    starts, ends, middle = _pieces(pieces[:, :2], busy, scored)
+    states = _states(pieces, middle)
     waits = states == NAMES.index("wait_trajectories")
     rewards = waits & ~within(busy, middle) & within(scored, middle)
     states[rewards] = NAMES.index("wait_rewards")
+    inside = states >= 0
     return _merged("trainer", starts[inside], ends[inside], states[inside])
 
 
-class _Waits:
-    """What every idle replica waits for, over time: pieces of time with one state each."""
-
-    def __init__(self, spans: Spans, capacity: int, complete: bool, tools: bool) -> None:
-        self._capacity, self._pauses = capacity, union(spans.pauses)
-        self._tools, self._scored = tools, union(spans.scores)
-        self._starts = {name: np.sort(rows[:, 0]) for name, rows in spans.slots.items()}
-        self._ends = {name: np.sort(rows[:, 1]) for name, rows in spans.slots.items()}
-        drawn = np.concatenate([union(r) for r in spans.work.values()] or [np.empty((0, 2))])
-        self._drawn = union(drawn[np.argsort(drawn[:, 0])])
-        self._retired = self._ends.get("sealed", np.empty(0))
-        self._complete = complete
-        moves = [*self._starts.values(), *self._ends.values(), self._pauses.ravel()]
-        moves += [self._scored.ravel()] if tools else []
-        cuts = np.unique(np.concatenate([*moves, self._drawn.ravel(), [0.0, spans.end]]))
-        states = self._at((cuts[:-1] + cuts[1:]) / 2)
-        pieces = _merged("", cuts[:-1], cuts[1:], states)
-        self.starts, self._states = pieces.starts, pieces.states
-
-    def at(self, times: Array) -> Array:
-        """Return the states at these times, as indices of NAMES."""
-        if not len(self.starts):
-            return np.full(len(times), NAMES.index("other"))
-        place = np.searchsorted(self.starts, times, side="right") - 1
-        return self._states[np.clip(place, 0, None)]
-
-    def _count(self, names: Iterable[str], times: Array) -> Array:
-        total = np.zeros(len(times), dtype=np.int64)
-        for name in names:
-            if name in self._starts:
-                total += np.searchsorted(self._starts[name], times, side="right")
-                total -= np.searchsorted(self._ends[name], times, side="right")
-        return total
-
-    def _at(self, times: Array) -> Array:
-        trainer, sync = self._count(_OF_TRAINER, times), self._count(_OF_SYNC, times)
-        drawing = self._count(_DRAWN, times)
-        states = np.full(len(times), NAMES.index("other"))
-        occupied = drawing + trainer + sync
-        full = occupied >= self._capacity
-        # The run needs no more samples than those that it retires until its end.
-        needed = len(self._retired) - np.searchsorted(self._retired, times, side="right")
-        behind = np.maximum(trainer, sync) >= drawing
-        running = within(self._drawn, times)
-        in_tools = full & ~behind & ~running & ~within(self._scored, times) & self._tools
-        for mask, name in (
-            (full & behind & (trainer >= sync), "wait_trainer"),
-            (full & behind & (trainer < sync), "wait_sync"),
-            (full & ~behind & running, "wait_trajectories"),
-            (full & ~behind & ~running, "wait_rewards"),
-            (in_tools, "wait_tools"),
-            (self._complete & (occupied >= needed), "tail"),
-            (within(self._pauses, times), "sync"),
-        ):
-            states[mask] = NAMES.index(name)
-        return states
+def _replica(track: str, own: Array, idle: Array) -> Lane:
+    starts, ends, middle = _pieces(own[:, :2], idle[:, :2])
+    states, waits = _states(own, middle), _states(idle, middle)
+    waits[waits < 0] = NAMES.index("other")
+    states = np.where(states == _WORKS[IDLE], waits, states)
+    inside = states >= 0
+    return _merged(track, starts[inside], ends[inside], states[inside])
 
 
-def _replica(track: str, work: Array, spans: Spans, waits: _Waits, trainer: Lane | None) -> Lane:
-    drawn = union(work[work[:, 2] == 0])
-    validated = union(work[work[:, 2] == 1])
-    lists = [drawn.ravel(), validated.ravel(), waits.starts, np.array([0.0, spans.end])]
-    if trainer is not None:
-        lists += [trainer.starts, trainer.ends]
-    cuts = np.unique(np.concatenate(lists))
-    starts, ends = cuts[:-1], cuts[1:]
-    middle = (starts + ends) / 2
-    states = waits.at(middle)
-    if trainer is not None and len(trainer.starts):
-        at = np.clip(np.searchsorted(trainer.starts, middle, side="right") - 1, 0, None)
-        turn = ~np.isin(trainer.states[at], _ROLLOUTS_TURN)
-        states[turn] = trainer.states[at][turn]
-    states[within(validated, middle)] = NAMES.index("validate")
-    states[within(drawn, middle)] = NAMES.index("generate")
-    return _merged(track, starts, ends, states)
+def _pieces(*rows: Array) -> tuple[Array, Array, Array]:
+    """Return the starts, the ends and the middles of the times between all starts and ends."""
+    cuts = np.unique(np.concatenate([r.ravel() for r in rows]))
+    return cuts[:-1], cuts[1:], (cuts[:-1] + cuts[1:]) / 2
+
+
+def _states(rows: Array, times: Array) -> Array:
+    """Return the state at each time, or -1 where there is none. `rows` has start, end and state."""
+    if not len(rows):
+        return np.full(len(times), -1)
+    at = np.clip(np.searchsorted(rows[:, 0], times, side="right") - 1, 0, None)
+    inside = (times >= rows[at, 0]) & (times < rows[at, 1])
+    return np.where(inside, rows[at, 2].astype(np.int64), -1)
 
 
 def union(rows: Array) -> Array:

@@ -27,7 +27,7 @@ def of_run(run: RunFolder) -> tuple[dict[str, Any], Table]:
             section("advice", "Advice", head.advice(run)),
             section("learning", "Learning", [curves.rewards(run), curves.validation(run)]),
             *([section("agents", "Agents", played)] if played else []),
-            section("timeline", "Timeline", timeline.timeline(run, found, head.capacity_of(run))),
+            section("timeline", "Timeline", timeline.timeline(run, found)),
             section("devices", "Where the time went", totals.devices(run)),
             section("staleness", "Staleness", [curves.staleness(run)]),
             section("lengths", "Lengths", _lengths(run, found, table)),

@@ -36,17 +36,16 @@ _READ = (
 )
 
 
-def timeline(run: RunFolder, found: Spans, capacity: int) -> list[Block]:
+def timeline(run: RunFolder, found: Spans) -> list[Block]:
     """Return the charts of time: the whole run, and two windows with single spans."""
     colocated = run.key("async_training.placement") == "colocated"
     if found.end > 0:
-        complete = run.audit is not None and run.audit.complete
-        every = lanes(found, capacity, colocated=colocated, complete=complete, tools=run.agents)
+        every = lanes(found, colocated=colocated)
         if every:
             edges = np.linspace(0, found.end, BINS + 1)
             parts = [(lane.name, shares(lane, edges)) for lane in _some(every)]
             borders = [float(start) for start in found.attempts[1:, 0]]
-            note = _note(every, found.end / BINS) + _untraced(run, found.end) + _some_calls(found)
+            note = _note(every, found.end / BINS) + _untraced(run, found.end) + _some_samples(found)
             whole = _shares(edges, parts, borders, note, _strips(found))
             return [whole, *windows(found, _some(every))]
     why = "`report.trace=false`" if run.key("report.trace") is False else "the folder has no trace/"
@@ -86,11 +85,13 @@ def _untraced(run: RunFolder, end: float) -> str:
     )
 
 
-def _some_calls(found: Spans) -> str:
-    """Return a sentence if the trace has some requests only."""
+def _some_samples(found: Spans) -> str:
+    """Return a sentence if the trace has some samples only, or no states of replicas."""
+    if found.requests and not found.replicas:
+        return " The trace lacks the states of the replicas: an older version wrote it."
     if found.every() == 1:
         return ""
-    return " The states come from all requests, also from those that the trace only counts (`report.trace_load`)."  # fmt: skip
+    return " The states come from all samples, also from those that the trace does not show (`report.trace_load`)."  # fmt: skip
 
 
 def _from_accounts(

@@ -4,7 +4,7 @@
 |---|---|
 | a track | a process |
 | spans of a track that overlap | lanes of the process: each one is a thread |
-| requests and scores | lanes, see `report/trace/calls.py` |
+| a state | the lane `state` of its track |
 | a sample | the lane of its slot, with a slice for each state |
 | a cause | an arrow |
 
@@ -26,12 +26,11 @@ from msgspec import Raw
 
 from millrace.observe.watch import Event
 from millrace.report.trace.arrows import SAMPLE, STEP, VERSION, arrow, number_of
-from millrace.report.trace.calls import CALLS, SCORING, WORK
+from millrace.report.trace.choice import CALLS, ENDS, SAMPLES, STATES
 from millrace.report.trace.facts import args_of, as_json, key_of
 from millrace.report.trace.lanes import GAP, Lane, Lanes, Line
+from millrace.report.trace.scoring import SCORING
 
-SAMPLES = "samples"
-STATES = frozenset({"waiting", "running", "ready", "taken", "trained", "sealed"})
 COUNTERS = (
     "reward/mean",
     "staleness/mean",
@@ -61,7 +60,7 @@ class Translator:
         self._slots: dict[str, Lane] = {}
         self._steps = 0
         self._sealed: int | None = None
-        """The last step of the newest sealed version."""
+        """The last step of the newest version that a sync sends."""
         self._step_from: float | None = None
         self._version = ""
         self._live = -1
@@ -117,7 +116,7 @@ class Translator:
             lane, number = self._lanes.take(track, name, out), number_of(key)
             lead, led = None, None if number is None else arrow(SAMPLE, number)
         else:
-            group = "busy" if name in WORK or name == SCORING else track
+            group = "busy" if name == SCORING else track
             lane, (lead, led) = self._lanes.take(track, group, out), self._arrows(track, name, key)
         self._lanes.begin(lane, name, key, ts, args, lead, led)
         begun = (track, name, key)
@@ -125,12 +124,12 @@ class Translator:
             self._begun[begun] = [lane]
         else:
             lanes.append(lane)
-        if track == "sync":
-            self._version = key
 
     def _arrows(self, track: str, name: str, key: str) -> tuple[int | None, int | None]:
         """Return the arrow that begins at a span, and the one that ends there."""
         number = number_of(key)
+        if track == "sync" and key != self._version:
+            self._version, self._sealed = key, self._steps - 1 if self._steps else None
         if number is None:
             return None, None
         if name == "activate":  # A version that is sent again is made live again.
@@ -174,13 +173,11 @@ class Translator:
                 lead = arrow(SAMPLE, number)
             elif name == "trained":  # the event of its step comes next
                 led = arrow(STEP, self._steps)
-            elif name == "sealed":
-                self._sealed = self._steps - 1 if self._steps else None
             self._lanes.begin(lane, name, key, ts, args, lead, led)
             return
         if name == "dropped":
             self._instant(SAMPLES, name, key, ts, args, out)
-        if name in ("retired", "dropped") and lane is not None:
+        if name in ENDS and lane is not None:
             del self._slots[key]
             known = name == "retired" and self._version
             self._lanes.end(lane, ts, out, as_json({"version": self._version}) if known else None)

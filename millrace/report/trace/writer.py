@@ -6,10 +6,9 @@
 A file is a JSON array with one event on each line. A killed run leaves it without its end, and
 Perfetto opens it all the same. `report/trace/chrome.py` says what is drawn where.
 
-The loop counts requests and scores, chooses those to be drawn, and appends events to a queue. A thread
-encodes and writes. If the disk is full, or too slow, the trace lacks events and the run loses nothing.
-If the thread takes more of a core than it may, fewer requests and scores are drawn
-(`report/trace/calls.py`).
+The loop chooses the samples to be drawn, and appends events to a queue. A thread encodes and writes. If
+the disk is full, or too slow, the trace lacks events and the run loses nothing. If the thread takes more
+of a core than it may, fewer samples are drawn (`report/trace/choice.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,10 @@ import msgspec
 
 from millrace.observe.watch import Event
 from millrace.report import folders
-from millrace.report.trace.calls import CALLS, MOST_EVERY, SCORING, Calls
+from millrace.report.trace.choice import CALLS, MOST_EVERY, SAMPLES, Choice
 from millrace.report.trace.chrome import Translator
 from millrace.report.trace.lanes import OPEN, Line, as_json
+from millrace.report.trace.scoring import SCORING, Scoring
 
 NAME = re.compile(r"attempt-(\d{3,9})-(\d{3,9})\.json")
 HEADER = "clock_zero"
@@ -90,12 +90,16 @@ class TraceWriter:
         *,
         limit_mb: int = 512,
         load: float = 1.0,
+        states: Callable[[float], Iterable[Event]] = lambda now: (),
         file_mb: float = 128,
         most_events: int = 1_000_000,
         every_s: float = 0.5,
         close_s: float = 20.0,
     ) -> None:
-        """`note` gets one line for each problem. The trace of a file begins at `clock()` now."""
+        """`note` gets one line for each problem. The trace of a file begins at `clock()` now.
+
+        `states(now)` are the states in which the tracks are now, for after a gap in the trace.
+        """
         self.dropped = 0
         """Events that found the queue full."""
         self._folder, self._attempt, self._note = run_dir / "trace", attempt, note
@@ -103,7 +107,8 @@ class TraceWriter:
         self._translator, self._last = Translator(zero), zero
         self._limit, self._full = limit_mb * 2**20, int(file_mb * 2**20)
         self._most, self._every_s, self._close_s = most_events, every_s, close_s
-        self._pace, self._calls = Pace(load), Calls(self._queue)
+        self._pace, self._choice, self._scoring = Pace(load), Choice(), Scoring(self.put)
+        self._states = states
         self._events: deque[Event] = deque()
         self._lost = 0
         self._encoder = msgspec.json.Encoder()
@@ -115,14 +120,23 @@ class TraceWriter:
         self._thread.start()
 
     def __call__(self, event: Event) -> None:
+        """Write an event, if it is drawn."""
         if self._ended:
             return
-        if event.time > self._calls.due:
-            self._calls.settle(event.time)
-        if event.name not in CALLS or self._calls.see(event):
-            self._queue(event)
+        time, track, name, phase, key, _ = event
+        if time > self._scoring.due:
+            self._scoring.settle(time)
+        if name in CALLS:
+            if name == "score":
+                self._scoring.see(phase, time)
+            if not self._choice.calls_for(phase, key):
+                return
+        elif track == SAMPLES and not self._choice.moves(name, key):
+            return
+        self.put(event)
 
-    def _queue(self, event: Event) -> None:
+    def put(self, event: Event) -> None:
+        """Write an event."""
         if len(self._events) >= (self._most // 2 if self._lost else self._most):
             self._lose()
             return
@@ -130,12 +144,13 @@ class TraceWriter:
         if self._lost and not late:
             lost, self._lost = self._lost, 0
             self._events.append(Event(event.time, "run", "gap", "at", "", {"events": lost}))
-            self._events.extend(self._calls.begun(event.time))
+            self._events.extend(self._states(event.time))
+            self._events.extend(self._scoring.begun(event.time))
         self._events.append(_light(event) if event.name in _HEAVY else event)
 
     def close(self) -> None:
         """Write what waits, and end the file. Waits for at most `close_s`."""
-        self._calls.close(self._clock())
+        self._scoring.close(self._clock())
         self._closing = True
         self._wake.set()
         self._thread.join(self._close_s)
@@ -163,7 +178,7 @@ class TraceWriter:
             while not (closing or self._ended):
                 closing = self._closing  # read before the last events are written
                 self._drain()
-                self._calls.settle(self._clock())
+                self._scoring.settle(self._clock())
                 self._write_begun(self._clock())
                 self._thin()
                 if not closing:
@@ -201,19 +216,19 @@ class TraceWriter:
         self._write(lines)
 
     def _thin(self) -> None:
-        """Draw the calls of fewer samples if the thread takes too much, and of more if it may."""
-        every = self._pace.choose(time.monotonic(), time.thread_time(), self._calls.count)
+        """Draw fewer samples if the thread takes too much, and more if it may."""
+        every = self._pace.choose(time.monotonic(), time.thread_time(), self._choice.calls)
         if every is None or self._ended:
             return
         lines: list[Line] = []
-        self._calls.draw(every)
+        self._choice.draw(every)
         self._translator.add(Event(self._last, "run", "thinned", "at", "", {"every": every}), lines)
         self._write(lines)
         if not (self._thinned or self._ended):
             self._thinned = True
             self._note(
-                "this run is fast: its trace shows the requests and scores of some samples and counts "
-                "the others. Training is not affected. report.trace_load=1 shows all; see docs/trace.md"
+                "this run is fast: its trace shows some samples only. Training is not affected. "
+                "report.trace_load=1 shows all; see docs/trace.md"
             )
 
     def _finish(self) -> None:
