@@ -14,9 +14,9 @@ class ReportConfig(Section):
     """Write RUN/trace/ as the run goes. Perfetto opens these files."""
     trace_mb: int = Field(512, ge=1)
     """MiB of the traces of all attempts. Beyond it, the trace ends."""
-    trace_load: float = Field(0.01, gt=0, le=1)
-    """Share of a core that the trace's thread may take: 0.01 is 1 %. Beyond it, the trace has the
-    requests and scores of one sample in 2, 4, ... 64 and counts the others. 1 has them all."""
+    trace_load: float = Field(0.005, gt=0, le=1)
+    """Share of a core that the trace's thread may take: 0.01 is 1 %. Beyond it, the trace has one
+    sample in 2, 4, ... 64. The states of devices stay exact. 1 has all samples."""
     samples: float = Field(1.0, ge=0, le=1)
     """Share of the samples whose texts are kept in RUN/samples/. 0 keeps none."""
     samples_mb: int = Field(512, ge=1)

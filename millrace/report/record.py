@@ -79,25 +79,14 @@ class Recorder:
             tools=devices.tools,
         )
         self.accounts = Accounts(
-            run_dir / FILE,
-            attempt,
-            ledger.version,
-            clock,
-            now,
-            tokens,
-            account,
-            flow,
-            note,
-            options.price,
-            ledger.limit,
-            loads,
-            devices.share_cores,
+            *(run_dir / FILE, attempt, ledger.version, clock, now, tokens, account, flow, note),
+            *(options.price, ledger.limit, loads, devices.share_cores),
         )
         self._files: list[File] = []
         if options.trace:
-            limit, load = options.trace_mb, options.trace_load
+            limit, load, states = options.trace_mb, options.trace_load, account.states
             trace = TraceWriter(
-                run_dir, attempt, clock, note, limit_mb=limit, load=load, states=account.states
+                run_dir, attempt, clock, note, limit_mb=limit, load=load, states=states
             )
             account.tell(now, trace.put)
             self._files.append(trace)

@@ -74,3 +74,38 @@ def test_the_seconds_of_a_replica_count_from_its_join_until_it_leaves() -> None:
     assert found["rollout-1"] == (2, {"generate": 2.0, "other": 5.0})
     assert found["rollout-2"] == (2, {"generate": 1.0}), "it joined before the watch"
     assert "rollout-3" not in found
+
+
+def test_each_change_of_a_state_is_told_and_the_states_of_now_can_be_asked_for() -> None:
+    """So a trace can begin, and go on after a gap."""
+    flow, told = FlowAccount(0.0), list[tuple[float, str, str]]()
+    schedule = Schedule(ppo_mini_batch_size=1, staleness_threshold=1.0)
+    account = DeviceAccount(0.0, schedule, flow, trainers=1, replicas={"rollout-0": 1})
+    account.tell(0.5, lambda e: told.append((e.time, e.track, e.name)))
+    begun = [(0.5, "trainer", "other"), (0.5, "rollout-0", "idle"), (0.5, "rollouts", "other")]
+    assert told == begun
+    told.clear()
+    for time, track, name, phase in (
+        (1.0, "rollout-0", "request", "begin"),
+        (1.5, "rollout-0", "request", "begin"),
+        (2.0, "rollout-1", "replica_stale", "at"),
+        (3.0, "rollout-0", "request", "end"),
+        (4.0, "rollout-0", "request", "end"),
+        (5.0, "rollouts", "pause", "begin"),
+        (6.0, "rollout-1", "replica_left", "at"),
+        (7.0, "rollout-0", "request", "begin"),
+    ):
+        account(Event(time, track, name, phase, "0/0"))  # type: ignore[arg-type]
+    assert told == [
+        (1.0, "rollout-0", "generate"),
+        (1.0, "rollouts", "none_idle"),
+        (2.0, "rollout-1", "idle"),
+        (2.0, "rollouts", "other"),
+        (4.0, "rollout-0", "idle"),
+        (5.0, "rollouts", "sync"),
+        (6.0, "rollout-1", "left"),
+        (7.0, "rollout-0", "generate"),
+        (7.0, "rollouts", "none_idle"),
+    ]
+    now = [(e.track, e.name) for e in account.states(8.0)]
+    assert now == [("trainer", "other"), ("rollout-0", "generate"), ("rollouts", "none_idle")]

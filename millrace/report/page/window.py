@@ -54,7 +54,7 @@ def _window(spans: Spans, lanes: list[Lane], begin: float, end: float, title: st
         note = f"Cut after {sum(map(len, chosen.values()))} requests; the files in RUN/trace/ have more for Perfetto. "  # fmt: skip
     if (every := spans.every(begin, end)) > 1:
         note += (
-            f"The trace has the requests of one sample in {every} here, and `report.trace_load=1` has "
+            f"The trace has one sample in {every} here, and `report.trace_load=1` has "
             "all. Where a device draws responses and no thin line is below it, a request ran that is not "
             "shown."
         )
