@@ -88,7 +88,7 @@ class Recorder:
             trace = TraceWriter(
                 run_dir, attempt, clock, note, limit_mb=limit, load=load, states=states
             )
-            account.tell(now, trace.put)
+            account.tell(clock(), trace.put)
             self._files.append(trace)
         if options.samples or (run_dir / "samples").exists():  # old samples may be superseded
             from millrace.report.samples.store import SampleStore  # imports pyarrow

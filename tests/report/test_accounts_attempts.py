@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -197,3 +199,16 @@ def test_files_are_closed_at_the_same_time(tmp_path: Path) -> None:
     recorder._files += [file, file]  # type: ignore[list-item]
     recorder.close()
     assert not both.broken
+
+
+def test_the_states_at_the_start_have_no_time_before_the_trace(tmp_path: Path) -> None:
+    """Perfetto throws negative times away."""
+    devices = Devices(1, {"rollout-0": 1})
+    made = Ledger(schedule_of("async_partial"), 64)
+    options = ReportConfig(samples=0.0)
+    recorder = Recorder(tmp_path, 1, made, {}, devices, options, time.monotonic, print, str)
+    recorder.watch.state("trainer", "train")
+    recorder.close()
+    lines = json.loads((tmp_path / "trace/attempt-001-000.json").read_text())
+    begun = [line for line in lines if line["name"] in ("idle", "other")]
+    assert len(begun) >= 3 and min(line["ts"] for line in lines) >= 0

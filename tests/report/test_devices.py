@@ -109,3 +109,22 @@ def test_each_change_of_a_state_is_told_and_the_states_of_now_can_be_asked_for()
     ]
     now = [(e.track, e.name) for e in account.states(8.0)]
     assert now == [("trainer", "other"), ("rollout-0", "generate"), ("rollouts", "none_idle")]
+
+
+def test_no_replica_waits_for_rewards_while_all_are_lost() -> None:
+    flow = FlowAccount(0.0)
+    schedule = Schedule(ppo_mini_batch_size=1)
+    account = DeviceAccount(0.0, schedule, flow, trainers=1, replicas={"rollout-0": 1})
+    for time, track, name, phase, key in (
+        (0.0, "samples", "running", "at", "0"),
+        (0.0, "rollout-0", "request", "begin", "0/0"),
+        (5.0, "rollout-0", "replica_lost", "at", ""),
+        (5.0, "rollout-0", "request", "end", "0/0"),
+        (60.0, "rollout-0", "replica_stale", "at", ""),
+        (61.0, "rollout-0", "replica_live", "at", ""),
+        (61.0, "rollout-0", "request", "begin", "0/0"),
+    ):
+        event = Event(time, track, name, phase, key)  # type: ignore[arg-type]
+        flow(event)
+        account(event)
+    assert account.seconds(62.0)["rollout-0"][1] == {"generate": 6.0, "other": 56.0}

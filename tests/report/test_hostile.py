@@ -117,3 +117,51 @@ def test_a_line_without_end_does_not_fill_the_memory(
     with path.open("r+b") as file:
         file.truncate(1 << 40)
     read_all(folder)
+
+
+SLICE = {
+    "pid": 9999,
+    "tid": 9999,
+    "ph": "X",
+    "ts": 1,
+    "dur": 2,
+    "cat": "request",
+    "name": "request 1/0",
+}
+SLICES = {
+    "huge tokens": SLICE | {"args": {"tokens": 10**400, "stop": "eos"}},
+    "large tokens": SLICE | {"args": {"tokens": 2**70, "stop": "eos"}},
+    "for ever": SLICE | {"ts": 1e308, "dur": 1e308, "cat": "idle"},
+    "late": SLICE | {"ts": 1e300, "cat": "generate"},
+    "early": SLICE | {"ts": -1e300, "cat": "generate"},
+    "backwards": SLICE | {"ts": 1e6, "dur": -1e7, "cat": "left"},
+    "half a character": SLICE | {"cat": "generate\ud800", "name": "x\ud800"},
+    "thinned": SLICE | {"cat": "thinned", "args": {"every": 10**30}},
+    "relabelled": SLICE
+    | {"cat": "", "name": "relabelled", "args": {"seconds": 10**400, "source": [1]}},
+}
+
+
+@pytest.mark.parametrize("track", ["rollout-0", "rollouts", "trainer"])
+@pytest.mark.parametrize("name", SLICES)
+def test_a_bad_slice_of_a_trace_does_no_harm(
+    whole: Path, tmp_path: Path, name: str, track: str
+) -> None:
+    folder = copied(whole, tmp_path / "run")
+    path = next((folder / "trace").iterdir())
+    process = {
+        "ph": "M",
+        "pid": 9999,
+        "tid": 0,
+        "ts": 0,
+        "name": "process_name",
+        "args": {"name": track},
+    }
+    more = [json.dumps(line, separators=(",", ":")) for line in (process, SLICES[name])]
+    # A reader skips a track by the first key of a line.
+    more = [line.replace('"pid":9999,', "").replace("{", '{"pid":9999,', 1) for line in more]
+    path.write_text(
+        path.read_text().rstrip().removesuffix("]") + ",\n" + ",\n".join(more) + "\n]\n"
+    )
+    read_all(folder)
+    query.query(folder, "select * from spans")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -208,6 +207,15 @@ def test_the_times_after_a_gap_are_exact_too(
     assert joined(after, 1.0) == joined(rows, 1.0)
 
 
+def test_a_sample_that_is_drawn_keeps_its_calls_if_fewer_are_chosen_meanwhile() -> None:
+    choice, keys = Choice(), [str(i) for i in range(100)]
+    assert all(choice.moves("running", key) for key in keys)
+    choice.draw(64)
+    assert all(choice.calls_for("begin", f"{key}/0") for key in keys)
+    assert all(choice.calls_for("end", f"{key}/0") for key in keys)
+    assert not choice._running
+
+
 @pytest.mark.parametrize("first", [1, 4])
 def test_all_states_of_a_sample_are_drawn_or_none_also_if_fewer_are_chosen_meanwhile(
     first: int,
@@ -315,53 +323,3 @@ def test_few_lengths_of_a_trace_give_no_verdict() -> None:
     assert "prefers some lengths" in said
     said = lengths(many, few, "")["how"]
     assert "too few for a verdict" in said and "prefers" not in said and "%" not in said
-
-
-def late(tmp_path: Path, *, cut: bool, full: bool = False) -> list[Span]:
-    """Return the spans of a trace in which the end of `scoring` comes after later events."""
-    notes, clock = list[str](), Clock(0.0)
-    released = threading.Event()
-
-    class Held(TraceWriter):
-        def _work(self) -> None:
-            released.wait()
-            super()._work()
-
-    writer = Held(tmp_path, 1, clock, notes.append, file_mb=0 if cut else 128)
-    watch = Watch(clock, [writer])
-    events = [
-        (0.0, "rewards", "score", "begin", "1"),
-        (1.0, "rewards", "score", "end", "1"),
-        (1.0005, "rollout-0", "request", "begin", "7/0"),
-        (1.0006, "samples", "running", "at", "9"),
-    ]
-    for at, track, name, phase, key in events:
-        clock.now = at
-        watch.emit(track, name, phase, key, {})  # type: ignore[arg-type]
-    if full:
-        writer._lost = 3
-    clock.now = 2.0
-    writer._scoring.settle(clock.now)
-    released.set()
-    while writer._events:
-        time.sleep(0.001)
-    clock.now = 3.0
-    watch.emit("rollout-0", "request", "end", "7/0", {})
-    writer.close()
-    assert not notes
-    return read(tmp_path)
-
-
-def test_a_late_end_cuts_no_file_in_the_past(tmp_path: Path) -> None:
-    spans = late(tmp_path, cut=True)
-    found = {s.name: (s.start, s.end) for s in spans}
-    assert found["request"] == (1.0005, 3.0) and found["scoring"] == (0.0, 1.0)
-    assert len(found) == len(spans), "each slice is there once"
-
-
-def test_a_late_end_ends_no_gap(tmp_path: Path) -> None:
-    """The gap would be before slices that have begun."""
-    spans = late(tmp_path, cut=False, full=True)
-    assert all(s.end >= s.start for s in spans)
-    (gap,) = [s for s in spans if s.name == "gap"]
-    assert gap.start == 3.0

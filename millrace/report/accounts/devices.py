@@ -134,7 +134,8 @@ class DeviceAccount:
         self._left: dict[str, Seconds] = {}
         """The seconds of replicas until they left the run."""
         self._pauses, self._number_idle = 0, len(replicas)
-        self._shown = dict.fromkeys([*replicas], IDLE) | {IDLE_TRACK: self._idle.state}
+        self._lost: set[str] = set()
+        self._idle_shown = self._idle.state
         self._tell: Callable[[Event], None] = lambda event: None
 
     def tell(self, now: float, tell: Callable[[Event], None]) -> None:
@@ -148,11 +149,11 @@ class DeviceAccount:
 
     def states(self, now: float) -> list[Event]:
         """Return the states of now as events: those of the trainer and of the replicas."""
-        shown = {"trainer": self._trainer.state, **self._shown}
+        shown = {track: replica.state for track, replica in self._replicas.items()}
+        shown = {"trainer": self._trainer.state} | shown | {IDLE_TRACK: self._idle_shown}
         return [Event(now, track, state, "state") for track, state in shown.items()]
 
     def _show(self, now: float, track: str, state: str) -> None:
-        self._shown[track] = state
         self._tell(Event(now, track, state, "state"))
 
     def __call__(self, event: Event) -> None:
@@ -174,6 +175,10 @@ class DeviceAccount:
             self._join(event)
         elif name == "replica_left" and event.track in self._replicas:
             self._leave(event)
+        elif name in ("replica_lost", "replica_retired"):
+            self._lost.add(event.track)
+        elif name == "replica_live":
+            self._lost.discard(event.track)
         elif name == "stepped":
             self._steps.update(event.facts["report"].seconds)
         elif name == "pause":
@@ -182,7 +187,8 @@ class DeviceAccount:
         if self._number_idle:  # Else nobody is in this state, and its clock may be late.
             state = self._idle_state()
             self._idle.switch(event.time, state)
-        if state != self._shown[IDLE_TRACK]:
+        if state != self._idle_shown:
+            self._idle_shown = state
             self._show(event.time, IDLE_TRACK, state)
 
     def _join(self, event: Event) -> _Replica:
@@ -202,8 +208,8 @@ class DeviceAccount:
         seconds = replica.until(event.time, self._idle.until(event.time))
         self._left[track] = self._left.get(track, Seconds()) + seconds
         self._number_idle -= replica.state == IDLE
+        self._lost.discard(track)
         self._show(event.time, track, LEFT)
-        del self._shown[track]
 
     def _relabel(self, event: Event) -> None:
         """Move seconds of the trainer to another state, at most as many as the first one has.
@@ -230,6 +236,8 @@ class DeviceAccount:
         trainer, sync = flow.count(*_OF_TRAINER), flow.count(*_OF_SYNC)
         if max(trainer, sync) >= occupied - trainer - sync:
             return "wait_trainer" if trainer >= sync else "wait_sync"
+        if len(self._lost) == len(self._replicas):
+            return "other"  # They start anew.
         if flow.drawing.level:
             return "wait_trajectories"
         return "wait_tools" if self._tools and not flow.scoring.level else "wait_rewards"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace.report.accounts.devices import IDLE, IDLE_TRACK, LEFT
+from millrace.report.accounts.devices import IDLE, IDLE_TRACK
 from millrace.report.accounts.tokens import VALIDATION
 from millrace.report.page.figures import Array
 from millrace.report.page.states import PARTS, STATES, state_of
@@ -24,7 +24,6 @@ _WORKS = {
     "generate": NAMES.index("generate"),
     "validate": NAMES.index("validate"),
     IDLE: len(NAMES),
-    LEFT: -1,
 }
 """The own states of a replica. An idle one has the state of all idle replicas instead."""
 
@@ -101,9 +100,9 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
                 lengths.trained.add(span.key)
         elif track == "trainer" and name in PARTS and end > start:
             found.trainer.append((start, end, name))
-        elif track == IDLE_TRACK and (name in PARTS or name in STATES):
+        elif track == IDLE_TRACK and (name in PARTS or name in STATES) and end > start:
             idle.append((start, end, NAMES.index(state_of(name))))
-        elif name in _WORKS and track.startswith("rollout-"):
+        elif name in _WORKS and track.startswith("rollout-") and end > start:
             replicas.setdefault(track, []).append((start, end, _WORKS[name]))
         elif track in ("sync", "validation", "checkpoint"):
             found.marks.setdefault(f"{track} {name}", []).append((start, end, span.key))
@@ -140,7 +139,7 @@ class _Lengths:
 
     def add(self, span: Span) -> None:
         tokens, key = span.facts.get("tokens"), (span.attempt, span.key)
-        if isinstance(tokens, int):
+        if type(tokens) is int and 0 <= tokens < 2**31:
             self._tokens[key] = self._tokens.get(key, 0.0) + tokens
             if span.facts.get("stop") not in (None, "interrupted"):
                 self._ended.add(key)
@@ -204,8 +203,7 @@ def _trainer(spans: Spans) -> Lane | None:
     if not spans.trainer:
         return None
     busy = np.concatenate(
-        [r[(r[:, 2] >= 0) & (r[:, 2] < len(NAMES)), :2] for r in spans.replicas.values()]
-        or [np.empty((0, 2))]
+        [r[r[:, 2] < len(NAMES), :2] for r in spans.replicas.values()] or [np.empty((0, 2))]
     )
     busy, scored = union(busy[np.argsort(busy[:, 0])]), union(spans.scores)
     pieces = np.array([(a, b, NAMES.index(state_of(name))) for a, b, name in spans.trainer])

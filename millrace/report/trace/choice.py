@@ -59,7 +59,8 @@ class Choice:
         if phase == "begin":
             self.calls += 1
             number = key[len(VALIDATION) :] if key.startswith(VALIDATION) else key
-            if not self._chosen(number.partition("/")[0]):
+            sample = number.partition("/")[0]
+            if sample not in self._samples and not self._chosen(sample):
                 return False
             running[key] = running.get(key, 0) + 1
             return True

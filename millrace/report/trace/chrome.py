@@ -11,7 +11,7 @@
 | arrow | from | to |
 |---|---|---|
 | sample | its slice `running` | each of its requests and scores |
-| step | a local step | the slices `trained` of its samples, and the sync that sends it |
+| step | a local step | the slices `trained` of its samples; the last step of a version: its sync |
 | version | its slice `activate` | its validation and its checkpoint |
 
 A slice has its kind as category, and the kind and the key as name: `request` and `request 17/3`.

@@ -6,6 +6,7 @@ A file may be half-written, damaged or not millrace's. What cannot be read is le
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,6 +53,8 @@ class _Header(msgspec.Struct):
     file: int
 
 
+_FAR = 2.0**53
+"""Microseconds that no run takes."""
 _decode = msgspec.json.Decoder(_Line).decode
 
 
@@ -147,7 +150,7 @@ class _Attempt:
                 self._names[line.pid] = str(line.args.get("name", ""))
                 return self._wanted(self._names[line.pid])
             return True
-        if line.pid not in self._names:
+        if line.pid not in self._names or not abs(line.ts) + abs(line.dur) < _FAR:
             return True
         if phase == "B":
             if line.args.get("continued") is True and line.tid in self._cut:
@@ -185,7 +188,7 @@ class _Attempt:
         source, target, left = (told.facts.get(k) for k in ("source", "target", "seconds"))
         if not isinstance(left, int | float):
             return
-        for one in reversed(self._slices[:-1]):
+        for one in islice(reversed(self._slices), 1, None):
             if left <= 1e-5 or one.name == "step":
                 return
             if one.pid == told.pid and one.name == source:

@@ -110,7 +110,7 @@ class TraceWriter:
         self._pace, self._choice, self._scoring = Pace(load), Choice(), Scoring(self.put)
         self._states = states
         self._events: deque[Event] = deque()
-        self._lost = 0
+        self._lost, self._lost_since = 0, 0.0
         self._encoder = msgspec.json.Encoder()
         self._file: Any = None
         self._number, self._size, self._total = 0, 0, 0
@@ -137,13 +137,14 @@ class TraceWriter:
 
     def put(self, event: Event) -> None:
         """Write an event."""
+        if self._ended:
+            return
         if len(self._events) >= (self._most // 2 if self._lost else self._most):
-            self._lose()
+            self._lose(event.time)
             return
         late = event.name == SCORING and event.phase == "end"  # a gap may not be in the past
         if self._lost and not late:
-            lost, self._lost = self._lost, 0
-            self._events.append(Event(event.time, "run", "gap", "at", "", {"events": lost}))
+            self._gap()
             self._events.extend(self._states(event.time))
             self._events.extend(self._scoring.begun(event.time))
         self._events.append(_light(event) if event.name in _HEAVY else event)
@@ -151,6 +152,8 @@ class TraceWriter:
     def close(self) -> None:
         """Write what waits, and end the file. Waits for at most `close_s`."""
         self._scoring.close(self._clock())
+        if self._lost:
+            self._gap()
         self._closing = True
         self._wake.set()
         self._thread.join(self._close_s)
@@ -159,12 +162,18 @@ class TraceWriter:
             self._note(f"trace: its last {len(self._events)} events were not written in time")
         self._events.clear()
 
-    def _lose(self) -> None:
+    def _gap(self) -> None:
+        lost, self._lost = self._lost, 0
+        self._events.append(Event(self._lost_since, "run", "gap", "at", "", {"events": lost}))
+
+    def _lose(self, time: float) -> None:
         if not self.dropped:
             self._note(
                 f"warning: {self._folder} is too slow for the run: {self._most} events wait. "
                 "The trace lacks some. The run does not wait for it."
             )
+        if not self._lost:
+            self._lost_since = time
         self.dropped += 1
         self._lost += 1
 
