@@ -169,7 +169,7 @@ def _scaled(run: Run, count: int) -> str:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * HEAL_S)
     answer = done.stdout.strip()
     if done.returncode or not re.fullmatch(
-        rf"scaled from \d to {count} replicas [^.]*[.]\d s", answer
+        rf"scaled from \d to {count} replicas? [^.]*[.]\d s", answer
     ):
         raise Failed(f"{command[3:]}: {answer} {done.stderr}")
     return answer
