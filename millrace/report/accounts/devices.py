@@ -15,7 +15,7 @@
 | wait_trainer | the trainer; READY and TAKEN samples have the slots |
 | wait_sync | the next version; trained samples have the slots |
 | tail | the end of the run: every sample that it needs is admitted |
-| other | nothing: a slot is free |
+| other | none of these: the run starts, a slot is free, or all replicas start anew |
 
 All replicas that are idle at a moment wait for the same, so this state has a track of its own.
 """
