@@ -135,6 +135,7 @@ class DeviceAccount:
         """The seconds of replicas until they left the run."""
         self._pauses, self._number_idle = 0, len(replicas)
         self._lost: set[str] = set()
+        """The replicas that do not run."""
         self._idle_shown = self._idle.state
         self._tell: Callable[[Event], None] = lambda event: None
 
@@ -175,7 +176,7 @@ class DeviceAccount:
             self._join(event)
         elif name == "replica_left" and event.track in self._replicas:
             self._leave(event)
-        elif name in ("replica_lost", "replica_retired"):
+        elif name in ("replica_lost", "replica_retired") and event.track in self._replicas:
             self._lost.add(event.track)
         elif name == "replica_live":
             self._lost.discard(event.track)

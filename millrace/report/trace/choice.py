@@ -39,7 +39,7 @@ class Choice:
         """How many calls of a key run and are drawn. Scores of one sample share a key."""
 
     def draw(self, every: int) -> None:
-        """Draw one sample in `every` from now on. Fewer are some of those before."""
+        """Draw one sample in `every` from now on. A larger number draws some of the same samples."""
         self._least = _ALL // every
 
     def moves(self, name: str, key: str) -> bool:
