@@ -1,4 +1,4 @@
-"""All eight modes for real: real engines in real processes, on both runtimes."""
+"""All eight modes for real: real engines in real processes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ from tests.pipeline.simulated import parts_of
 OVERLAP = "async_training.overlap_sync=true"
 
 
-ALL = [*((mode, OVERLAP) for mode in ("async_staleness", "async_partial")), *zip(MODES)]
-WAYS = [("async_partial", OVERLAP), ("one_step_off",), ("async_swap",), ("colocate_partial",)]
-"""Each way to sync, and shared devices: what a runtime carries. A mode is only a few numbers."""
+MODES_AND_OVERLAP = [
+    *((mode, OVERLAP) for mode in ("async_staleness", "async_partial")),
+    *zip(MODES),
+]
 
 
-@pytest.mark.parametrize(("runtime", "modes"), [("local", ALL), ("ray", WAYS)])
-def test_every_mode_trains_every_sample_once(
-    tmp_path: Path, runtime: str, modes: list[tuple[str, ...]]
-) -> None:
+def test_every_mode_trains_every_sample_once(tmp_path: Path) -> None:
     async def main() -> None:
-        async with runs.session(tmp_path, f"trainer.runtime={runtime}") as s:
-            for mode, *more in modes:
+        async with runs.session(tmp_path) as s:
+            for mode, *more in MODES_AND_OVERLAP:
                 folder = tmp_path / "-".join([mode, *more])
                 outcome = await runs.run(s, folder, f"mode={mode}", *more)
                 assert all(

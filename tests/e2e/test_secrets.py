@@ -15,6 +15,7 @@ from urllib.parse import quote
 import pyarrow.parquet as pq
 import pytest
 
+pytestmark = pytest.mark.xdist_group("secrets")  # The tests share one run.
 NAMES = (
     *("WANDB_API_KEY", "OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"),
     "MY_JUDGE_KEY",

@@ -41,23 +41,13 @@ def added(rank: int) -> float:
     return float(total)
 
 
-def fails_on_one(rank: int) -> None:
-    if rank == 1:
-        raise ValueError("rank 1 has a fault")
-    dist.barrier()
-
-
 def hangs(rank: int) -> None:
     time.sleep(600 if rank == 0 else 0)
 
 
 def test_a_broken_pair_says_why_and_the_next_case_has_a_new_one(pair: Pair) -> None:
     assert pair.run(added, limit_s=30) == [3.0, 3.0]
-    with pytest.raises(
-        Broken, match=r"(?s)pair 1 broke in fails_on_one.*rank 1 failed.*has a fault"
-    ):
-        pair.run(fails_on_one, limit_s=30)
-    with pytest.raises(Broken, match=r"(?s)pair 2 broke in hangs.*rank 0 waits.*in hangs"):
+    with pytest.raises(Broken, match=r"(?s)pair 1 broke in hangs.*rank 0 waits.*in hangs"):
         pair.run(hangs, limit_s=3)
     assert pair.run(added, limit_s=30) == [3.0, 3.0]
 
