@@ -1,16 +1,17 @@
 """Follow the advice of a run, and compare the gain with the prediction.
 
-    python benchmarks/advice_case.py [--out DIR] [--steps 2] [--limit-s 500] [--samples 640]
-        [--recipe NAME] [--simulate] [key=value ...]
+    python benchmarks/advice_case.py [--out DIR] [--steps 2] [--turns 1] [--limit-s 500]
+        [--samples 640] [--recipe NAME] [--simulate] [key=value ...]
 
 The default case needs two GPUs and vLLM: 1.5B with random weights, one trainer and one engine of
 256 decode slots, windows of 32 x 8, log-normal lengths (median 250, sigma 0.8, cut at 1,024),
 staleness 2. There, trainer and engine idle at the same time.
 
 All runs use the same engines. A short run warms them up. The first run has the overrides above.
-Each further run also has those of the first advice that needs no other engines. No further run
-starts if it would end after `--limit-s` seconds. DIR/advice_case.json has the figures, also of the
-runs before a failure.
+Each further run also has those of the first advice that needs no other engines. `--turns 2` then
+does the same runs once more, so that a slow change of the machine does not look like a gain. No
+further run starts if it would end after `--limit-s` seconds. DIR/advice_case.json has the figures,
+also of the runs before a failure.
 
 `--simulate` follows the same advice on the virtual clock first, with the costs of such an engine:
 22k tokens a second from 256 requests, 13.8k from 64.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -54,6 +56,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build/advice")))
     parser.add_argument("--steps", type=int, default=2, help="runs that follow advice")
+    parser.add_argument("--turns", type=int, default=1, help="times that all runs are done")
     parser.add_argument("--limit-s", type=float, default=500.0)
     parser.add_argument("--samples", type=int, default=640, help="samples of each run")
     parser.add_argument("--recipe", default="shapes/qwen2_1.5b")
@@ -85,19 +88,29 @@ async def follow(options: argparse.Namespace, overrides: list[str], result: dict
         window = s.config.schedule.window
         warm = s.config.schedule.capacity + 5 * window
         await one(s, options.recipe, overrides, folder / "warm", warm)
-        for step in range(options.steps + 1):
+        plan = [overrides]
+        followed: list[dict[str, Any] | None] = []
+        for turn, step in itertools.product(range(options.turns), range(options.steps + 1)):
+            if step == len(plan):
+                continue
             since = time.monotonic()
-            run = await one(s, options.recipe, overrides, folder / f"run-{step}", options.samples)
+            name = folder / f"run-{turn}-{step}"
+            run = await one(s, options.recipe, plan[step], name, options.samples)
             run["took_s"] = time.monotonic() - since
-            result["runs"].append({"overrides": list(overrides), **run})
+            if turn == 0:
+                chosen = same_engines(run["all_advice"])
+                followed.append(chosen)
+                if chosen is not None and step < options.steps:
+                    plan.append([*plan[step], *chosen["overrides"]])
+            run |= {"overrides": plan[step], "step": step, "followed": followed[step]}
+            result["runs"].append(run)
             result["seconds"] = time.monotonic() - begin
             (options.out / "advice_case.json").write_text(json.dumps(result, indent=1) + "\n")
-            progress.note(f"run {step}: {run['samples_per_s']:.2f} samples/s; {run['advice'][0]}")
-            chosen = same_engines(run["all_advice"])
-            if chosen is None or result["seconds"] + 1.2 * run["took_s"] > options.limit_s:
+            progress.note(
+                f"turn {turn}, run {step}: {run['samples_per_s']:.2f} samples/s; {run['advice'][0]}"
+            )
+            if result["seconds"] + 1.2 * run["took_s"] > options.limit_s:
                 return
-            result["runs"][-1]["followed"] = chosen
-            overrides = [*overrides, *chosen["overrides"]]
 
 
 async def one(
@@ -174,7 +187,7 @@ def table(runs: Sequence[dict[str, Any]], what: str) -> str:
         "|---" + "|--:" * 8 + "|",
     ]
     for k, run in enumerate(runs):
-        before = runs[k - 1] if k else None
+        before = runs[k - 1] if run.get("step", k) else None
         gain = drawn = predicted = ""
         if before is not None:
             gain = f"{run['samples_per_s'] / before['samples_per_s'] - 1:+.0%}"
