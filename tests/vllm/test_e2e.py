@@ -11,9 +11,14 @@ import psutil
 from millrace.pipeline.history import audit
 from tests.e2e import runs
 from tests.e2e.accounts import check_accounts
-from tests.e2e.test_modes import OVERLAP, WAYS, check_rows
+from tests.e2e.test_modes import OVERLAP, check_rows
 from tests.vllm.processes import engine_cores
 
+WAYS = [
+    *(("async_partial", OVERLAP), ("async_swap", OVERLAP)),
+    *(("one_step_off",), ("async_swap",), ("colocate_partial",)),
+]
+"""Each way to sync, and shared devices. A mode is only a few numbers."""
 VLLM = [
     "rollout.engine=vllm",
     "model.shape.num_attention_heads=2",
@@ -27,7 +32,7 @@ VLLM = [
 def test_each_way_to_sync_and_the_quickstart_learns(tmp_path: Path) -> None:
     async def main() -> list[psutil.Process]:
         async with runs.session(tmp_path, *VLLM) as s:
-            for mode, *more in [*WAYS, ("async_swap", OVERLAP)]:
+            for mode, *more in WAYS:
                 folder = tmp_path / "-".join([mode, *more])
                 outcome = await runs.run(s, folder, *VLLM, f"mode={mode}", *more)
                 assert (
