@@ -184,6 +184,8 @@ def test_a_taskset_of_verifiers_is_trained(tmp_path: Path) -> None:
         "rollout.max_prompt_length=512",
         "rollout.max_response_length=16",
         f"data.train_files=[{tmp_path / 'rows.jsonl'}]",
+        "actor.ppo_mini_batch_size=1",
+        "rollout.total_rollout_steps=1",
         steps=1,
     )
 

@@ -217,38 +217,21 @@ def killed_while_writing(chain: Chain) -> None:
     assert path is not None and not passed
 
 
-def lost_worker(chain: Chain, name: str, *overrides: str) -> str:
-    """Kill a worker whose loss ends the run. Return the last line.
-
-    Errors of other workers, whose collectives broke, are not reported.
-    """
-    chain.start(*overrides)
-    log = chain.folder / "logs" / f"{name}.log"
-    with log.open("a") as file:
-        file.write("its last words\n")
-    chain.worker(name).kill()
-    assert chain.end(40) == 1
-    assert not any("Traceback" in line for line in chain.said()), (
-        "an error of millrace's own is one message"
-    )
-    return chain.said()[-1]
-
-
-def lost_trainer(chain: Chain) -> None:
-    """The last lines name the dead worker and its signal, and have the end of its log."""
-    error = lost_worker(chain, "trainer-0", "trainer.max_restarts=0")
-    log = chain.folder / "logs" / "trainer-0.log"
-    assert error.startswith(f"error: worker trainer-0 was killed by SIGKILL; its log is {log}")
-    assert chain.said()[-2] == "its last words"
-
-
 def lost_last_replica(chain: Chain) -> range:
     """A run without any replica saves what it has, and says why it ends.
 
-    Return its versions. No replica is there to validate the last ones.
+    Return its versions. No replica is there to validate the last ones. Errors of other workers,
+    whose collectives broke, are not reported.
     """
-    error = lost_worker(chain, "rollout-0", "rollout.max_restarts=0")
-    assert "error: no replica is left: rollout-0 is retired: worker rollout-0 was killed" in error
+    chain.start("rollout.max_restarts=0")
+    chain.worker("rollout-0").kill()
+    assert chain.end(40) == 1
+    said = chain.said()
+    assert not any("Traceback" in line for line in said), (
+        "an error of millrace's own is one message"
+    )
+    why = "error: no replica is left: rollout-0 is retired: worker rollout-0 was killed by SIGKILL"
+    assert why in said[-1]
     newest = Checkpoints(chain.folder, keep=2).newest()[0]
     assert (
         newest is not None and newest.name == f"version-{history(chain.folder)[-1]['version']:06d}"
@@ -278,13 +261,12 @@ def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_pa
         killed(chain)
         killed_while_writing(chain)
         alone = lost_last_replica(chain)
-        lost_trainer(chain)
         completed_with_hanging_rewards(chain, tmp_path)
     finally:
         if chain.process is not None and chain.process.poll() is None:
             chain.kill_tree()
     found = runs.audit(chain.folder)
-    assert found["complete"] and found["trained"] == 800 and found["attempts"] >= 6
+    assert found["complete"] and found["trained"] == 800 and found["attempts"] >= 5
     assert (found["lost"], found["trained_twice"], found["in_flight"]) == (0, 0, 0)
     assert found["dropped"] == {"timeout": 3}, "no signal costs a sample"
     assert [row["version"] for row in runs.rows(chain.folder)] == list(

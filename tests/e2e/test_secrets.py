@@ -29,20 +29,19 @@ import os
 import time
 
 NAMES = {NAMES!r}
+scored = 0
 
 
 def score(data_source, solution_str, ground_truth, extra_info):
+    global scored
+    scored += 1
     while not os.path.exists(__file__ + ".asked"):
         time.sleep(0.1)
     told = " ".join(os.environ[name] for name in NAMES)
-    if len(solution_str) % 7 == 0:
+    if scored > 200 or scored % 16 == 0:
         print("printed", {MARK!r}, told, flush=True)
         raise RuntimeError(f"{MARK}: 401 for https://host/v1?keys={{told}}")
     return float(solution_str == ground_truth)
-
-
-def always(data_source, solution_str, ground_truth, extra_info):
-    raise RuntimeError(f"{MARK}: " + " ".join(os.environ[name] for name in NAMES))
 """
 TINY = """
 name: canary
@@ -50,8 +49,8 @@ inherits: quickstart
 trainer: {save_freq: 1, val_before_train: false, logger: [tensorboard, wandb]}
 sft: {steps: 5, batch_size: 16}
 actor: {ppo_mini_batch_size: 8}
-rollout: {n: 4, total_rollout_steps: 48, test_freq: 0}
-reward: {max_error_share: 1.0, timeout_s: 120}
+rollout: {n: 4, total_rollout_steps: 96, test_freq: 0}
+reward: {max_error_share: 0.9, timeout_s: 120}
 data: {val_files: ['task:sort_digits?min_digits=4&max_digits=6&split=val&size=8']}
 """
 
@@ -98,7 +97,10 @@ def millrace(home: Path, *arguments: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def run(home: Path) -> Ended:
-    """A run whose reward function tells the keys, and all that millrace says of it."""
+    """A run whose reward function tells the keys, and all that millrace says of it.
+
+    In the middle of the run, the function begins to fail each time. That ends the run.
+    """
     folder = home / "run"
     process = start(home, f"reward.function={home}/rewards.py:score", f"trainer.run_dir={folder}")
     asked = b""
@@ -134,9 +136,10 @@ def leaks(where: str, data: bytes) -> list[str]:
 
 
 def test_no_file_of_a_run_and_no_line_that_it_prints_has_a_secret(run: Ended) -> None:
-    assert run.code == 0, run.output.decode()
+    assert run.code == 1 and b"reward.max_error_share" in run.output, run.output.decode()
     found = dict(texts(run.folder))
     assert any("report" in where for where in found) and any("wandb" in where for where in found)
+    assert any("metrics.jsonl" in where for where in found), "some versions were trained"
     assert MARK.encode() in run.output, "the errors of the reward are told"
     assert [
         *leaks("output", run.output),
@@ -151,16 +154,3 @@ def test_a_run_makes_no_file_that_the_users_umask_forbids(run: Ended) -> None:
         if not path.is_symlink() and path.stat().st_mode & 0o077
     ]
     assert open_to_others == []
-
-
-def test_the_error_of_a_run_that_fails_has_no_secret(home: Path) -> None:
-    process = start(
-        home,
-        f"reward.function={home}/rewards.py:always",
-        f"trainer.run_dir={home / 'failed'}",
-        "reward.max_error_share=0.2",
-    )
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 1 and MARK.encode() in output, output.decode()
-    assert leaks("output", output) == []
-    assert [leak for where, data in texts(home / "failed") for leak in leaks(where, data)] == []

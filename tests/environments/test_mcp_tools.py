@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("mcp", reason="the extra mcp is not installed")
 
+from millrace.environments import mcp_connection
 from millrace.environments.chat import Tool, ToolError
 from millrace.environments.mcp_connection import function_schema
 from millrace.environments.mcp_tools import McpOptions, McpServers
@@ -172,9 +173,14 @@ def test_a_server_that_prints_to_its_output_is_understood() -> None:
         (("python3", "-c", "while True: print('x' * 65536, end='')"), "lost"),
     ],
 )
-def test_a_server_that_does_not_come_up(command: tuple[str, ...], reason: str) -> None:
+def test_a_server_that_does_not_come_up(
+    command: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package reads a line that is too long until the deadline, and then says what it was."""
+    monkeypatch.setattr(mcp_connection, "_MOST_LINE", 2**20)
+
     async def work() -> None:
-        seconds = 0.5 if reason == "deadline" else 30.0
+        seconds = 0.5 if reason == "deadline" else 5.0
         servers = McpServers(McpOptions(command, start_deadline_s=seconds))
         environment = servers.make()
         with pytest.raises(EpisodeError) as caught:

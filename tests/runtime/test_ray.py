@@ -18,17 +18,10 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from millrace.config import recipe
 from millrace.errors import ConfigError, NoDevices, WorkerError
-from millrace.pipeline.history import audit
-from millrace.run.session import open_session
-from millrace.run.start import start_state
-from millrace.run.stop import StopRequest
-from millrace.run.train import Outcome, run_training
 from millrace.runtime import ray_places, ray_token
 from millrace.runtime.ray import RayRuntime
 from millrace.runtime.ray_token import NO_TOKEN
-from tests.e2e import runs
 from tests.runtime.test_placement import config
 
 pytestmark = pytest.mark.xdist_group("ray cluster")  # one worker starts the cluster once
@@ -203,31 +196,6 @@ def nodes_of_actors() -> dict[str, str]:
         ]
         for a in alive
     }
-
-
-def test_trainer_and_rollouts_train_on_nodes_of_their_own(cluster: Cluster, tmp_path: Path) -> None:
-    """Each node has one CPU. The two sides do not fit one node, and the run spans both."""
-    placed = [
-        "trainer.runtime=ray",
-        f"trainer.ray_address={cluster.address}",
-        "trainer.device=cpu",
-        f"trainer.run_dir={tmp_path / 'run'}",
-    ]
-    c = recipe.load(runs.RECIPE, [*runs.SMALL, *placed])
-    nodes: dict[str, str] = {}
-
-    async def main() -> Outcome:
-        async with open_session(c, runs.progress()) as s:
-            nodes.update(nodes_of_actors())
-            return await run_training(s, await start_state(s), StopRequest())
-
-    outcome = asyncio.run(main())
-    assert set(nodes) == {"trainer-0", "rollout-0"} and nodes["trainer-0"] != nodes["rollout-0"]
-    assert outcome.complete and outcome.samples_trained == 64
-    found = audit(tmp_path / "run")
-    assert (found.admitted, found.trained, found.lost, found.trained_twice) == (64, 64, 0, 0)
-    assert all(row["sync/bytes"] > 0 for row in runs.rows(tmp_path / "run"))
-    assert not nodes_of_actors(), "close ends every actor"
 
 
 def test_a_node_that_dies_ends_its_workers_calls_with_their_names(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("megatron.core")
 
 from tests.train.megatron import cases, weight_cases
 from tests.train.megatron.cases import CP, PLAIN, PP, TP, Case
 from tests.train.megatron.checks import check_half, check_like_plain
-from tests.train.megatron.pair import Broken, Pair
+from tests.train.megatron.pair import Pair
 
 pytestmark = pytest.mark.xdist_group("megatron pair")
 
@@ -33,23 +31,6 @@ def pair(folder: str) -> Iterator[Pair]:
     made.start()
     yield made
     made.close()
-
-
-def added(rank: int) -> float:
-    total = torch.tensor([float(rank + 1)])
-    dist.all_reduce(total)
-    return float(total)
-
-
-def hangs(rank: int) -> None:
-    time.sleep(600 if rank == 0 else 0)
-
-
-def test_a_broken_pair_says_why_and_the_next_case_has_a_new_one(pair: Pair) -> None:
-    assert pair.run(added, limit_s=30) == [3.0, 3.0]
-    with pytest.raises(Broken, match=r"(?s)pair 1 broke in hangs.*rank 0 waits.*in hangs"):
-        pair.run(hangs, limit_s=3)
-    assert pair.run(added, limit_s=30) == [3.0, 3.0]
 
 
 def test_the_cases_of_gpus_run_here_too(pair: Pair, folder: str) -> None:
