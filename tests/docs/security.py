@@ -117,7 +117,6 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "No file of a run has the value of a secret, and no line that millrace prints has one.": (
         CANARY + "test_no_file_of_a_run_and_no_line_that_it_prints_has_a_secret",
-        CANARY + "test_the_error_of_a_run_that_fails_has_no_secret",
     ),
     "Errors, and what reward functions print, show `***` in its place.": (
         CONFIG + "test_the_texts_of_errors_have_no_secret",
