@@ -176,7 +176,7 @@ def test_a_server_that_prints_to_its_output_is_understood() -> None:
 def test_a_server_that_does_not_come_up(
     command: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The package reads a line that is too long until the deadline, and then says what it was."""
+    """After a line that is too long, the package reads on until the deadline. Then the error comes."""
     monkeypatch.setattr(mcp_connection, "_MOST_LINE", 2**20)
 
     async def work() -> None:
