@@ -293,6 +293,15 @@ def test_devices_on_the_cores_of_one_cpu_are_not_moved_or_added(name: str) -> No
     assert "n_gpus_per_node" in words[0] and "n_gpus_per_node" not in words[1]
 
 
+def test_syncs_on_the_cores_of_one_cpu_are_not_overlapped() -> None:
+    """The sync takes the cores from the steps that it overlaps."""
+    measured = run(FLAT.but(slots=256, staleness=3.0, cost=replace(SLOW_TRAINER, transfer_s=3.0)))
+    on_cpu = replace(measured, setup=replace(measured.setup, share_cores=True))
+    words = str([str(one) for one in advise(measured)]), str([str(one) for one in advise(on_cpu)])
+    assert "overlap_sync" in words[0] and "overlap_sync" not in words[1]
+    assert all(one.at_most for one in advise(on_cpu) if one.gain is not None)
+
+
 def test_samples_that_a_failing_reward_dropped_ask_for_another_reward() -> None:
     measured = run(FLAT.but(staleness=3.0, cost=GROWING, chance=half_solved))
     failing = replace(measured, dropped_tokens={"exception": sum(measured.dropped_tokens.values())})

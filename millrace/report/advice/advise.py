@@ -61,11 +61,15 @@ def advise(measured: Measured) -> list[Advice]:
 
 
 def _marked(flow: Throughput, one: Advice) -> Advice:
-    """Mark a gain as a bound if the run would be far from what was measured."""
+    """Mark a gain as a bound if the run would be far from what was measured.
+
+    So is every gain where both sides share the cores of one CPU: what one side wins, the other loses.
+    """
     far = one.gain is not None and one.gain > FAR
     unsteady = flow.schedule.overlap_sync or flow.m.drop_share > MOST_DROPS
     short = flow.m.versions < LEAST_VERSIONS
-    return replace(one, at_most=True) if far or unsteady or short else one
+    bound = far or unsteady or short or flow.setup.share_cores
+    return replace(one, at_most=True) if bound else one
 
 
 def _once(advice: list[Advice]) -> list[Advice]:

@@ -82,6 +82,8 @@ def fewer_syncs(flow: Throughput) -> Advice | None:
         return None
     why = f"Syncs take {share:.0%} of the trainer's time"
     if schedule.staleness_threshold and not schedule.colocated:
+        if flow.setup.share_cores:
+            return None  # the sync then takes the same cores from the steps that it overlaps
         own = _seconds(flow, "sync_keep", "sync_transfer", "sync_activate")
         # A sync begins after the one before it.
         sync_ceiling = m.samples / m.versions / max(1e-9, own)
