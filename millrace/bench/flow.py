@@ -21,7 +21,7 @@ def figures_of_flow(
     from millrace.report.advice.measure import checked, measured_of, setup_at
 
     found = setup_at(run_dir)
-    if found is None:
+    if found is None or not versions:
         return {}
     setup, tree = found
     counted = [rows[k] for k in versions]

@@ -293,6 +293,14 @@ def test_devices_on_the_cores_of_one_cpu_are_not_moved_or_added(name: str) -> No
     assert "n_gpus_per_node" in words[0] and "n_gpus_per_node" not in words[1]
 
 
+def test_turns_are_no_advice_if_small_steps_may_take_as_long_as_large_ones() -> None:
+    measured = run(SITUATIONS["asynchrony gains nothing"].case)
+    assert measured.step_line and advise(measured)[0].overrides[0] == "mode=colocate_sync"
+    fixed, each = measured.step_line
+    flat = replace(measured, flat_line=(fixed + each * measured.busy_slots, 0.0))
+    assert "colocate_sync" not in str([str(one) for one in advise(flat)])
+
+
 def test_syncs_on_the_cores_of_one_cpu_are_not_overlapped() -> None:
     """The sync takes the cores from the steps that it overlaps."""
     measured = run(FLAT.but(slots=256, staleness=3.0, cost=replace(SLOW_TRAINER, transfer_s=3.0)))

@@ -6,12 +6,13 @@ import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from millrace.config import recipe
 from millrace.report.accounts.lines import FILE
-from millrace.report.accounts.pace import step_line
+from millrace.report.accounts.pace import step_lines
 from millrace.report.advice.advise import Advice
 from millrace.report.advice.measure import advise_run, checked, measure
 from millrace.simulate import clock
@@ -127,13 +128,29 @@ def test_the_growth_of_a_decode_step_is_found_from_versions_with_other_loads() -
 
 def test_equal_loads_show_no_growth() -> None:
     same = [({"52": [10.0, 1500.0]}, 150_000.0)] * 8
-    assert step_line(same) is None
+    assert step_lines(same) is None
     other = [({"40": [10.0, 450.0]}, 450.0 / (0.002 + 4e-5 * 45))] * 4
     fast = [({"52": [10.0, 1500.0]}, 1500.0 / (0.002 + 4e-5 * 150))] * 4
-    found = step_line([*other, *fast])
+    found = step_lines([*other, *fast])
     assert found is not None
-    assert found == pytest.approx((0.002, 4e-5), rel=0.05)
-    assert step_line(other[:2] + fast[:1]) is None, "too few versions"
+    assert found[0] == pytest.approx((0.002, 4e-5), rel=0.05)
+    assert step_lines(other[:2] + fast[:1]) is None, "too few versions"
+
+
+def test_the_flattest_likely_line_has_no_shorter_steps_at_few_requests() -> None:
+    """Tokens that scatter by 5 % leave f open, so one line would promise too fast small steps."""
+    random, fixed, each = Random(3), 0.0025, 3e-5
+    below, trials = [0, 0], 200
+    for _ in range(trials):
+        versions = []
+        for _ in range(16):
+            load = random.uniform(150, 250)
+            tokens = 4.0 * load / (fixed + each * load) * random.gauss(1, 0.05)
+            versions.append(({"52": [4.0, 4.0 * load]}, tokens))
+        for k, (f, e) in enumerate(step_lines(versions) or ()):
+            below[k] += f + 40 * e < 0.95 * (fixed + 40 * each)
+    assert below[0] > 0.2 * trials, "the best line often is too fast there"
+    assert below[1] < 0.05 * trials
 
 
 def test_the_versions_of_an_attempt_that_has_just_begun_are_too_few() -> None:

@@ -21,6 +21,9 @@ LEAST_VERSIONS = 4
 LEAST_CONTRAST = 1.5
 """How much worse the worst growth must explain the tokens of the versions than the best one."""
 
+StepLine = tuple[float, float]
+"""f and e: the seconds of a decode step, and those for each request in it."""
+
 Loads = Mapping[str, Sequence[float]]
 """For each bin of loads: seconds of engines, and the integral of the load over them."""
 
@@ -67,11 +70,13 @@ class LoadAccount:
         return found
 
 
-def step_line(versions: Sequence[tuple[Loads, float]]) -> tuple[float, float] | None:
-    """Return f and e, in seconds. Each version has its loads and the tokens that it drew.
+def step_lines(versions: Sequence[tuple[Loads, float]]) -> tuple[StepLine, StepLine] | None:
+    """Return the line that explains the tokens best, and the flattest one that is likely.
 
-    The share of the step that grows is searched, and the speed follows from the least squares. None
-    if any share explains the tokens nearly as well.
+    Each version has its loads and the tokens that it drew. The share of the step that grows is
+    searched, and the speed follows from the least squares. A share is likely if its squared error
+    is within two standard deviations of the least one: with v versions and two unknowns, at most
+    1 + 4 / (v - 2) times as large. None if any share explains the tokens nearly as well.
     """
     points = [
         ([(load / seconds, seconds) for seconds, load in loads.values() if seconds > 0], tokens)
@@ -82,11 +87,16 @@ def step_line(versions: Sequence[tuple[Loads, float]]) -> tuple[float, float] | 
     if len(points) < LEAST_VERSIONS:
         return None
     top = max(load for times, _ in points for load, _ in times)
-    tries = [(_error(points, share / 50, top), share / 50) for share in range(51)]
-    (error, scale), share = min(tries)
-    if max(tries)[0][0] < LEAST_CONTRAST * error:
+    tries = [(*_error(points, share / 50, top), share / 50) for share in range(51)]
+    best = min(tries)
+    if max(tries)[0] < LEAST_CONTRAST * best[0]:
         return None
-    return scale * (1 - share), scale * share / top
+    likely = (1 + 4 / (len(points) - 2)) * best[0]
+    flattest = next(one for one in tries if one[0] <= likely)
+    first, second = (
+        (scale * (1 - share), scale * share / top) for _, scale, share in (best, flattest)
+    )
+    return first, second
 
 
 def _error(

@@ -14,7 +14,7 @@ from millrace.errors import ConfigError
 from millrace.observe.sinks import read_rows
 from millrace.observe.timing import TOTALS
 from millrace.report.accounts.lines import Line, read
-from millrace.report.accounts.pace import step_line
+from millrace.report.accounts.pace import StepLine, step_lines
 from millrace.report.advice.advise import Advice, advise
 from millrace.report.advice.measured import Measured, Setup
 from millrace.report.config_file import read_config
@@ -127,7 +127,7 @@ def measured_of(
     if not used or len(used) < len(chosen) or not all(end in lines for end in ends):
         return None
     setup = replace(setup, share_cores=lines[ends[1]].share_cores)
-    return _totals(setup, used, lines[ends[0]], lines[ends[1]], _step_line(rows, attempt))
+    return _totals(setup, used, lines[ends[0]], lines[ends[1]], _step_lines(rows, attempt))
 
 
 def _totals(
@@ -135,7 +135,7 @@ def _totals(
     rows: Sequence[Mapping[str, float]],
     before: Line,
     after: Line,
-    step: tuple[float, float] | None,
+    steps: tuple[StepLine, StepLine] | None,
 ) -> Measured:
     """Return the figures of these rows. The lines are the accounts at both ends."""
 
@@ -188,7 +188,8 @@ def _totals(
         longest=total("response_length/max") / len(rows),
         more_ready=more("ready"),
         more_running=more("waiting", "running"),
-        step_line=step,
+        step_line=steps[0] if steps else None,
+        flat_line=steps[1] if steps else None,
     )
 
 
@@ -220,7 +221,7 @@ def _longest(row: Mapping[str, float], n: int) -> float:
     return lengths[3]
 
 
-def _step_line(rows: Rows, attempt: Sequence[Line]) -> tuple[float, float] | None:
+def _step_lines(rows: Rows, attempt: Sequence[Line]) -> tuple[StepLine, StepLine] | None:
     """Return how a decode step grows. All versions of the attempt count: their loads differ."""
     versions = []
     for before, after in itertools.pairwise(attempt):
@@ -233,7 +234,7 @@ def _step_line(rows: Rows, attempt: Sequence[Line]) -> tuple[float, float] | Non
         }
         tokens = (row.get("rollouter/tokens_per_s") or 0.0) * row["perf/time_per_version"]
         versions.append((loads, tokens))
-    return step_line(versions[-MOST_VERSIONS:])
+    return step_lines(versions[-MOST_VERSIONS:])
 
 
 def _numbers(rows: Rows) -> dict[int, dict[str, float]]:

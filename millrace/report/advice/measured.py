@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from millrace.observe.timing import GEN, IDLE
+from millrace.report.accounts.pace import StepLine
 from millrace.schedule.schedule import Schedule
 
 WITH_TRAINER = ("taken", "trained", "sealed")
@@ -107,8 +108,10 @@ class Measured:
     """Change of the stock of finished samples that wait for the trainer."""
     more_running: int = 0
     """Change of the number of samples that are under way."""
-    step_line: tuple[float, float] | None = None
-    """Seconds of a decode step, and for each request in it. None if the loads were alike."""
+    step_line: StepLine | None = None
+    """The line that explains the drawn tokens best. None if the loads were alike."""
+    flat_line: StepLine | None = None
+    """The flattest line that is likely. At few requests its steps are the longest."""
 
     @property
     def step_growth(self) -> float | None:

@@ -34,7 +34,8 @@ The rate stands on both sides of these equations. Bisection solves them.
 
 **Turns.** On shared devices, and with a staleness of 0, the sides take turns. The seconds of a
 version are then a sum: drawing, training, the sync, the hand-over. A part that takes the share s of
-them gives at most s / (1 - s) if it disappears.
+them gives at most s / (1 - s) if it disappears. Each engine draws fewer requests then than it was
+measured with, so its step depends on f. Advice to take turns uses the largest likely f.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from millrace.observe.timing import GEN, IDLE
+from millrace.report.accounts.pace import StepLine
 from millrace.report.advice.measured import Measured
 
 PLACES = 16
@@ -90,6 +92,8 @@ class Throughput:
         step_s = m.busy_slot_s / max(1.0, m.drawn_tokens)
         self.step = m.step_line or (step_s, 0.0)
         """f and e."""
+        self.flat_step = m.flat_line or self.step
+        """f and e with the largest likely f."""
         self.trainer_s = m.version_s * (1 - m.starved)
         """B: seconds of each version in which the trainer does not wait for samples."""
         self.tokens = m.drawn_tokens / max(1, m.samples)
@@ -196,13 +200,13 @@ class Throughput:
         """Return what `rate` is over the measured rate, as a share of it."""
         return rate / self.m.rate - 1
 
-    def drawing(self, requests: float, replicas: float) -> float:
+    def drawing(self, requests: float, replicas: float, step: StepLine) -> float:
         """Return the seconds in which `requests` that start at once are drawn.
 
         The longest one ends last. If not all have a slot, it begins on average half of its own time
         later.
         """
-        fixed, each = self.step
+        fixed, each = step
         slots = self.setup.slots / self.setup.replicas * replicas
         mean = self.tokens / self.setup.n
         longest = max(mean, self.m.longest)
@@ -218,7 +222,8 @@ class Throughput:
         The seconds of a hand-over are not known, so they are left out.
         """
         setup, window = self.setup, self.schedule.window
-        draw = self.drawing(window * setup.n, setup.replicas * setup.devices / setup.rollouts)
+        replicas = setup.replicas * setup.devices / setup.rollouts
+        draw = self.drawing(window * setup.n, replicas, self.flat_step)
         steps = self.steps_s * setup.trainers / setup.devices
         others = ("sync_transfer", "sync_activate", "save_checkpoint", "wait_validation", "other")
         rest = sum(self.m.trainer.get(part, 0.0) for part in others) / self.m.versions
@@ -227,17 +232,18 @@ class Throughput:
     def larger_window(self, factor: int, once_s: float) -> float:
         """Return the rate of turns with a window that is `factor` times as large.
 
-        A version pays `once_s` once. All that happens once in a version is in it. Its steps take `factor` times as long. Its longest response
-        still ends the drawing.
+        A version pays `once_s` once. All that happens once in a version is in it. Its steps take
+        `factor` times as long. Its longest response still ends the drawing.
         """
         setup = self.setup
         requests = self.schedule.window * setup.n
         drawn = sum(self.m.trainer.get(part, 0.0) for part in GEN) / self.m.versions
-        longer = self.drawing(factor * requests, setup.replicas) / self.drawing(
-            requests, setup.replicas
+        before, after = (
+            self.drawing(count, setup.replicas, self.step)
+            for count in (requests, factor * requests)
         )
         steps = self.m.version_s - drawn - once_s
-        seconds = drawn * min(factor, max(1.0, longer)) + factor * steps + once_s
+        seconds = drawn * min(factor, max(1.0, after / before)) + factor * steps + once_s
         return factor * self.m.samples / self.m.versions / seconds
 
     def capacity_that_fills(self, rate: float, change: Change = NOTHING) -> float:
