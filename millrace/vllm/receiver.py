@@ -12,14 +12,18 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from millrace.errors import BrokenTransfer, SyncError
-from millrace.ports import TransferReport
+from millrace.errors import BrokenTransfer, SyncError, WorkerError
+from millrace.ports import RolloutStats, TransferReport
 from millrace.sync.agreement import Agreement
 from millrace.sync.proof import not_live
 from millrace.types import PolicyVersion
 
 _POLL_S = 1.0
 """Seconds between two checks that the engine is alive."""
+_PROBE_S = 5.0
+"""Seconds without a report, after which the workers are asked for a sign of life."""
+_FIRST_S = 180.0
+"""How long workers may owe an answer before the first token: kernels may be compiled meanwhile."""
 
 
 class VllmEngine(Protocol):
@@ -35,6 +39,10 @@ class VllmEngine(Protocol):
 
     def check_alive(self) -> None:
         """Raise WorkerError if the engine has died."""
+        ...
+
+    async def stats(self) -> RolloutStats:
+        """Return the totals of the engine."""
         ...
 
     async def swap(self, version: PolicyVersion, prove: Callable[[Sequence[Any]], None]) -> float:
@@ -55,6 +63,7 @@ class VllmReceiver:
         self._replica = replica
         self._shards = agreed.devices
         self._timeout_s = agreed.timeout_s
+        self._stall_s = _FIRST_S
         self._turn = 0
         self._version: PolicyVersion | None = None
 
@@ -71,6 +80,7 @@ class VllmReceiver:
         """Prepare each of vLLM's workers to receive. `regroup` joins the trainer ranks."""
         made = cls(engine, store, replica, agreed)
         made._init = {"replica": replica, "config": tree}
+        made._stall_s = tree["rollout"]["stall_s"]
         await made.meet(store, agreed, address)
         return made
 
@@ -114,7 +124,7 @@ class VllmReceiver:
         ]
         for key in keys:  # of a replica that died with this index
             self._store.delete_key(key)
-        await self._engine.call_workers(method, *args, self._turn)
+        await self._ask(method, *args, self._turn)
         reports = [await self._report(key) for key in keys]
         for report in reports:
             if "error" in report:
@@ -123,17 +133,37 @@ class VllmReceiver:
             self._store.delete_key(key)
         return reports
 
+    async def _ask(self, method: str, *args: Any) -> None:
+        """Call a method that needs no time. Raise WorkerError if a worker does not answer.
+
+        It may be stopped, or its GPU may hang. An engine without requests owes no token, so nobody
+        else would see that.
+        """
+        drew = (await self._engine.stats()).tokens
+        limit_s = self._stall_s if drew else max(self._stall_s, _FIRST_S)
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._engine.call_workers(method, *args)
+        except TimeoutError:
+            raise WorkerError(
+                f"vLLM stood still: its workers did not answer {method} within {limit_s:g} s "
+                "(rollout.stall_s)"
+            ) from None
+
     async def _report(self, key: str) -> dict[str, Any]:
         """Return the report that a worker's thread stores under `key`.
 
-        Raise SyncError at the deadline, and WorkerError if vLLM dies first.
+        Raise SyncError at the deadline, and WorkerError if vLLM dies or stands still first.
         """
         waiting = asyncio.ensure_future(
             asyncio.to_thread(self._store.wait, [key], timedelta(seconds=self._timeout_s))
         )
-        while not waiting.done():
-            await asyncio.wait([waiting], timeout=_POLL_S)
+        asked = time.monotonic()
+        while not (await asyncio.wait([waiting], timeout=_POLL_S))[0]:
             self._engine.check_alive()
+            if time.monotonic() - asked > _PROBE_S:
+                await self._ask("check_health")
+                asked = time.monotonic()
         if waiting.exception():
             limit = f"{self._timeout_s:g} s"
             raise SyncError(

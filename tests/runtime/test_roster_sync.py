@@ -161,6 +161,19 @@ def test_without_recoveries_the_missed_deadline_is_the_error_of_the_run() -> Non
     assert rank.death is None
 
 
+@pytest.mark.parametrize("on", ["regroup", "transfer"])
+def test_a_replica_whose_engine_stands_still_is_lost_and_the_others_get_the_version(
+    on: str,
+) -> None:
+    """Its process answers, and says so. Without requests, nothing else shows it."""
+    bad = Worker("rollout-0", fails=1)
+    bad.error, bad.on = lambda: WorkerError("rollout-0: vLLM stood still"), on
+    world = World(Worker("trainer-0"), bad, Worker("rollout-1"))
+    world.transfer()
+    assert "stood still" in str(bad.death) and [*world.roster.present] == [1]
+    assert world.ranks.losses == 0
+
+
 def test_a_replica_that_does_not_answer_is_lost_and_the_others_get_the_version() -> None:
     bad = Worker("rollout-0", fails=1)
     bad.error = bad.silent

@@ -17,6 +17,7 @@ from millrace.errors import BrokenTransfer, SyncError, WorkerError
 from millrace.sync.agreement import Agreement
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, tokens_of
+from millrace.vllm import receiver
 from millrace.vllm.receiver import VllmReceiver
 from millrace.vllm.requests import Salt, Salts
 from tests.sync.fleet import regroup
@@ -315,13 +316,31 @@ def test_a_restarted_replica_joins_and_a_changed_weight_is_found(
     runner.run(main())
 
 
-def test_an_engine_that_dies_fails_its_requests_and_its_sync(
-    replica: Replica, runner: asyncio.Runner
+def test_an_engine_that_stands_still_or_dies_fails_its_requests_and_its_sync(
+    replica: Replica, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This test comes last, because it leaves no engine to serve."""
+    monkeypatch.setattr(replica.receiver, "_stall_s", 1.5)
+    monkeypatch.setattr(replica.receiver, "_timeout_s", 8.0)  # the store waits, and nothing else
+    monkeypatch.setattr(receiver, "_PROBE_S", 0.5)
+
+    async def still(asked: str, stopped_after_s: float) -> None:
+        """Stop the core while it stages a version that nobody sends. No request shows it."""
+        (core,) = engine_cores()
+        if not stopped_after_s:
+            core.suspend()
+        transfer = asyncio.create_task(replica.receiver.transfer(70))
+        await asyncio.sleep(stopped_after_s)
+        core.suspend()
+        with pytest.raises(WorkerError, match=f"stood still: .* answer {asked} within 1.5 s"):
+            await asyncio.wait_for(transfer, 30)
+        core.resume()
 
     async def main() -> None:
         params = SamplingParams(max_tokens=200, ignore_eos=True)
+        await replica.engine.generate(tokens_of(PROMPT), params, "s")
+        await still("check_health", 0.5)
+        await still("stage_weights", 0.0)
         task = asyncio.create_task(replica.engine.generate(tokens_of(PROMPT), params, "s"))
         await testing.rollouts._drawing(replica.engine, 2, RolloutCase())
         (core,) = engine_cores()
