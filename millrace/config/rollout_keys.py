@@ -132,7 +132,7 @@ class RolloutConfig(Section):
 
     Tokens of any request count, and so do tokens of prompts. A sync, sleep and the first token
     after a start, which may wait for compiled kernels, may take longer. Raise it for steps that
-    take seconds. It is also the longest time for vLLM's workers to answer during a sync.
+    take seconds. During a transfer of weights, vLLM's workers must answer in this time too.
     """
     max_restarts: int = Field(5, ge=0)
     """How often in a row a lost replica is started anew, after 1, 2, 4 and more seconds.

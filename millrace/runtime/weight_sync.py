@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from millrace.errors import BrokenTransfer, SyncError, WorkerError
+from millrace.errors import BrokenTransfer, ReplicaLost, SyncError
 from millrace.ports import TransferReport
 from millrace.runtime.remote import all_of, first_error
 from millrace.runtime.rpc import Peer
@@ -141,15 +141,18 @@ class RemoteWeightSync:
     async def _ask(self, i: int, method: str, args: tuple[object, ...], result: object) -> Any:
         """Call a method of replica i's receiver. Its SyncError has the replica's index.
 
-        A WorkerError says that its engine has died or stands still, so its worker counts as dead.
+        ReplicaLost says that its engine has died or stands still, so its worker counts as dead. At
+        the first connection nobody would start another one, so the error is the run's.
         """
+        peer = self._members[i]
         try:
-            return await self._members[i].call(f"receiver.{method}", args, result)
+            return await peer.call(f"receiver.{method}", args, result)
         except BrokenTransfer:
             raise
         except SyncError as error:
             error.replica = i
             raise
-        except WorkerError as error:
-            self._members[i].mark_dead(str(error))
+        except ReplicaLost as error:
+            if self.generation > 1 or method != "regroup":
+                peer.mark_dead(str(error))
             raise

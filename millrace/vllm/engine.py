@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any
 
 from millrace.config import ModelConfig, Sides
-from millrace.errors import INSTALL, MissingDependency, WorkerError
+from millrace.errors import INSTALL, MissingDependency, ReplicaLost, WorkerError
 from millrace.models.model import folder_eos_ids
 from millrace.models.tokenizer import text_of
 from millrace.ports import RolloutStats
@@ -177,18 +177,18 @@ class VllmRolloutEngine:
         )
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker's extension. Raise WorkerError if vLLM has died."""
+        """Call a method of every worker's extension. Raise ReplicaLost if vLLM has died."""
         return list(await self._answer(self._llm.collective_rpc(method, args=args)))
 
     def check_alive(self) -> None:
-        """Raise WorkerError if vLLM has died or was closed."""
+        """Raise ReplicaLost if vLLM has died, and WorkerError if it was closed."""
         if self._llm.errored:
-            raise WorkerError(_DEAD)
+            raise ReplicaLost(_DEAD)
         if self._closed:
             raise WorkerError("the engine was closed during a call")
 
     async def _answer(self, call: Awaitable[Any]) -> Any:
-        """Return the answer of vLLM's core. Raise WorkerError within a second if the core dies."""
+        """Return the answer of vLLM's core. Raise ReplicaLost within a second if the core dies."""
         answering = asyncio.ensure_future(call)
         try:
             with waiting(f"{current().registry.name}-core-*|vLLM's core", "its answer"):
@@ -196,7 +196,7 @@ class VllmRolloutEngine:
                     self.check_alive()
             return answering.result()
         except EngineDeadError as error:
-            raise WorkerError(_DEAD) from error
+            raise ReplicaLost(_DEAD) from error
         finally:
             answering.cancel()
 
@@ -300,7 +300,7 @@ class VllmRolloutEngine:
             await asyncio.wait([drawing])
             return drawing.result()
         except EngineDeadError as error:
-            raise WorkerError(_DEAD) from error
+            raise ReplicaLost(_DEAD) from error
         except asyncio.CancelledError:
             request.drawn = self._count(request)
             drawing.cancel()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from millrace.errors import BrokenTransfer, SyncError, WorkerError
+from millrace.errors import BrokenTransfer, ReplicaLost, SyncError
 from millrace.ports import RolloutStats, TransferReport
 from millrace.sync.agreement import Agreement
 from millrace.sync.proof import not_live
@@ -38,7 +38,7 @@ class VllmEngine(Protocol):
         ...
 
     def check_alive(self) -> None:
-        """Raise WorkerError if the engine has died."""
+        """Raise ReplicaLost if the engine has died."""
         ...
 
     async def stats(self) -> RolloutStats:
@@ -134,7 +134,7 @@ class VllmReceiver:
         return reports
 
     async def _ask(self, method: str, *args: Any) -> None:
-        """Call a method that needs no time. Raise WorkerError if a worker does not answer.
+        """Call a method that needs no time. Raise ReplicaLost if a worker does not answer.
 
         It may be stopped, or its GPU may hang. An engine without requests owes no token, so nobody
         else would see that.
@@ -145,7 +145,7 @@ class VllmReceiver:
             async with asyncio.timeout(limit_s):
                 await self._engine.call_workers(method, *args)
         except TimeoutError:
-            raise WorkerError(
+            raise ReplicaLost(
                 f"vLLM stood still: its workers did not answer {method} within {limit_s:g} s "
                 "(rollout.stall_s)"
             ) from None
@@ -153,21 +153,26 @@ class VllmReceiver:
     async def _report(self, key: str) -> dict[str, Any]:
         """Return the report that a worker's thread stores under `key`.
 
-        Raise SyncError at the deadline, and WorkerError if vLLM dies or stands still first.
+        Raise SyncError at the deadline, and ReplicaLost if vLLM dies or stands still first.
         """
-        waiting = asyncio.ensure_future(
-            asyncio.to_thread(self._store.wait, [key], timedelta(seconds=self._timeout_s))
-        )
+        # A client answers one call at a time. If this wait is cancelled, the next call must not wait.
+        wait, limit = self._store.clone().wait, timedelta(seconds=self._timeout_s)
+        waiting = asyncio.ensure_future(asyncio.to_thread(wait, [key], limit))
         asked = time.monotonic()
         while not (await asyncio.wait([waiting], timeout=_POLL_S))[0]:
             self._engine.check_alive()
             if time.monotonic() - asked > _PROBE_S:
-                await self._ask("check_health")
+                probe = asyncio.ensure_future(self._ask("check_health"))
+                await asyncio.wait([waiting, probe], return_when=asyncio.FIRST_COMPLETED)
+                if waiting.done():
+                    probe.cancel()  # a report says more
+                else:
+                    probe.result()
                 asked = time.monotonic()
         if waiting.exception():
-            limit = f"{self._timeout_s:g} s"
             raise SyncError(
-                f"replica {self._replica}: vLLM's workers received no weights within {limit}"
+                f"replica {self._replica}: vLLM's workers received no weights within "
+                f"{self._timeout_s:g} s"
             )
         report: dict[str, Any] = json.loads(self._store.get(key))
         return report

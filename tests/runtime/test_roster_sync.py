@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from millrace.errors import BrokenTransfer, MillraceError, NoAnswer, WorkerError
+from millrace.errors import BrokenTransfer, MillraceError, NoAnswer, ReplicaLost, WorkerError
 from millrace.ports import TransferReport
 from millrace.rollout.roster import Roster
 from millrace.runtime.ranks import Ranks
@@ -161,17 +161,41 @@ def test_without_recoveries_the_missed_deadline_is_the_error_of_the_run() -> Non
     assert rank.death is None
 
 
-@pytest.mark.parametrize("on", ["regroup", "transfer"])
-def test_a_replica_whose_engine_stands_still_is_lost_and_the_others_get_the_version(
-    on: str,
-) -> None:
+def test_a_replica_whose_engine_stands_still_is_lost_and_the_others_get_the_version() -> None:
     """Its process answers, and says so. Without requests, nothing else shows it."""
     bad = Worker("rollout-0", fails=1)
-    bad.error, bad.on = lambda: WorkerError("rollout-0: vLLM stood still"), on
+    bad.error = lambda: ReplicaLost("rollout-0: vLLM stood still")
     world = World(Worker("trainer-0"), bad, Worker("rollout-1"))
     world.transfer()
     assert "stood still" in str(bad.death) and [*world.roster.present] == [1]
     assert world.ranks.losses == 0
+
+
+def test_an_engine_that_stands_still_at_the_first_connection_ends_the_run() -> None:
+    """Nobody starts replicas anew yet."""
+    bad = Worker("rollout-0", fails=1)
+    bad.error, bad.on = lambda: ReplicaLost("rollout-0: vLLM stood still"), "regroup"
+    with pytest.raises(ReplicaLost, match="stood still"):
+        World(Worker("trainer-0"), bad).transfer()
+
+
+@pytest.mark.parametrize("on", ["regroup", "transfer"])
+def test_replicas_that_fail_because_a_rank_died_are_not_lost(on: str) -> None:
+    """The store of the groups dies with rank 0. The replicas see that before the driver does."""
+    rank, replicas = Worker("trainer-0"), [Worker(f"rollout-{i}", fails=1) for i in range(2)]
+    for replica in replicas:
+        replica.on, replica.takes_s = on, 0.1
+        replica.error = lambda: WorkerError("receiver.transfer raised DistNetworkError: reset")
+    rank.fails, rank.on, rank.takes_s = 1, on, 0.6
+
+    def dies() -> MillraceError:
+        rank.mark_dead("worker trainer-0 was killed by SIGKILL")
+        return WorkerError(str(rank.death))
+
+    rank.error = dies
+    world = World(rank, *replicas)
+    world.transfer()
+    assert world.ranks.restarts == 1 and world.roster.losses == 0
 
 
 def test_a_replica_that_does_not_answer_is_lost_and_the_others_get_the_version() -> None:

@@ -286,4 +286,9 @@ def nothing(flow: Throughput) -> Advice:
             "Nothing to gain from asynchrony here: separate sides would be no faster than turns "
             "on all devices"
         )
+    if m.setup.share_cores:
+        return Advice(
+            "Both sides share the cores of one CPU. Only a measurement shows whether other numbers are "
+            "faster: millrace bench modes"
+        )
     return Advice("No number of the schedule would make this run more than 3 % faster")

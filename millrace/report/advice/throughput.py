@@ -93,7 +93,7 @@ class Throughput:
         self.step = m.step_line or (step_s, 0.0)
         """f and e."""
         self.flat_step = m.flat_line or self.step
-        """f and e with the largest likely f."""
+        """f and e with the largest likely f: the longest steps of few requests."""
         self.trainer_s = m.version_s * (1 - m.starved)
         """B: seconds of each version in which the trainer does not wait for samples."""
         self.tokens = m.drawn_tokens / max(1, m.samples)
@@ -223,7 +223,8 @@ class Throughput:
         """
         setup, window = self.setup, self.schedule.window
         replicas = setup.replicas * setup.devices / setup.rollouts
-        draw = self.drawing(window * setup.n, replicas, self.flat_step)
+        lines = self.step, self.flat_step
+        draw = max(self.drawing(window * setup.n, replicas, line) for line in lines)
         steps = self.steps_s * setup.trainers / setup.devices
         others = ("sync_transfer", "sync_activate", "save_checkpoint", "wait_validation", "other")
         rest = sum(self.m.trainer.get(part, 0.0) for part in others) / self.m.versions
