@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("keys", nargs="*", help="more keys of the configuration")
     options = parser.parse_args()
     blocks = Blocks(options.block)
+    os.environ.setdefault("WANDB_MODE", "offline")
     watch_in_blocks(options.what, blocks)
     with tempfile.TemporaryDirectory() as name:
         model = millrace("sft", "quickstart", f"trainer.run_dir={name}/sft")["model"]
