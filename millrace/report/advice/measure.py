@@ -148,8 +148,7 @@ def _totals(
     seconds = total("perf/time_per_version")
     # A row ends a moment after its line.
     scale = seconds / max(1e-9, after.seconds - before.seconds)
-    names = {name for row in rows for name in row if name.startswith("timing_s/")}
-    timing = {name.removeprefix("timing_s/"): total(name) for name in names}
+    timing = {name: total(f"timing_s/{name}") for name in _timings(rows)}
     usable = min(setup.slots, setup.schedule.capacity * setup.n)
     tokens = {
         name: max(0, count - before.tokens.get(name, 0)) for name, count in after.tokens.items()
@@ -191,6 +190,12 @@ def _totals(
         step_line=steps[0] if steps else None,
         flat_line=steps[1] if steps else None,
     )
+
+
+def _timings(rows: Sequence[Mapping[str, float]]) -> set[str]:
+    """Return the names of the trainer's times in these rows."""
+    names = {name for row in rows for name in row}
+    return {name.removeprefix("timing_s/") for name in names if name.startswith("timing_s/")}
 
 
 def _seconds_of(line: Line, state: str) -> float:
