@@ -163,11 +163,12 @@ class VllmReceiver:
             self._engine.check_alive()
             if time.monotonic() - asked > _PROBE_S:
                 probe = asyncio.ensure_future(self._ask("check_health"))
-                await asyncio.wait([waiting, probe], return_when=asyncio.FIRST_COMPLETED)
-                if waiting.done():
-                    probe.cancel()  # a report says more
-                else:
-                    probe.result()
+                try:
+                    await asyncio.wait([waiting, probe], return_when=asyncio.FIRST_COMPLETED)
+                    if not waiting.done():  # a report says more than a probe
+                        probe.result()
+                finally:
+                    probe.cancel()
                 asked = time.monotonic()
         if waiting.exception():
             raise SyncError(

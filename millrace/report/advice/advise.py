@@ -63,7 +63,7 @@ def advise(measured: Measured) -> list[Advice]:
 def _marked(flow: Throughput, one: Advice) -> Advice:
     """Mark a gain as a bound if the run would be far from what was measured.
 
-    So is every gain where both sides share the cores of one CPU: what one side wins, the other loses.
+    Every gain is a bound where both sides share the cores of one CPU.
     """
     far = one.gain is not None and one.gain > FAR
     unsteady = flow.schedule.overlap_sync or flow.m.drop_share > MOST_DROPS
