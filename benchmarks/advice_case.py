@@ -47,6 +47,8 @@ CASE = [
 ]
 """The default case, on the recipe shapes/qwen2_1.5b."""
 ASYNC = ["mode=async_partial"]
+OF_SCHEDULE = ("async_training.", "mode=async_")
+"""How overrides begin that the engines do not know."""
 SKIP = 2
 
 
@@ -133,15 +135,14 @@ async def one(
     figures["all_advice"] = [
         {"text": str(a), "overrides": list(a.overrides), "gain": a.gain} for a in advice
     ]
-    figures["step_line"] = measured.step_line if measured else None
+    figures["step_cost"] = measured.step_cost if measured else None
     return figures
 
 
 def same_engines(advice: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the first advice whose overrides change only the Schedule."""
     for one in advice:
-        keys = [override.partition("=")[0] for override in one["overrides"]]
-        if keys and all(key.startswith("async_training.") for key in keys):
+        if one["overrides"] and all(key.startswith(OF_SCHEDULE) for key in one["overrides"]):
             return dict(one)
     return None
 
@@ -192,7 +193,8 @@ def table(runs: Sequence[dict[str, Any]], what: str) -> str:
         if before is not None:
             gain = f"{run['samples_per_s'] / before['samples_per_s'] - 1:+.0%}"
             drawn = f"{run['drawn_tokens_per_s'] / before['drawn_tokens_per_s'] - 1:+.0%}"
-            predicted = f"{before['followed']['gain']:+.0%}"
+            gain_said = before["followed"]["gain"]
+            predicted = "no number" if gain_said is None else f"{gain_said:+.0%}"
         name = " ".join(before["followed"]["overrides"]) if before else "the case"
         lines.append(
             f"| {name} | {run['samples_per_s']:.2f} | {run['drawn_tokens_per_s']:.0f} "

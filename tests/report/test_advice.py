@@ -9,6 +9,7 @@ import pytest
 
 from millrace.observe.watch import Event, Phase
 from millrace.report.accounts.flow import FlowAccount
+from millrace.report.accounts.pace import StepCost
 from millrace.report.advice.advise import Advice, advise
 from millrace.report.advice.balance import nothing
 from millrace.report.advice.throughput import Throughput
@@ -295,9 +296,10 @@ def test_devices_on_the_cores_of_one_cpu_are_not_moved_or_added(name: str) -> No
 
 def test_turns_are_no_advice_if_small_steps_may_take_as_long_as_large_ones() -> None:
     measured = run(SITUATIONS["asynchrony gains nothing"].case)
-    assert measured.step_line and advise(measured)[0].overrides[0] == "mode=colocate_sync"
-    fixed, each = measured.step_line
-    flat = replace(measured, flat_line=(fixed + each * measured.busy_slots, 0.0))
+    assert measured.step_cost and advise(measured)[0].overrides[0] == "mode=colocate_sync"
+    flat = replace(
+        measured, flat_cost=StepCost(measured.step_cost.step_s(measured.busy_slots), 0.0)
+    )
     assert "colocate_sync" not in str([str(one) for one in advise(flat)])
 
 

@@ -1,4 +1,7 @@
-"""The advice on two runs that were measured on two H200s (benchmarks/results/advice.md)."""
+"""The advice on two runs that were measured on two H200s (benchmarks/results/advice.md).
+
+Engines idle in the first run, and all slots are busy in the second one, which was slower.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,21 @@ from millrace.report.advice.measure import advise_run, measure
 RUNS = Path(__file__).parent / "h200"
 
 
-def test_the_measured_case_is_explained_with_the_number_that_lifts_it() -> None:
-    first = advise_run(RUNS / "run-0")[0]
-    assert first.text.startswith("The ledger is full while engines idle 25% of the time")
-    assert first.overrides == ("async_training.staleness_threshold=3.3",)
+def test_the_measured_case_is_explained_without_a_promise_that_full_engines_break() -> None:
     before, after = measure(RUNS / "run-0"), measure(RUNS / "run-1")
-    assert before and after and first.gain is not None
-    assert abs(after.rate / before.rate - 1 - first.gain) < 0.03
+    assert before and after and before.step_cost
+    assert after.drawn_tokens / after.seconds < 0.9 * before.drawn_tokens / before.seconds
+    first, *others = advise_run(RUNS / "run-0")
+    assert first.text.startswith(
+        "The ledger is full while engines idle 23% of the time: a sample waits for the longest of its "
+        "8 responses. A larger async_training.staleness_threshold would gain nothing"
+    )
+    assert f"lose {before.step_cost.queue:.0%}" in first.text and before.step_cost.queue > 0.5
+    assert not first.overrides
+    assert all("staleness_threshold" not in one.key and one.gain is None for one in others)
 
 
-def test_the_run_that_followed_it_is_bound_by_its_decode_slots() -> None:
-    advice = advise_run(RUNS / "run-1")
-    assert advice[0].text.startswith("The decode slots are full")
-    assert all(one.key != "async_training.staleness_threshold" for one in advice)
+def test_more_slots_for_full_engines_are_only_a_bound() -> None:
+    """No step with more requests was measured."""
+    (slots,) = [one for one in advise_run(RUNS / "run-1") if one.key == "rollout.max_num_seqs"]
+    assert slots.text.startswith("The decode slots are full") and slots.at_most

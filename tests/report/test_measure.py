@@ -12,7 +12,7 @@ import pytest
 
 from millrace.config import recipe
 from millrace.report.accounts.lines import FILE
-from millrace.report.accounts.pace import step_lines
+from millrace.report.accounts.pace import Loads, StepCost, step_costs
 from millrace.report.advice.advise import Advice
 from millrace.report.advice.measure import advise_run, checked, measure
 from millrace.simulate import clock
@@ -121,34 +121,55 @@ def test_advice_of_every_kind_passes_the_checks_of_a_recipe() -> None:
 
 
 def test_the_growth_of_a_decode_step_is_found_from_versions_with_other_loads() -> None:
-    fixed, each = run(MEASURED).step_line or (0.0, 0.0)
+    fixed, each, queue = run(MEASURED).step_cost or (0.0, 0.0, 0.0)
     assert fixed == pytest.approx(0.0023, rel=0.15)
     assert each == pytest.approx(36.4e-6, rel=0.05)
+    assert queue == 0.0
+
+
+def drawn(
+    load: float, cost: StepCost, *, full: float = 0.0, error: float = 0.0
+) -> tuple[Loads, float]:
+    """Return what an engine of 256 slots draws in 4 s, full for the share `full` of them."""
+    loads = {"0": [4 * (1 - full), 4 * (1 - full) * load], "1": [4 * full, 4 * full * 256]}
+    rates = load / cost.step_s(load), 256 / cost.step_s(256) * (1 - cost.queue)
+    tokens = 4 * ((1 - full) * rates[0] + full * rates[1])
+    return loads, tokens * (1 + error)
 
 
 def test_equal_loads_show_no_growth() -> None:
-    same = [({"52": [10.0, 1500.0]}, 150_000.0)] * 8
-    assert step_lines(same) is None
-    other = [({"40": [10.0, 450.0]}, 450.0 / (0.002 + 4e-5 * 45))] * 4
-    fast = [({"52": [10.0, 1500.0]}, 1500.0 / (0.002 + 4e-5 * 150))] * 4
-    found = step_lines([*other, *fast])
+    cost = StepCost(0.002, 4e-5)
+    assert step_costs([({"52": [10.0, 1500.0]}, 150_000.0)] * 8, 256) is None
+    other, fast = drawn(45, cost), drawn(150, cost)
+    found = step_costs([other] * 4 + [fast] * 4, 256)
     assert found is not None
-    assert found[0] == pytest.approx((0.002, 4e-5), rel=0.05)
-    assert step_lines(other[:2] + fast[:1]) is None, "too few versions"
+    assert found[0] == pytest.approx(cost, rel=0.05)
+    assert step_costs([other, other, fast], 256) is None, "too few versions"
+
+
+@pytest.mark.parametrize("queue", [0.0, 0.3, 0.7])
+def test_what_full_engines_lose_is_told_from_a_growing_step(queue: float) -> None:
+    random, cost = Random(5), StepCost(0.003, 1e-5, queue)
+    versions = [
+        drawn(random.uniform(90, 230), cost, full=random.random(), error=random.gauss(0, 0.02))
+        for _ in range(16)
+    ]
+    found = step_costs(versions, 256)
+    assert found is not None
+    assert found[0].queue == pytest.approx(queue, abs=0.04)
+    assert found[0].step_s(150) == pytest.approx(cost.step_s(150), rel=0.1)
 
 
 def test_the_flattest_likely_line_has_no_shorter_steps_at_few_requests() -> None:
     """Tokens that scatter by 5 % leave f open, so one line would promise too fast small steps."""
-    random, fixed, each = Random(3), 0.0025, 3e-5
+    random, cost = Random(3), StepCost(0.0025, 3e-5)
     below, trials = [0, 0], 200
     for _ in range(trials):
-        versions = []
-        for _ in range(16):
-            load = random.uniform(150, 250)
-            tokens = 4.0 * load / (fixed + each * load) * random.gauss(1, 0.05)
-            versions.append(({"52": [4.0, 4.0 * load]}, tokens))
-        for k, (f, e) in enumerate(step_lines(versions) or ()):
-            below[k] += f + 40 * e < 0.95 * (fixed + 40 * each)
+        versions = [
+            drawn(random.uniform(150, 245), cost, error=random.gauss(0, 0.05)) for _ in range(16)
+        ]
+        for k, found in enumerate(step_costs(versions, 256) or ()):
+            below[k] += found.step_s(40) < 0.95 * cost.step_s(40)
     assert below[0] > 0.2 * trials, "the best line often is too fast there"
     assert below[1] < 0.05 * trials
 

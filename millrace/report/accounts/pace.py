@@ -1,14 +1,18 @@
 """The account of load: how long each engine drew with how many requests.
 
 It shows whether more requests make the decode step longer. The engine draws b tokens in a step with
-b requests. If the step takes f + e b seconds, the tokens of a version are the integral of
-b / (f + e b) over its time. Versions have different loads, so their tokens show f and e.
+b requests, which takes f + e b seconds. Versions have different loads, so their tokens show f and e.
+
+While all slots are busy, other requests wait, and a new one begins in most steps. Some engines need
+much longer for a step that also reads a prompt. So the share q of that time may be lost.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import mul
+from typing import NamedTuple
 
 from millrace.observe.watch import Event
 
@@ -19,10 +23,32 @@ LEAST_VERSIONS = 4
 """Versions that show how a step grows."""
 
 LEAST_CONTRAST = 1.5
-"""How much worse the worst growth must explain the tokens of the versions than the best one."""
+"""How much worse a growth, or a q of 0, must explain the tokens of the versions than the best."""
 
-StepLine = tuple[float, float]
-"""f and e: the seconds of a decode step, and those for each request in it."""
+ALIKE = 1e-6
+"""If the slots are full for so nearly the same share of each version, nothing shows q."""
+
+KNOWN = 0.02
+"""Relative error of a version's tokens that needs no cause."""
+
+FULL = 0.97
+"""Share of an engine's slots from which on all are busy: a bin has only the mean of its loads."""
+
+
+class StepCost(NamedTuple):
+    """What the time of an engine goes to."""
+
+    fixed_s: float
+    """f: seconds of a decode step."""
+    each_s: float
+    """e: further seconds for each request in the step."""
+    queue: float = 0.0
+    """q: share of the time that is lost while requests wait for a slot."""
+
+    def step_s(self, requests: float) -> float:
+        """Return the seconds of a step with so many requests, if none waits."""
+        return self.fixed_s + self.each_s * requests
+
 
 Loads = Mapping[str, Sequence[float]]
 """For each bin of loads: seconds of engines, and the integral of the load over them."""
@@ -70,42 +96,83 @@ class LoadAccount:
         return found
 
 
-def step_lines(versions: Sequence[tuple[Loads, float]]) -> tuple[StepLine, StepLine] | None:
-    """Return the line that explains the tokens best, and the flattest one that is likely.
+class _Version(NamedTuple):
+    """What the engines did in one version, for each of their seconds."""
 
-    Each version has its loads and the tokens that it drew. The share of the step that grows is
-    searched, and the speed follows from the least squares. A share is likely if its squared error
-    is within two standard deviations of the least one: with v versions and two unknowns, at most
-    1 + 4 / (v - 2) times as large. None if any share explains the tokens nearly as well.
+    loads: Sequence[tuple[float, float]]
+    """Loads, and the share of the time with each."""
+    tokens: float
+    full: float
+    """Share of the time with all slots busy."""
+
+
+class _Fit(NamedTuple):
+    """What the least squares give for one growth. Fits are in the order of their errors."""
+
+    error: float
+    share: float
+    """The share of the step that grows, at the largest load."""
+    seconds: float
+    """The seconds of a step at that load."""
+    queue: float
+
+    def cost(self, top: float) -> StepCost:
+        fixed = self.seconds * (1 - self.share)
+        return StepCost(fixed, self.seconds * self.share / top, self.queue)
+
+
+def step_costs(
+    versions: Sequence[tuple[Loads, float]], slots: float
+) -> tuple[StepCost, StepCost] | None:
+    """Return the cost that explains the tokens best, and the flattest one that is likely.
+
+    Each version has its loads and the tokens that it drew. `slots` are those of one engine. The share
+    of the step that grows is searched, and the rest follows from the least squares. q is 0 unless it
+    explains the tokens clearly better. A share is likely if its squared error is within two standard
+    deviations of the least one: with v versions and two unknowns, at most 1 + 4 / (v - 2) times as
+    large. None if any share explains the tokens nearly as well.
     """
-    points = [
-        ([(load / seconds, seconds) for seconds, load in loads.values() if seconds > 0], tokens)
-        for loads, tokens in versions
-        if tokens > 0
-    ]
-    points = [(times, tokens) for times, tokens in points if times]
+    points = [point for one in versions if (point := _version(*one, slots)) is not None]
     if len(points) < LEAST_VERSIONS:
         return None
-    top = max(load for times, _ in points for load, _ in times)
-    tries = [(*_error(points, share / 50, top), share / 50) for share in range(51)]
+    top = max(load for one in points for load, _ in one.loads)
+    plain, waits = ([_fit(points, k / 50, top, queue=q) for k in range(51)] for q in (False, True))
+    known = KNOWN**2 * len(points)
+    clearly = min(plain).error + known >= LEAST_CONTRAST * (min(waits).error + known)
+    tries = waits if clearly else plain
     best = min(tries)
-    if max(tries)[0] < LEAST_CONTRAST * best[0]:
+    if not clearly and max(tries).error <= LEAST_CONTRAST * best.error + 1e-9:
         return None
-    likely = (1 + 4 / (len(points) - 2)) * best[0]
-    flattest = next(one for one in tries if one[0] <= likely)
-    first, second = (
-        (scale * (1 - share), scale * share / top) for _, scale, share in (best, flattest)
-    )
-    return first, second
+    likely = (1 + 4 / (len(points) - 2)) * best.error
+    flattest = next(one for one in tries if one.error <= likely)
+    return best.cost(top), flattest.cost(top)
 
 
-def _error(
-    points: Sequence[tuple[Sequence[tuple[float, float]], float]], share: float, top: float
-) -> tuple[float, float]:
-    """Return the relative squared error, and the seconds of a step at the load `top`."""
-    drawn = [
-        sum(seconds * load / (1 - share + share * load / top) for load, seconds in times) / tokens
-        for times, tokens in points
+def _version(loads: Loads, tokens: float, slots: float) -> _Version | None:
+    bins = [(load / seconds, seconds) for seconds, load in loads.values() if seconds > 0]
+    total = sum(seconds for _, seconds in bins)
+    if not bins or tokens <= 0:
+        return None
+    full = sum(seconds for load, seconds in bins if load >= FULL * slots)
+    return _Version([(load, part / total) for load, part in bins], tokens / total, full / total)
+
+
+def _fit(points: Sequence[_Version], share: float, top: float, *, queue: bool) -> _Fit:
+    """Return the least squares of one equation for each version: seconds x + q y = 1.
+
+    The step that a version shows without q is 1 / x, and y is its share of the time with full slots.
+    """
+    x = [
+        one.tokens / sum(part * load / (1 - share + share * load / top) for load, part in one.loads)
+        for one in points
     ]
-    scale = sum(d * d for d in drawn) / sum(drawn)
-    return sum((d / scale - 1) ** 2 for d in drawn), scale
+    y = [one.full if queue else 0.0 for one in points]
+    xx, xy, yy = (sum(map(mul, *pair)) for pair in ((x, x), (x, y), (y, y)))
+    seconds, q = sum(x) / xx, 0.0
+    apart = xx * yy - xy * xy
+    if apart > ALIKE * xx * yy:
+        two = (sum(x) * yy - sum(y) * xy) / apart, (sum(y) * xx - sum(x) * xy) / apart
+        if two[0] > 0 and 0 < two[1] < 1:
+            seconds, q = two
+    error = sum((seconds * a + q * b - 1) ** 2 for a, b in zip(x, y, strict=True))
+    return _Fit(error, share, seconds, q)

@@ -64,29 +64,39 @@ def fill_the_engines(flow: Throughput) -> Advice | None:
         return None
     if train_out_of_order(flow) is not None:
         return None
+    why = (
+        f"The ledger is full while engines idle {m.rollouts_idle:.0%} of the time: "
+        f"{_of_a_sample(flow)}"
+    )
+    gain = flow.gain(flow.sides())
+    if gain < SAME and flow.step.queue > IDLE:
+        return Advice(
+            f"{why}. A larger {STALENESS} would gain nothing, because engines lose "
+            f"{flow.step.queue:.0%} of their time while requests wait for a decode slot"
+        )
     staleness = filling(flow)
     if staleness <= flow.schedule.staleness_threshold:
         return None
+    enough = flow.trainer_ceiling() < flow.engine_ceiling()
+    then = "would keep the trainer busy" if enough else "would fill them"
+    text = f"{why}. {STALENESS}={number(staleness)} {then}"
+    if old := versions_old(flow, staleness):
+        text += f". {old}"
+    key = f"{STALENESS}={number(staleness)}"
+    return Advice(text, (key,), gain, at_most=m.step_cost is None)
+
+
+def _of_a_sample(flow: Throughput) -> str:
+    """Return what a sample in the ledger waits for."""
+    m = flow.m
     longest = m.mean("running") / m.rate
     scoring = m.score_s / max(1.0, m.scores)
     if m.tool_s > m.request_s:
         waiting, drawing = m.tool_s / m.seconds, m.request_s / m.seconds
-        why = f"{waiting:.3g} sessions wait for tools while {drawing:.3g} draw"
-    elif scoring >= SLOW_SCORE * longest:
-        why = f"a sample waits {scoring:.3g} s for its scores"
-    else:
-        why = f"a sample waits for the longest of its {m.setup.n} responses"
-    enough = flow.trainer_ceiling() < flow.engine_ceiling()
-    then = "would keep the trainer busy" if enough else "would fill them"
-    text = (
-        f"The ledger is full while engines idle {m.rollouts_idle:.0%} of the time: {why}. "
-        f"{STALENESS}={number(staleness)} {then}"
-    )
-    if old := versions_old(flow, staleness):
-        text += f". {old}"
-    unknown = m.step_line is None
-    key = f"{STALENESS}={number(staleness)}"
-    return Advice(text, (key,), flow.gain(flow.sides()), at_most=unknown)
+        return f"{waiting:.3g} sessions wait for tools while {drawing:.3g} draw"
+    if scoring >= SLOW_SCORE * longest:
+        return f"a sample waits {scoring:.3g} s for its scores"
+    return f"a sample waits for the longest of its {m.setup.n} responses"
 
 
 def more_decode_slots(flow: Throughput) -> Advice | None:
@@ -110,7 +120,8 @@ def more_decode_slots(flow: Throughput) -> Advice | None:
         f"{m.starved:.0%} of the time. rollout.max_num_seqs={each} would start them, if the "
         "memory of an engine allows it"
     )
-    unknown = m.step_line is None
+    # With a queue, steps with so many requests were not measured.
+    unknown = m.step_cost is None or flow.step.queue > IDLE
     key = f"rollout.max_num_seqs={each}"
     return Advice(text, (key,), flow.gain(rate), at_most=unknown)
 
@@ -218,7 +229,7 @@ def without_turns(flow: Throughput) -> Advice | None:
         return None
     # All versions of such a run have the same load. If nothing shows how a step grows, engines
     # draw no more at once than a window has.
-    slots = min(m.setup.slots, schedule.window * m.setup.n) if m.step_line is None else None
+    slots = min(m.setup.slots, schedule.window * m.setup.n) if m.step_cost is None else None
     change = Change(slots=slots, ready=flow.least_ready)
     if schedule.colocated:
         split = _best_split(flow, change)

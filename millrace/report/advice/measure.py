@@ -14,7 +14,7 @@ from millrace.errors import ConfigError
 from millrace.observe.sinks import read_rows
 from millrace.observe.timing import TOTALS
 from millrace.report.accounts.lines import Line, read
-from millrace.report.accounts.pace import StepLine, step_lines
+from millrace.report.accounts.pace import StepCost, step_costs
 from millrace.report.advice.advise import Advice, advise
 from millrace.report.advice.measured import Measured, Setup
 from millrace.report.config_file import read_config
@@ -127,7 +127,7 @@ def measured_of(
     if not used or len(used) < len(chosen) or not all(end in lines for end in ends):
         return None
     setup = replace(setup, share_cores=lines[ends[1]].share_cores)
-    return _totals(setup, used, lines[ends[0]], lines[ends[1]], _step_lines(rows, attempt))
+    return _totals(setup, used, lines[ends[0]], lines[ends[1]], _step_costs(setup, rows, attempt))
 
 
 def _totals(
@@ -135,7 +135,7 @@ def _totals(
     rows: Sequence[Mapping[str, float]],
     before: Line,
     after: Line,
-    steps: tuple[StepLine, StepLine] | None,
+    costs: tuple[StepCost, StepCost] | None,
 ) -> Measured:
     """Return the figures of these rows. The lines are the accounts at both ends."""
 
@@ -187,8 +187,8 @@ def _totals(
         longest=total("response_length/max") / len(rows),
         more_ready=more("ready"),
         more_running=more("waiting", "running"),
-        step_line=steps[0] if steps else None,
-        flat_line=steps[1] if steps else None,
+        step_cost=costs[0] if costs else None,
+        flat_cost=costs[1] if costs else None,
     )
 
 
@@ -226,8 +226,10 @@ def _longest(row: Mapping[str, float], n: int) -> float:
     return lengths[3]
 
 
-def _step_lines(rows: Rows, attempt: Sequence[Line]) -> tuple[StepLine, StepLine] | None:
-    """Return how a decode step grows. All versions of the attempt count: their loads differ."""
+def _step_costs(
+    setup: Setup, rows: Rows, attempt: Sequence[Line]
+) -> tuple[StepCost, StepCost] | None:
+    """Return what a decode step costs. All versions of the attempt count: their loads differ."""
     versions = []
     for before, after in itertools.pairwise(attempt):
         row = rows.get(after.version)
@@ -239,7 +241,7 @@ def _step_lines(rows: Rows, attempt: Sequence[Line]) -> tuple[StepLine, StepLine
         }
         tokens = (row.get("rollouter/tokens_per_s") or 0.0) * row["perf/time_per_version"]
         versions.append((loads, tokens))
-    return step_lines(versions[-MOST_VERSIONS:])
+    return step_costs(versions[-MOST_VERSIONS:], setup.slots / setup.replicas)
 
 
 def _numbers(rows: Rows) -> dict[int, dict[str, float]]:

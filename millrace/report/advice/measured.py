@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from millrace.observe.timing import GEN, IDLE
-from millrace.report.accounts.pace import StepLine
+from millrace.report.accounts.pace import StepCost
 from millrace.schedule.schedule import Schedule
 
 WITH_TRAINER = ("taken", "trained", "sealed")
@@ -108,19 +108,18 @@ class Measured:
     """Change of the stock of finished samples that wait for the trainer."""
     more_running: int = 0
     """Change of the number of samples that are under way."""
-    step_line: StepLine | None = None
-    """The line that explains the drawn tokens best. None if the loads were alike."""
-    flat_line: StepLine | None = None
-    """The flattest line that is likely. At few requests its steps are the longest."""
+    step_cost: StepCost | None = None
+    """The cost that explains the drawn tokens best. None if the loads were alike."""
+    flat_cost: StepCost | None = None
+    """The flattest cost that is likely. At few requests its steps are the longest."""
 
     @property
     def step_growth(self) -> float | None:
         """Return the share of a decode step that grows with the requests in it."""
-        if self.step_line is None:
+        if self.step_cost is None:
             return None
-        fixed, each = self.step_line
-        grows = each * self.busy_slots / self.setup.replicas
-        return grows / max(1e-12, fixed + grows)
+        grows = self.step_cost.each_s * self.busy_slots / self.setup.replicas
+        return grows / max(1e-12, self.step_cost.fixed_s + grows)
 
     @property
     def rate(self) -> float:

@@ -7,10 +7,11 @@ syncs, saves, and the waits for validations and for running responses. It trains
 window. So the trainer's ceiling is W / B. With k times the devices, the seconds of the steps are
 divided by k. The other seconds stay: more samples do not make a validation shorter.
 
-**The engines.** A decode step with b requests draws b tokens in f + e b seconds (report/accounts/pace.py
-finds f and e). A trained sample costs t drawn tokens: its own, and its part of the dropped ones. So
-S slots give at most S / (f + e S) / t samples a second. If no figure shows e, it is 0: the result
-is then the most that more requests can give.
+**The engines.** A decode step with b requests draws b tokens in f + e b seconds, and the share q of the
+time is lost while requests wait for a slot (report/accounts/pace.py finds f, e and q). A trained
+sample costs t drawn tokens: its own, and its part of the dropped ones. So S slots give at most
+(1 - q) S / (f + e S) / t samples a second. With a large q, that is less than engines give that idle
+a little. If no figure shows e, it is 0: the result is then the most that more requests can give.
 
 **The ledger.** By Little's law, the mean number of samples in a state is the rate times the mean
 seconds in it. A slot of the ledger is taken from the admission of a sample to the sync of its
@@ -43,7 +44,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from millrace.observe.timing import GEN, IDLE
-from millrace.report.accounts.pace import StepLine
+from millrace.report.accounts.pace import StepCost
 from millrace.report.advice.measured import Measured
 
 PLACES = 16
@@ -90,10 +91,9 @@ class Throughput:
         self.demand = max(1e-9, self.requests / max(1e-9, m.mean("running")))
         """g: requests inside engines for each running sample."""
         step_s = m.busy_slot_s / max(1.0, m.drawn_tokens)
-        self.step = m.step_line or (step_s, 0.0)
-        """f and e."""
-        self.flat_step = m.flat_line or self.step
-        """f and e with the largest likely f: the longest steps of few requests."""
+        self.step = m.step_cost or StepCost(step_s, 0.0)
+        self.flat_step = m.flat_cost or self.step
+        """The cost with the largest likely f: the longest steps of few requests."""
         self.trainer_s = m.version_s * (1 - m.starved)
         """B: seconds of each version in which the trainer does not wait for samples."""
         self.tokens = m.drawn_tokens / max(1, m.samples)
@@ -112,8 +112,7 @@ class Throughput:
 
     def scored_demand(self, score_s: float) -> float:
         """Return g if no request waits for a decode slot and every score takes `score_s`."""
-        fixed, each = self.step
-        step_s = fixed + each * self.m.busy_slots / self.setup.replicas
+        step_s = self.step.step_s(self.m.busy_slots / self.setup.replicas)
         longest_s = max(self.m.mean_length, self.m.longest_of_n) * step_s
         return self.setup.n * self.m.mean_length * step_s / max(1e-9, longest_s + score_s)
 
@@ -143,9 +142,8 @@ class Throughput:
         return max(0.0, self.m.with_trainer / self.m.rate + longer - change.held_s)
 
     def drawn(self, busy: float, change: Change = NOTHING) -> float:
-        """Return the samples per second that `busy` drawing slots give."""
-        fixed, each = self.step
-        step_s = fixed + each * busy / (change.replicas or self.setup.replicas)
+        """Return the samples per second that `busy` drawing slots give, if no request waits."""
+        step_s = self.step.step_s(busy / (change.replicas or self.setup.replicas))
         return busy / max(1e-12, step_s) / max(1e-9, self.tokens * change.tokens)
 
     def slots(self, change: Change = NOTHING) -> float:
@@ -154,7 +152,7 @@ class Throughput:
 
     def engine_ceiling(self, change: Change = NOTHING) -> float:
         """Return the samples per second of engines whose slots are all busy."""
-        return self.drawn(self.slots(change), change)
+        return self.drawn(self.slots(change), change) * (1 - self.step.queue)
 
     def drawn_by(self, running: float, change: Change = NOTHING) -> float:
         """Return the samples per second with `running` samples on average.
@@ -164,14 +162,15 @@ class Throughput:
         mean, slots = (change.demand or self.demand) * running, self.slots(change)
         half = min(self.schedule.window * self.setup.n / 2, mean)
         places = [mean + half * (2 * k + 1 - PLACES) / PLACES for k in range(PLACES)]
-        return sum(self.drawn(min(slots, q), change) for q in places) / PLACES
+        full = self.engine_ceiling(change)
+        return sum(full if q > slots else self.drawn(q, change) for q in places) / PLACES
 
     def ledger_ceiling(self, change: Change = NOTHING) -> float:
         """Return the samples per second that the slots of the ledger allow."""
         capacity = change.capacity or self.schedule.capacity
         ready = self.ready if change.ready is None else change.ready
         with_trainer_s = self.with_trainer_s(change)
-        low, high = 0.0, self.engine_ceiling(change)
+        low, high = 0.0, self.drawn(self.slots(change), change)
         for _ in range(40):
             middle = (low + high) / 2
             running = capacity - ready - middle * with_trainer_s
@@ -200,19 +199,19 @@ class Throughput:
         """Return what `rate` is over the measured rate, as a share of it."""
         return rate / self.m.rate - 1
 
-    def drawing(self, requests: float, replicas: float, step: StepLine) -> float:
+    def drawing(self, requests: float, replicas: float, step: StepCost) -> float:
         """Return the seconds in which `requests` that start at once are drawn.
 
         The longest one ends last. If not all have a slot, it begins on average half of its own time
         later.
         """
-        fixed, each = step
+        fixed, each, queue = step
         slots = self.setup.slots / self.setup.replicas * replicas
         mean = self.tokens / self.setup.n
         longest = max(mean, self.m.longest)
         draw = longest * (fixed + each * min(slots, requests * mean / longest) / replicas)
         if requests > slots:
-            full = fixed + each * slots / replicas
+            full = (fixed + each * slots / replicas) / (1 - queue)
             draw = max(draw, requests * mean * full / slots + draw / 2)
         return draw
 
@@ -223,8 +222,8 @@ class Throughput:
         """
         setup, window = self.setup, self.schedule.window
         replicas = setup.replicas * setup.devices / setup.rollouts
-        lines = self.step, self.flat_step
-        draw = max(self.drawing(window * setup.n, replicas, line) for line in lines)
+        costs = self.step, self.flat_step
+        draw = max(self.drawing(window * setup.n, replicas, cost) for cost in costs)
         steps = self.steps_s * setup.trainers / setup.devices
         others = ("sync_transfer", "sync_activate", "save_checkpoint", "wait_validation", "other")
         rest = sum(self.m.trainer.get(part, 0.0) for part in others) / self.m.versions
