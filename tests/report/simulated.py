@@ -34,7 +34,8 @@ from millrace.schedule.steady import counted
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
-from millrace.types import Completion, Prompt, SamplingParams, Score, tokens_of
+from millrace.simulate.pace import Pace
+from millrace.types import Completion, Prompt, SamplingParams, Score, Segment, Tokens, tokens_of
 
 COST = CostModel(token_s=0.01, train_token_s=5e-5, step_s=0.1, transfer_s=0.05, pause_s=0.02)
 
@@ -67,6 +68,8 @@ class Case:
     sigma: float = 0.8
     limit: int = 1024
     cost: CostModel = COST
+    queue: float = 0.0
+    """Share of their time that engines lose while requests wait for a slot."""
     chance: Callable[[Prompt], float] | None = None
     versions: int = 24
 
@@ -104,6 +107,40 @@ class Case:
 
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
+
+
+class LossyPace(Pace):
+    """Steps of an engine that loses the share `queue` of its time while requests wait."""
+
+    queue = 0.0
+    waits = False
+
+    def _seconds(self) -> float:
+        return super()._seconds() / (1 - self.queue * self.waits)
+
+    def look(self, waits: bool) -> None:
+        """Change the speed from now on."""
+        self._move()
+        self.waits = waits
+        self._arm()
+
+
+class LossyEngine(SimRolloutEngine):
+    """An engine whose steps take longer while requests wait for a slot."""
+
+    def __init__(self, cost: CostModel, *, slots: int, queue: float) -> None:
+        super().__init__(cost, slots=slots)
+        self._lossy = self._pace = LossyPace(cost.token_s, cost.request_s)
+        self._lossy.queue = queue
+
+    async def generate(
+        self, tokens: Tokens, params: SamplingParams, session: str
+    ) -> tuple[Segment, ...]:
+        self._lossy.look(self._running >= self._slots)
+        try:
+            return await super().generate(tokens, params, session)
+        finally:
+            self._lossy.look(self._running > self._slots)
 
 
 class Workers:
@@ -168,7 +205,12 @@ async def simulated_run(case: Case, folder: Path) -> list[dict[str, float]]:
     )
     watch = recorder.watch
     queue = SampleQueue(ledger, deadline_s=1e8, watch=watch)
-    engines = [SimRolloutEngine(cost, slots=case.slots) for _ in range(case.rollouts)]
+    engines = [
+        LossyEngine(cost, slots=case.slots, queue=case.queue)
+        if case.queue
+        else SimRolloutEngine(cost, slots=case.slots)
+        for _ in range(case.rollouts)
+    ]
     replicas = [WatchedReplica(e, f"rollout-{i}", watch) for i, e in enumerate(engines)]
     reward = SimReward(cost, case.chance) if case.chance else SimReward(cost)
     scorer = Workers(reward, case.workers) if case.workers else reward

@@ -11,8 +11,10 @@ from random import Random
 import pytest
 
 from millrace.config import recipe
+from millrace.observe.watch import Event, Phase
+from millrace.ports import RolloutStats
 from millrace.report.accounts.lines import FILE
-from millrace.report.accounts.pace import Loads, StepCost, step_costs
+from millrace.report.accounts.pace import LoadAccount, Loads, StepCost, step_costs
 from millrace.report.advice.advise import Advice
 from millrace.report.advice.measure import advise_run, checked, measure
 from millrace.simulate import clock
@@ -130,8 +132,8 @@ def test_the_growth_of_a_decode_step_is_found_from_versions_with_other_loads() -
 def drawn(
     load: float, cost: StepCost, *, full: float = 0.0, error: float = 0.0
 ) -> tuple[Loads, float]:
-    """Return what an engine of 256 slots draws in 4 s, full for the share `full` of them."""
-    loads = {"0": [4 * (1 - full), 4 * (1 - full) * load], "1": [4 * full, 4 * full * 256]}
+    """Return what an engine of 256 slots draws in 4 s. Requests wait in the share `full` of them."""
+    loads = {"0": [4 * (1 - full), 4 * (1 - full) * load], "full": [4 * full, 4 * full * 256]}
     rates = load / cost.step_s(load), 256 / cost.step_s(256) * (1 - cost.queue)
     tokens = 4 * ((1 - full) * rates[0] + full * rates[1])
     return loads, tokens * (1 + error)
@@ -139,25 +141,64 @@ def drawn(
 
 def test_equal_loads_show_no_growth() -> None:
     cost = StepCost(0.002, 4e-5)
-    assert step_costs([({"52": [10.0, 1500.0]}, 150_000.0)] * 8, 256) is None
+    assert step_costs([({"52": [10.0, 1500.0]}, 150_000.0)] * 8) is None
     other, fast = drawn(45, cost), drawn(150, cost)
-    found = step_costs([other] * 4 + [fast] * 4, 256)
+    found = step_costs([other] * 4 + [fast] * 4)
     assert found is not None
     assert found[0] == pytest.approx(cost, rel=0.05)
-    assert step_costs([other, other, fast], 256) is None, "too few versions"
+    assert step_costs([other, other, fast]) is None, "too few versions"
 
 
-@pytest.mark.parametrize("queue", [0.0, 0.3, 0.7])
-def test_what_full_engines_lose_is_told_from_a_growing_step(queue: float) -> None:
+@pytest.mark.parametrize("queue", [0.0, 0.4, 0.6, 0.7])
+@pytest.mark.parametrize("loads", [(20, 100), (90, 230)])
+@pytest.mark.parametrize("most", [0.4, 1.0])
+def test_what_waiting_costs_is_told_from_a_growing_step(
+    queue: float, loads: tuple[float, float], most: float
+) -> None:
     random, cost = Random(5), StepCost(0.003, 1e-5, queue)
     versions = [
-        drawn(random.uniform(90, 230), cost, full=random.random(), error=random.gauss(0, 0.02))
+        drawn(
+            random.uniform(*loads),
+            cost,
+            full=random.uniform(0, most),
+            error=random.gauss(0, 0.01),
+        )
         for _ in range(16)
     ]
-    found = step_costs(versions, 256)
+    found = step_costs(versions)
     assert found is not None
-    assert found[0].queue == pytest.approx(queue, abs=0.04)
+    assert found[0].queue == pytest.approx(queue, abs=0.06)
     assert found[0].step_s(150) == pytest.approx(cost.step_s(150), rel=0.1)
+
+
+def test_the_time_in_which_requests_wait_has_a_bin_of_its_own() -> None:
+    account = LoadAccount()
+    account(Event(0.0, "rollout-0", "stats", "at", facts={"stats": RolloutStats(0, 0, 0.0, 2)}))
+    phases: list[Phase] = ["begin", "begin", "begin", "end", "end"]
+    for time, phase in zip((1.0, 2.0, 4.0, 7.0, 8.0), phases, strict=True):
+        account(Event(time, "rollout-0", "request", phase))
+    assert account.bins == {"full": [3.0, 6.0], "0": [1.0, 1.0], "7": [3.0, 6.0]}
+
+
+@pytest.mark.parametrize("error", [0.02, 0.05, 0.1])
+@pytest.mark.parametrize("least", [0.9, 0.97, 1.0])
+def test_engines_that_are_always_full_do_not_show_what_waiting_costs(
+    error: float, least: float
+) -> None:
+    """Each version has the same cause, so its share of the time explains any noise."""
+    random, cost, found = Random(7), StepCost(0.003, 1e-5), []
+    for _ in range(20):
+        versions = [
+            drawn(150, cost, full=random.uniform(least, 1), error=random.gauss(0, error))
+            for _ in range(20)
+        ]
+        found += [one[0].queue for one in [step_costs(versions)] if one]
+    assert sum(q > 0 for q in found) <= 1
+
+
+def test_tokens_that_nobody_drew_show_nothing() -> None:
+    loads = {"0": [4.0, 400.0], "full": [0.0, 0.0], "7": [4.0, 0.0]}
+    assert step_costs([(loads, tokens) for tokens in (0.0, 1e-200, float("nan"), -1.0) * 3]) is None
 
 
 def test_the_flattest_likely_line_has_no_shorter_steps_at_few_requests() -> None:
@@ -168,7 +209,7 @@ def test_the_flattest_likely_line_has_no_shorter_steps_at_few_requests() -> None
         versions = [
             drawn(random.uniform(150, 245), cost, error=random.gauss(0, 0.05)) for _ in range(16)
         ]
-        for k, found in enumerate(step_costs(versions, 256) or ()):
+        for k, found in enumerate(step_costs(versions) or ()):
             below[k] += found.step_s(40) < 0.95 * cost.step_s(40)
     assert below[0] > 0.2 * trials, "the best line often is too fast there"
     assert below[1] < 0.05 * trials

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from operator import mul
+from statistics import fmean, pvariance
 from typing import NamedTuple
 
 from millrace.observe.watch import Event
@@ -23,16 +23,19 @@ LEAST_VERSIONS = 4
 """Versions that show how a step grows."""
 
 LEAST_CONTRAST = 1.5
-"""How much worse a growth, or a q of 0, must explain the tokens of the versions than the best."""
+"""How much worse the worst growth must explain the tokens of the versions than the best one."""
 
-ALIKE = 1e-6
-"""If the slots are full for so nearly the same share of each version, nothing shows q."""
+ALIKE = 0.01
+"""If the share of the time in which requests wait spreads no more over the versions, q is unknown."""
+
+LEAST_TOKENS = 1e-3
+"""Tokens a second. With fewer, an engine drew nothing."""
 
 KNOWN = 0.02
 """Relative error of a version's tokens that needs no cause."""
 
-FULL = 0.97
-"""Share of an engine's slots from which on all are busy: a bin has only the mean of its loads."""
+WAIT = "full"
+"""The bin of the time in which requests wait for a slot."""
 
 
 class StepCost(NamedTuple):
@@ -69,7 +72,8 @@ class LoadAccount:
     names = frozenset({"stats", "request"})
 
     def __init__(self) -> None:
-        self.bins: dict[str, list[float]] = {}
+        self._full = [0.0, 0.0]
+        self.bins: dict[str, list[float]] = {WAIT: self._full}
         self._engines: dict[str, _Engine] = {}
         self._bins: dict[int, list[float]] = {}
         """The bin of each load that occurred. A logarithm for each event takes too long."""
@@ -79,10 +83,11 @@ class LoadAccount:
         engine = self._engines.get(event.track)
         if engine is None:
             engine = self._engines[event.track] = _Engine(now)
-        load = engine.level if engine.level < engine.slots else engine.slots
+        waits = engine.level > engine.slots
+        load = engine.slots if waits else engine.level
         seconds, engine.since = now - engine.since, now
         if load > 0 and seconds > 0:
-            bin_ = self._bins.get(load) or self._bin(load)
+            bin_ = self._full if waits else self._bins.get(load) or self._bin(load)
             bin_[0] += seconds
             bin_[1] += seconds * load
         if event.name == "request":
@@ -99,11 +104,9 @@ class LoadAccount:
 class _Version(NamedTuple):
     """What the engines did in one version, for each of their seconds."""
 
-    loads: Sequence[tuple[float, float]]
-    """Loads, and the share of the time with each."""
+    loads: Sequence[tuple[float, float, bool]]
+    """Loads, the share of the time with each, and whether requests wait then."""
     tokens: float
-    full: float
-    """Share of the time with all slots busy."""
 
 
 class _Fit(NamedTuple):
@@ -121,58 +124,62 @@ class _Fit(NamedTuple):
         return StepCost(fixed, self.seconds * self.share / top, self.queue)
 
 
-def step_costs(
-    versions: Sequence[tuple[Loads, float]], slots: float
-) -> tuple[StepCost, StepCost] | None:
+def step_costs(versions: Sequence[tuple[Loads, float]]) -> tuple[StepCost, StepCost] | None:
     """Return the cost that explains the tokens best, and the flattest one that is likely.
 
-    Each version has its loads and the tokens that it drew. `slots` are those of one engine. The share
-    of the step that grows is searched, and the rest follows from the least squares. q is 0 unless it
-    explains the tokens clearly better. A share is likely if its squared error is within two standard
-    deviations of the least one: with v versions and two unknowns, at most 1 + 4 / (v - 2) times as
-    large. None if any share explains the tokens nearly as well.
+    Each version has its loads and the tokens that it drew. The share of the step that grows is
+    searched, and the rest follows from the least squares. A fit is likely if its squared error is
+    within two standard deviations of the least one: with v versions and two unknowns, at most
+    1 + 4 / (v - 2) times as large. q is 0 if that is likely. None if any share explains the tokens
+    nearly as well as the best.
     """
-    points = [point for one in versions if (point := _version(*one, slots)) is not None]
+    points = [point for one in versions if (point := _version(*one)) is not None]
     if len(points) < LEAST_VERSIONS:
         return None
-    top = max(load for one in points for load, _ in one.loads)
+    top = max(load for one in points for load, _, _ in one.loads)
     plain, waits = ([_fit(points, k / 50, top, queue=q) for k in range(51)] for q in (False, True))
     known = KNOWN**2 * len(points)
-    clearly = min(plain).error + known >= LEAST_CONTRAST * (min(waits).error + known)
+    likely = 1 + 4 / (len(points) - 2)
+    clearly = min(plain).error + known > likely * (min(waits).error + known)
     tries = waits if clearly else plain
     best = min(tries)
     if not clearly and max(tries).error <= LEAST_CONTRAST * best.error + 1e-9:
         return None
-    likely = (1 + 4 / (len(points) - 2)) * best.error
-    flattest = next(one for one in tries if one.error <= likely)
+    flattest = next(one for one in tries if one.error <= likely * best.error)
     return best.cost(top), flattest.cost(top)
 
 
-def _version(loads: Loads, tokens: float, slots: float) -> _Version | None:
-    bins = [(load / seconds, seconds) for seconds, load in loads.values() if seconds > 0]
-    total = sum(seconds for _, seconds in bins)
-    if not bins or tokens <= 0:
+def _version(loads: Loads, tokens: float) -> _Version | None:
+    bins = {name: bin_ for name, bin_ in loads.items() if min(bin_) > 0}
+    total = sum(seconds for seconds, _ in bins.values())
+    if not bins or not tokens > total * LEAST_TOKENS:
         return None
-    full = sum(seconds for load, seconds in bins if load >= FULL * slots)
-    return _Version([(load, part / total) for load, part in bins], tokens / total, full / total)
+    shares = [(load / s, s / total, name == WAIT) for name, (s, load) in bins.items()]
+    return _Version(shares, tokens / total)
 
 
 def _fit(points: Sequence[_Version], share: float, top: float, *, queue: bool) -> _Fit:
-    """Return the least squares of one equation for each version: seconds x + q y = 1.
+    """Return the least squares of one equation for each version: r = a - b y.
 
-    The step that a version shows without q is 1 / x, and y is its share of the time with full slots.
+    r are the tokens, of those that steps of one second at the load `top` would draw. y is the part of
+    those steps in which requests wait. Then a step takes 1 / a seconds, and q is b / a.
     """
-    x = [
-        one.tokens / sum(part * load / (1 - share + share * load / top) for load, part in one.loads)
-        for one in points
-    ]
-    y = [one.full if queue else 0.0 for one in points]
-    xx, xy, yy = (sum(map(mul, *pair)) for pair in ((x, x), (x, y), (y, y)))
-    seconds, q = sum(x) / xx, 0.0
-    apart = xx * yy - xy * xy
-    if apart > ALIKE * xx * yy:
-        two = (sum(x) * yy - sum(y) * xy) / apart, (sum(y) * xx - sum(x) * xy) / apart
-        if two[0] > 0 and 0 < two[1] < 1:
-            seconds, q = two
-    error = sum((seconds * a + q * b - 1) ** 2 for a, b in zip(x, y, strict=True))
-    return _Fit(error, share, seconds, q)
+    r, y = [], []
+    for one in points:
+        drawn = [
+            (part * load / (1 - share + share * load / top), waits)
+            for load, part, waits in one.loads
+        ]
+        total = sum(tokens for tokens, _ in drawn)
+        r.append(one.tokens / total)
+        y.append(sum(tokens for tokens, waits in drawn if waits) / total)
+    mean_r, mean_y = fmean(r), fmean(y)
+    a, b = mean_r, 0.0
+    spread = pvariance(y, mean_y)
+    if queue and spread > ALIKE**2:
+        b = -fmean((v - mean_y) * (w - mean_r) for v, w in zip(y, r, strict=True)) / spread
+        a = mean_r + b * mean_y
+        if not 0 < b < a:
+            a, b = mean_r, 0.0
+    error = sum((w / (a - b * v) - 1) ** 2 for v, w in zip(y, r, strict=True))
+    return _Fit(error, share, 1 / a, b / a)

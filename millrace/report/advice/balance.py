@@ -15,6 +15,8 @@ FULL = 0.9
 """Share of busy decode slots from which on they limit the engines."""
 SLOW_SCORE = 0.3
 """Share of a sample's time with the rollouts, from which on its scores are what it waits for."""
+TRIES = 24
+"""Values of a staleness_threshold that are tried."""
 SAME = 0.03
 """Rates that differ less are the same."""
 
@@ -68,22 +70,43 @@ def fill_the_engines(flow: Throughput) -> Advice | None:
         f"The ledger is full while engines idle {m.rollouts_idle:.0%} of the time: "
         f"{_of_a_sample(flow)}"
     )
-    gain = flow.gain(flow.sides())
-    if gain < SAME and flow.step.queue > IDLE:
-        return Advice(
-            f"{why}. A larger {STALENESS} would gain nothing, because engines lose "
-            f"{flow.step.queue:.0%} of their time while requests wait for a decode slot"
-        )
-    staleness = filling(flow)
+    rate, staleness = flow.sides(), filling(flow)
+    if flow.step.queue > 0:
+        rate, staleness = _best_below(flow, staleness)
+        rate = flow.as_measured(rate)
+        if flow.gain(rate) < SAME:
+            return Advice(
+                f"{why}. A larger {STALENESS} would gain nothing, because engines lose "
+                f"{flow.step.queue:.0%} of their time while requests wait for a decode slot"
+            )
     if staleness <= flow.schedule.staleness_threshold:
         return None
     enough = flow.trainer_ceiling() < flow.engine_ceiling()
     then = "would keep the trainer busy" if enough else "would fill them"
+    if flow.step.queue > 0:
+        then = "has the best rate"
     text = f"{why}. {STALENESS}={number(staleness)} {then}"
     if old := versions_old(flow, staleness):
         text += f". {old}"
     key = f"{STALENESS}={number(staleness)}"
-    return Advice(text, (key,), gain, at_most=m.step_cost is None)
+    return Advice(text, (key,), flow.gain(rate), at_most=m.step_cost is None)
+
+
+def _best_below(flow: Throughput, most: float) -> tuple[float, float]:
+    """Return the best rate of a staleness_threshold up to `most`, and the first that has it.
+
+    Where full engines lose time, the best one lies between.
+    """
+    now, window = flow.schedule.staleness_threshold, flow.schedule.window
+    tries = [now + (most - now) * k / TRIES for k in range(TRIES + 1)]
+    rates = {
+        (staleness := max(0.1, round(one, 1))): flow.rate(
+            Change(capacity=math.floor(window * (1 + staleness)))
+        )
+        for one in tries
+    }
+    best = max(rates.values())
+    return best, next(one for one, rate in rates.items() if rate >= (1 - SAME / 3) * best)
 
 
 def _of_a_sample(flow: Throughput) -> str:
@@ -120,8 +143,7 @@ def more_decode_slots(flow: Throughput) -> Advice | None:
         f"{m.starved:.0%} of the time. rollout.max_num_seqs={each} would start them, if the "
         "memory of an engine allows it"
     )
-    # With a queue, steps with so many requests were not measured.
-    unknown = m.step_cost is None or flow.step.queue > IDLE
+    unknown = m.step_cost is None
     key = f"rollout.max_num_seqs={each}"
     return Advice(text, (key,), flow.gain(rate), at_most=unknown)
 

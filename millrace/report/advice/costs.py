@@ -88,10 +88,8 @@ def fewer_syncs(flow: Throughput) -> Advice | None:
         # A sync begins after the one before it.
         sync_ceiling = m.samples / m.versions / max(1e-9, own)
         rate = min(flow.trainer_ceiling(Change(saved_s=own)), flow.ledger_ceiling(), sync_ceiling)
-        # A trainer that waits for another reason keeps waiting.
-        rate *= flow.m.rate / max(flow.m.rate, flow.rate())
         text = f"{why}. async_training.overlap_sync=true trains the next samples meanwhile"
-        gain = max(0.0, flow.gain(rate))
+        gain = max(0.0, flow.gain(flow.as_measured(rate)))
         return Advice(text, ("async_training.overlap_sync=true",), gain, at_most=gain > SURE)
     return _larger_window(flow, why, max(2, math.ceil(share / AIM_OF_TURNS)))
 

@@ -127,7 +127,7 @@ def measured_of(
     if not used or len(used) < len(chosen) or not all(end in lines for end in ends):
         return None
     setup = replace(setup, share_cores=lines[ends[1]].share_cores)
-    return _totals(setup, used, lines[ends[0]], lines[ends[1]], _step_costs(setup, rows, attempt))
+    return _totals(setup, used, lines[ends[0]], lines[ends[1]], _step_costs(rows, attempt))
 
 
 def _totals(
@@ -226,9 +226,7 @@ def _longest(row: Mapping[str, float], n: int) -> float:
     return lengths[3]
 
 
-def _step_costs(
-    setup: Setup, rows: Rows, attempt: Sequence[Line]
-) -> tuple[StepCost, StepCost] | None:
+def _step_costs(rows: Rows, attempt: Sequence[Line]) -> tuple[StepCost, StepCost] | None:
     """Return what a decode step costs. All versions of the attempt count: their loads differ."""
     versions = []
     for before, after in itertools.pairwise(attempt):
@@ -241,7 +239,7 @@ def _step_costs(
         }
         tokens = (row.get("rollouter/tokens_per_s") or 0.0) * row["perf/time_per_version"]
         versions.append((loads, tokens))
-    return step_costs(versions[-MOST_VERSIONS:], setup.slots / setup.replicas)
+    return step_costs(versions[-MOST_VERSIONS:])
 
 
 def _numbers(rows: Rows) -> dict[int, dict[str, float]]:

@@ -151,7 +151,15 @@ class Throughput:
         return (change.slots or self.setup.slots) * (change.replicas or replicas) / replicas
 
     def engine_ceiling(self, change: Change = NOTHING) -> float:
-        """Return the samples per second of engines whose slots are all busy."""
+        """Return the samples per second that engines can give.
+
+        If waiting requests cost so much that full engines are slower than those of the run, these count.
+        """
+        replicas = (change.replicas or self.setup.replicas) / self.setup.replicas
+        return max(self.full(change), self.drawn(self.m.busy_slots * replicas, change))
+
+    def full(self, change: Change = NOTHING) -> float:
+        """Return the samples per second of engines whose slots are all busy while requests wait."""
         return self.drawn(self.slots(change), change) * (1 - self.step.queue)
 
     def drawn_by(self, running: float, change: Change = NOTHING) -> float:
@@ -162,7 +170,7 @@ class Throughput:
         mean, slots = (change.demand or self.demand) * running, self.slots(change)
         half = min(self.schedule.window * self.setup.n / 2, mean)
         places = [mean + half * (2 * k + 1 - PLACES) / PLACES for k in range(PLACES)]
-        full = self.engine_ceiling(change)
+        full = self.full(change)
         return sum(full if q > slots else self.drawn(q, change) for q in places) / PLACES
 
     def ledger_ceiling(self, change: Change = NOTHING) -> float:
@@ -189,11 +197,18 @@ class Throughput:
     def without(self, seconds: float) -> float:
         """Return the rate if each version took `seconds` less and nothing else became the bound."""
         rate = self.m.samples / self.m.versions / max(1e-9, self.m.version_s - seconds)
-        others = self.engine_ceiling()
+        others = self.drawn(self.slots())
         if self.asynchronous:
             change = Change(held_s=seconds, ready=min(self.ready, self.least_ready))
             others = self.ledger_ceiling(change)
         return min(rate, max(self.m.rate, others))
+
+    def as_measured(self, rate: float) -> float:
+        """Return `rate`, lowered as much as the run is slower than the arithmetic says.
+
+        A side that waits for another reason keeps waiting.
+        """
+        return rate * self.m.rate / max(self.m.rate, self.rate())
 
     def gain(self, rate: float) -> float:
         """Return what `rate` is over the measured rate, as a share of it."""

@@ -1,0 +1,56 @@
+"""Advice for engines that lose time while requests wait for a decode slot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from millrace.report.advice.advise import advise
+from millrace.simulate.cost import CostModel
+from tests.report.simulated import Case, run
+from tests.report.test_advice import followed
+
+LOSSY = Case(
+    window=8,
+    slots=96,
+    median=60.0,
+    limit=256,
+    versions=20,
+    cost=CostModel(
+        token_s=0.005,
+        request_s=1e-5,
+        train_token_s=2e-5,
+        step_s=0.02,
+        transfer_s=0.05,
+        pause_s=0.01,
+    ),
+    queue=0.6,
+)
+"""Engines that lose more than half of their time while requests wait, so full ones are slower."""
+
+
+def test_engines_that_lose_time_while_requests_wait_are_not_filled() -> None:
+    """The best staleness is where few requests wait, and a larger one is slower."""
+    before = run(LOSSY.but(staleness=1.0))
+    assert before.step_cost and before.step_cost.queue == pytest.approx(0.6, abs=0.1)
+    first = advise(before)[0]
+    assert "has the best rate" in first.text and first.at_most and first.gain is not None
+    best = run(followed(LOSSY, first)).rate
+    assert 1.3 * before.rate < best <= (1 + first.gain) * before.rate
+    full = run(LOSSY.but(staleness=4.0)).rate
+    assert best > 1.1 * full
+    about = advise(run(LOSSY.but(staleness=2.6)))
+    (nothing_more,) = [one for one in about if "would gain nothing" in one.text]
+    assert nothing_more.gain is None and not nothing_more.overrides
+
+
+def test_checkpoints_of_engines_that_lose_time_still_are_advice() -> None:
+    """In turns, engines may give more samples than those that are full all the time."""
+    cost = replace(LOSSY.cost, switch_s=0.05)
+    case = LOSSY.but(mode="colocate_sync", slots=48, cost=cost, save_freq=1, save_s=1.0)
+    before = run(case)
+    first = advise(before)[0]
+    assert first.key == "trainer.save_freq" and first.gain is not None
+    after = run(followed(case, first))
+    assert after.rate == pytest.approx((1 + first.gain) * before.rate, rel=0.05)
