@@ -277,6 +277,7 @@ def test_a_thread_that_takes_too_much_draws_fewer_and_says_so_once(tmp_path: Pat
         writer = watch._watchers[0]
         assert isinstance(writer, TraceWriter)
         for number in (1, 2, 3):
+            run.clock.now += 1  # each change has a time of its own, however fast the thread is
             writer._pace._since = (-1000.0, -1.0, -1)  # a second of work in some more seconds
             while not path.exists() or path.read_text().count("thinned") < 2 * number:
                 life(watch, run.clock, 9, [50])
