@@ -297,11 +297,12 @@ def test_a_run_trains_to_its_end_on_a_full_disk_and_then_names_the_folder_and_th
 ) -> None:
     """A limit on the size of files simulates a full disk.
 
-    The write of the engine's state exceeds the limit while the next version trains.
+    The write of the engine's state exceeds the limit while the next version trains. A save waits for
+    the one before, so the last row knows of the first refusals, however fast a version is.
     """
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (2**19, 2**19))
     done = runs.command(
-        *runs.small(tmp_path / "run", "trainer.save_freq=3", "trainer.threads=1"),
+        *runs.small(tmp_path / "run", "trainer.save_freq=1", "trainer.threads=1"),
         preexec_fn=limit,
         timeout=120,
     )
