@@ -15,7 +15,7 @@ def asked(*, hopper: bool = True, **settings: Any) -> Any:
     """Return the compilation_config on a GPU."""
     config = Config.model_validate(
         {
-            "data": {"train_files": "math:", "max_response_length": 64},
+            "data": {"train_files": "math:"},
             "rollout": {"engine": "vllm"} | settings.pop("rollout", {}),
             "model": settings,
         }
