@@ -26,14 +26,7 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
     """
     trainer, rollout, trust = sides.trainer, sides.rollout, model.trust_remote_code
     on_gpu = current_platform.is_cuda_alike()
-    if trainer.device != "auto" and (trainer.device == "cuda") != on_gpu:
-        built = "GPUs" if on_gpu else "CPUs"
-        raise bad_value(
-            "trainer.device",
-            trainer.device,
-            f"the installed vLLM is a build for {built}",
-            "trainer.device=auto",
-        )
+    _check_device(trainer.device, on_gpu)
     if not on_gpu:
         _check_heads(model_folder, trust)
     max_len = rollout.max_len
@@ -75,13 +68,11 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
     defaults: dict[str, dict[str, Any]] = {"hf_overrides": {"head_dtype": "float32"}}
     if not arguments["enforce_eager"] and _graphs_of_prompts(model):
         defaults["compilation_config"] = {"cudagraph_mode": "FULL"}
-    own = rollout.engine_kwargs
-    merged = {
-        key: default | own.get(key, {})
-        for key, default in defaults.items()
-        if isinstance(own.get(key, {}), Mapping)
-    }
-    return arguments | own | merged
+    for key, default in defaults.items():
+        own = rollout.engine_kwargs.get(key, {})
+        arguments[key] = default | own if isinstance(own, Mapping) else own
+    others = {key: own for key, own in rollout.engine_kwargs.items() if key not in defaults}
+    return arguments | others
 
 
 def _graphs_of_prompts(model: ModelConfig) -> bool:
@@ -92,6 +83,13 @@ def _graphs_of_prompts(model: ModelConfig) -> bool:
     They were not tried with recorded routes of experts.
     """
     return model.router_replay != "R3" and current_platform.is_device_capability_family(90)
+
+
+def _check_device(device: str, on_gpu: bool) -> None:
+    """Raise ConfigError if the installed vLLM does not run on the chosen device."""
+    if device != "auto" and (device == "cuda") != on_gpu:
+        rule = f"the installed vLLM is a build for {'GPUs' if on_gpu else 'CPUs'}"
+        raise bad_value("trainer.device", device, rule, "trainer.device=auto")
 
 
 def _check_known(engine_kwargs: Mapping[str, Any]) -> None:
