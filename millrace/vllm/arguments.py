@@ -70,7 +70,7 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
         defaults["compilation_config"] = {"cudagraph_mode": "FULL"}
     for key, default in defaults.items():
         own = rollout.engine_kwargs.get(key, {})
-        arguments[key] = default | own if isinstance(own, Mapping) else own
+        arguments[key] = default | own if isinstance(own, dict) else own
     others = {key: own for key, own in rollout.engine_kwargs.items() if key not in defaults}
     return arguments | others
 
