@@ -22,7 +22,7 @@ from subprocess import STDOUT, Popen
 import psutil
 
 PROGRAM = "millrace.environments.chase_program"
-NAMES = {"millrace.runtime.host": "trainer and rollout", PROGRAM: "worker"}
+NAMES = {"trainer-0": "trainer and rollout", "rollout-0": "trainer and rollout", PROGRAM: "worker"}
 SCORES = re.compile(r"validation of version (\d+): chase/mean@1 (\S+)")
 
 
@@ -30,7 +30,7 @@ def look(driver: psutil.Process, used: dict[int, tuple[str, float]]) -> dict[str
     """Note the CPU seconds of every live process of a run. Return the sums by name."""
     for process in (driver, *driver.children(recursive=True)):
         try:
-            words, times = process.cmdline(), process.cpu_times()
+            words, times = [process.name(), *process.cmdline()], process.cpu_times()
         except psutil.Error:
             continue
         own = (name for mark, name in NAMES.items() if mark in words)

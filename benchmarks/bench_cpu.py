@@ -26,7 +26,7 @@ import psutil
 SKIPPED = 8
 WINDOW = 64
 N = 8
-ROLES = {"rewards.worker": "reward", " trainer ": "trainer", " rollout ": "rollout"}
+ROLES = {"rewards.worker": "reward", "trainer-": "trainer", "rollout-": "rollout"}
 
 
 def cpu_s(pid: int) -> float:
@@ -36,7 +36,7 @@ def cpu_s(pid: int) -> float:
 
 
 def role_of(process: psutil.Process) -> str:
-    line = " ".join(process.cmdline()) + " "
+    line = " ".join([process.name(), *process.cmdline()])
     return next((role for part, role in ROLES.items() if part in line), "driver")
 
 

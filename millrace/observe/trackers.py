@@ -285,7 +285,7 @@ def _wandb_may_start() -> bool:
         return True
 
 
-SHARE = 0.01
+SHARE = 0.008
 """The most of a processor that writing to one tracker takes while the run goes on."""
 
 PAUSE_S = 5.0

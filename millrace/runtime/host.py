@@ -26,7 +26,7 @@ import msgspec
 from millrace import codec
 from millrace.runtime.rpc import CANCEL, FAILED, OK, Failure, Message, Outbox, read_frame
 from millrace.waits.registry import acting
-from millrace.waits.side import Side, start_in_worker
+from millrace.waits.side import NAME, Side, start_in_worker
 
 HEADER = struct.Struct("<Q")
 _SHORT = 1 << 20
@@ -175,17 +175,26 @@ async def serve_socket(sock: socket.socket, root: object, side: Side | None = No
             host.receive(frame)
 
 
-def main() -> None:
-    die_with(int(sys.argv[3]))
-    ignore_stop_signals()
-    fd, role = int(sys.argv[1]), sys.argv[2]
-    beats, seconds = os.environ.pop("MILLRACE_BEAT").split()
-    os.set_inheritable(int(beats), False)
-    threading.Thread(target=beat, args=(int(beats), float(seconds)), daemon=True).start()
+def work(fd: int, role: str, beats: int, seconds: float) -> None:
+    """Be the worker of a role, until the driver closes its end of the socket `fd`.
+
+    `beats` is the file descriptor for heartbeats, one every so many `seconds`.
+    """
+    if sys.platform == "linux" and (name := os.environ.get(NAME)):
+        ctypes.CDLL(None).prctl(15, name.encode())  # PR_SET_NAME: `top` shows it
+    os.set_inheritable(beats, False)
+    threading.Thread(target=beat, args=(beats, seconds), daemon=True).start()
     side = start_in_worker()
     from millrace.runtime.worker import make_worker
 
     asyncio.run(serve_socket(socket.socket(fileno=fd), make_worker(role, alone=True), side))
+
+
+def main() -> None:
+    die_with(int(sys.argv[3]))
+    ignore_stop_signals()
+    beats, seconds = os.environ.pop("MILLRACE_BEAT").split()
+    work(int(sys.argv[1]), sys.argv[2], int(beats), float(seconds))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import psutil
 from millrace.config import Sides
 from millrace.errors import bad_value
 from millrace.runtime.address import listening_at
+from millrace.runtime.fork_server import Fork, ForkedProcess, ForkServer
 from millrace.runtime.host import HEADER, write_frame
 from millrace.runtime.placement import threads
 from millrace.runtime.processes import group_of
@@ -79,10 +80,13 @@ def check_devices(
         )
 
 
+_Process = subprocess.Popen[bytes] | ForkedProcess
+
+
 @dataclass(slots=True, eq=False)
 class _Worker:
     peer: Peer
-    process: subprocess.Popen[bytes]
+    process: _Process
     writer: asyncio.StreamWriter
     beats: int
     """The file descriptor from which its heartbeats are read."""
@@ -111,6 +115,10 @@ class LocalRuntime:
         devices = sides.trainer.ranks + (0 if sides.colocated else sides.rollout.devices)
         self._threads = threads(sides.trainer, os.cpu_count() or 1, devices)
         self._gpus = gpus
+        self._forks = sys.platform == "linux" and not gpus and sides.rollout.engine == "torch"
+        """Whether workers are forked. CUDA and vLLM are set up by variables before their import."""
+        self._servers: list[ForkServer] = []
+        """The last one forks new workers. An earlier one has ended, or no longer answers."""
         self._workers: list[_Worker] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -119,25 +127,21 @@ class LocalRuntime:
         driver_end, worker_end = socket.socketpair()
         beats, beats_in = os.pipe()
         log = self._log_dir / f"{name}.log"
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "millrace.runtime.host",
-                    str(worker_end.fileno()),
-                    role,
-                    str(os.getpid()),
-                ],
-                pass_fds=[worker_end.fileno(), beats_in],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=os.environ | self._environment(name, role, index) | self._beat(beats_in),
-                start_new_session=True,
-            )
-        worker_end.close()
-        os.close(beats_in)
+        variables = self._environment(name, role, index)
+        try:
+            with worker_end, log.open("ab") as output:
+                ends = (worker_end.fileno(), beats_in, output.fileno())
+                process: _Process = (
+                    await self._fork(role, name, variables, ends)
+                    if self._forks
+                    else self._spawn(role, variables, ends)
+                )
+        except BaseException:
+            driver_end.close()
+            os.close(beats)
+            raise
+        finally:
+            os.close(beats_in)
         reader, writer = await asyncio.open_connection(sock=driver_end, limit=2**26)
 
         send = partial(write_frame, writer)
@@ -156,19 +160,48 @@ class LocalRuntime:
             raise
         return peer
 
-    def _beat(self, fd: int) -> dict[str, str]:
-        return {"MILLRACE_BEAT": f"{fd} {self._sides.rollout.heartbeat_s}"}
+    async def _fork(
+        self, role: str, name: str, variables: dict[str, str], ends: Sequence[int]
+    ) -> ForkedProcess:
+        """Fork a process from one that has imported torch and transformers."""
+        if not self._servers or not self._servers[-1].answers:
+            log = self._log_dir / "fork-server.log"
+            engine = self._sides.trainer.engine
+            self._servers.append(ForkServer(log, engine, self._threads_of_libraries))
+        request = Fork(role, name, self._sides.rollout.heartbeat_s, variables)
+        return await self._servers[-1].fork(request, ends, START_DEADLINE_S)
+
+    def _spawn(
+        self, role: str, variables: dict[str, str], ends: Sequence[int]
+    ) -> subprocess.Popen[bytes]:
+        calls, beats, output = ends
+        beat = {"MILLRACE_BEAT": f"{beats} {self._sides.rollout.heartbeat_s}"}
+        return subprocess.Popen(
+            [sys.executable, "-m", "millrace.runtime.host", str(calls), role, str(os.getpid())],
+            pass_fds=[calls, beats],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=os.environ | variables | beat,
+            start_new_session=True,
+        )
+
+    @property
+    def _threads_of_libraries(self) -> dict[str, str]:
+        """Return the variables that libraries read when they are imported."""
+        return {
+            "OMP_NUM_THREADS": str(self._threads),
+            "MKL_NUM_THREADS": str(self._threads),
+            "OMP_WAIT_POLICY": "PASSIVE",  # a waiting side must not spin on the other side's core
+        }
 
     def _environment(self, name: str, role: str, index: int) -> dict[str, str]:
         variables = {
             VARIABLE: str(self._log_dir.resolve().parent / FOLDER),
             NAME: name,
-            "OMP_NUM_THREADS": str(self._threads),
-            "MKL_NUM_THREADS": str(self._threads),
-            "OMP_WAIT_POLICY": "PASSIVE",  # a waiting side must not spin on the other side's core
             "TOKENIZERS_PARALLELISM": "false",
         }
-        variables |= listening_at("127.0.0.1")
+        variables |= self._threads_of_libraries | listening_at("127.0.0.1")
         return variables | (
             {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus_of(role, index))} if self._gpus else {}
         )
@@ -235,7 +268,7 @@ class LocalRuntime:
         A process that still runs after GOODBYE_S is killed.
         """
         self._closing = True
-        workers = [worker.process for worker in self._workers]
+        workers: list[_Process] = [worker.process for worker in self._workers]
         children = [child for process in workers for child in _children(process.pid)]
         for worker in self._workers:
             worker.writer.close()
@@ -249,6 +282,11 @@ class LocalRuntime:
                 process.kill()
         if not await _wait_for_end(polls, GOODBYE_S):
             _warn_of([p.pid for p, poll in zip(processes, polls, strict=True) if poll() is None])
+        servers = [server.close() for server in self._servers]
+        if not await _wait_for_end([server.poll for server in servers], GOODBYE_S):
+            for server in servers:
+                server.kill()
+            await _wait_for_end([server.poll for server in servers], GOODBYE_S)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=GOODBYE_S)
         for worker in self._workers:

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,6 +22,7 @@ from millrace.models.model import load_model, write_shape
 from millrace.schedule.steady import counted
 from millrace.train.fsdp import lora
 from tests.e2e import runs
+from tests.workers import workers_of
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -243,7 +243,7 @@ def test_bench_modes_whose_worker_dies_tells_what_it_has(tmp_path: Path) -> None
     while process.poll() is None and not (folder / "figures.jsonl").exists():
         time.sleep(0.1)
     try:
-        max(psutil.Process(process.pid).children(), key=lambda p: p.memory_info().rss).kill()
+        workers_of(process.pid)["rollout-0"].kill()
         assert process.wait(60) == 1, output.read_text()
     finally:
         process.terminate()

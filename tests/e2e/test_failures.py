@@ -24,6 +24,7 @@ import pytest
 from millrace.pipeline.checkpoint import Checkpoints
 from tests.e2e import runs
 from tests.e2e.accounts import check_accounts
+from tests.workers import workers_of
 
 LONG = [
     "rollout.total_rollout_steps=800",
@@ -94,10 +95,7 @@ class Chain:
 
     def worker(self, name: str) -> psutil.Process:
         assert self.process is not None
-        role = name.split("-")[0]
-        return next(
-            p for p in psutil.Process(self.process.pid).children() if p.cmdline()[-2:-1] == [role]
-        )
+        return workers_of(self.process.pid)[name]
 
     def signal_all(self, number: signal.Signals) -> list[psutil.Process]:
         """Signal the process group and every process under the driver, as Slurm or a terminal.
@@ -334,8 +332,4 @@ def test_a_signal_to_every_process_of_a_cluster_that_the_run_started_saves_too(
 
 
 def test_after_all_of_this_no_process_is_left() -> None:
-    assert not [
-        p
-        for p in psutil.Process(os.getpid()).children(recursive=True)
-        if "millrace.runtime.host" in p.cmdline()
-    ]
+    assert not workers_of()

@@ -7,7 +7,6 @@ import json
 import shutil
 from pathlib import Path
 
-import psutil
 import pytest
 
 from millrace.pipeline.checkpoint import Checkpoints
@@ -19,6 +18,7 @@ from millrace.schedule.schedule import OnSync
 from tests.e2e import runs
 from tests.e2e.accounts import check_accounts
 from tests.pipeline.simulated import parts_of
+from tests.workers import workers_of
 
 OVERLAP = "async_training.overlap_sync=true"
 
@@ -216,8 +216,7 @@ async def kill_trainer_at_version(folder: Path, version: int, *, saved: int) -> 
 
     while not reached():  # noqa: ASYNC110 - a file has no event to wait for
         await asyncio.sleep(0.01)
-    children = psutil.Process().children()
-    next(p for p in children if p.cmdline()[-2:-1] == ["trainer"]).kill()
+    workers_of()["trainer-0"].kill()
 
 
 async def stop_at_version(folder: Path, version: int, stop: runs.StopRequest) -> None:

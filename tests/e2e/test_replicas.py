@@ -24,12 +24,12 @@ from millrace.run.train import run_training
 from millrace.schedule.ledger import Ledger
 from tests.e2e import runs
 from tests.e2e.accounts import check_accounts
+from tests.workers import workers_of
 
 
 def replicas() -> list[psutil.Process]:
     """Return the workers of the replicas, oldest first."""
-    children = psutil.Process(os.getpid()).children()
-    found = [p for p in children if p.cmdline()[-2:-1] == ["rollout"]]
+    found = [p for name, p in workers_of().items() if name.startswith("rollout")]
     return sorted(found, key=lambda p: p.create_time())
 
 

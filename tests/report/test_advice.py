@@ -17,6 +17,8 @@ from millrace.simulate.cost import CostModel
 from millrace.types import Prompt
 from tests.report.simulated import Case, run
 
+pytestmark = pytest.mark.xdist_group("advice")  # one worker simulates each case once
+
 FLAT = Case()
 """A decode step takes 10 ms for any number of requests, and training is cheap."""
 COST = FLAT.cost
@@ -37,6 +39,7 @@ MEASURED = Case(
     ),
     versions=16,
 )
+
 """1.5B on two H200s, windows of 32 x 8: 22k tokens/s from 256 requests, 13.8k from 64."""
 
 

@@ -22,18 +22,11 @@ from millrace.runtime import local
 from millrace.runtime.local import LocalRuntime
 from millrace.runtime.remote import all_of
 from millrace.runtime.rpc import Peer
+from tests.workers import workers_of
 
 
 def runtime(folder: Path) -> LocalRuntime:
     return LocalRuntime(folder, Config().sides, gpus=[])
-
-
-def children() -> list[psutil.Process]:
-    return [
-        p
-        for p in psutil.Process().children(recursive=True)
-        if "millrace.runtime.host" in p.cmdline()
-    ]
 
 
 def test_a_worker_killed_in_a_call_is_named_with_its_signal_and_its_log(tmp_path: Path) -> None:
@@ -45,7 +38,7 @@ def test_a_worker_killed_in_a_call_is_named_with_its_signal_and_its_log(tmp_path
             killed, other = await asyncio.gather(
                 workers.start("rollout-0", "rollout", 0), workers.start("trainer-0", "trainer", 0)
             )
-            process = next(p for p in children() if "rollout" in p.cmdline())
+            process = workers_of()["rollout-0"]
             log = tmp_path / "rollout-0.log"
             log.write_bytes(log.read_bytes() + b"its last words\n")
             process.send_signal(signal.SIGSTOP)
@@ -62,7 +55,7 @@ def test_a_worker_killed_in_a_call_is_named_with_its_signal_and_its_log(tmp_path
             await other.call("ping")
         finally:
             await workers.close()
-        assert not children(), "nothing is left after close"
+        assert not workers_of(), "nothing is left after close"
 
     asyncio.run(main())
 
@@ -77,13 +70,13 @@ def test_after_close_no_worker_is_left_not_even_a_stopped_one(
         peers = await asyncio.gather(
             *(workers.start(f"rollout-{i}", "rollout", i) for i in range(2))
         )
-        assert len(children()) == 2
-        for child in children():
-            child.send_signal(signal.SIGSTOP)  # it cannot see that its socket is closed
+        assert len(workers_of()) == 2
+        for worker in workers_of().values():
+            worker.send_signal(signal.SIGSTOP)  # it cannot see that its socket is closed
         pending = asyncio.create_task(peers[0].call("listen"))
         await asyncio.sleep(0)
         await workers.close()
-        assert not children()
+        assert not workers_of()
         with pytest.raises(WorkerError, match="the run is over"):
             await pending
 
@@ -154,13 +147,13 @@ def test_workers_die_with_a_driver_that_is_killed(tmp_path: Path) -> None:
     driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], stdout=subprocess.PIPE)
     try:
         assert driver.stdout is not None and driver.stdout.readline() == b"up\n"
-        workers = psutil.Process(driver.pid).children(recursive=True)
-        assert len(workers) == 2
-        workers[0].send_signal(signal.SIGSTOP)
+        processes = psutil.Process(driver.pid).children(recursive=True)
+        assert len(processes) == 3, "two workers, and the process that forks them"
+        workers_of(driver.pid)["rollout-0"].send_signal(signal.SIGSTOP)
     finally:
         driver.kill()
         driver.communicate()
-    _, left = psutil.wait_procs(workers, timeout=5)
+    _, left = psutil.wait_procs(processes, timeout=5)
     assert not left
 
 
