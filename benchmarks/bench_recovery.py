@@ -31,7 +31,6 @@ from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
 from millrace.run.train import run_training
 from millrace.runtime.rpc import Peer
-from millrace.waits.side import NAME
 
 
 def pid_of(s: Session, name: str) -> int:
@@ -40,8 +39,7 @@ def pid_of(s: Session, name: str) -> int:
     if s.config.trainer.runtime == "ray":
         found = next(w for w in runtime._workers if w.peer.name == name)
         return int(found.process[0])
-    children = psutil.Process().children()
-    return next(p.pid for p in children if p.environ().get(NAME) == name)
+    return next(p.pid for p in psutil.Process().children(recursive=True) if p.name() == name)
 
 
 class Fault:

@@ -1,12 +1,12 @@
 """A process that imports torch and transformers once, and then forks the workers of a run.
 
 On a CPU, these imports are most of a worker's start: 4 s of a core. A worker that takes the place of
-a lost one starts without them. `python -m millrace.runtime.fork_server FD PARENT ENGINE` is the
-process. FD is a socket of the driver, PARENT is the driver's process id, and ENGINE is the
-configuration's trainer.engine.
+a lost one starts without them. `python -m millrace.runtime.fork_server PARENT ENGINE` is the
+process. PARENT is the driver's process id, and ENGINE is the configuration's trainer.engine. Its
+standard input is a socket of the driver. The variables of its start are those of all workers.
 
-waits for  requests of the driver, and the ends of workers
-produces   worker processes, and the exit code of each
+waits for  requests of the driver
+produces   worker processes, which end with it
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import gc
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -27,12 +26,15 @@ from pathlib import Path
 from typing import NoReturn
 
 import msgspec
+import psutil
 
 from millrace.errors import WorkerError
 from millrace.runtime import host
 
 _MOST_BYTES = 1 << 17
 _FDS = 3
+_EXIT_CODE = 49
+"""The place of the exit code in /proc/PID/stat, after the name. See proc_pid_stat(5)."""
 
 
 class Fork(msgspec.Struct, tag=True):
@@ -56,39 +58,61 @@ class Forked(msgspec.Struct, tag=True):
     pid: int
 
 
-class Ended(msgspec.Struct, tag=True):
-    """A worker has ended. Its code is that of subprocess.Popen: negative for a signal."""
+class Refused(msgspec.Struct, tag=True):
+    """The system did not start a process."""
 
-    pid: int
-    code: int
+    why: str
 
 
 _requests = msgspec.msgpack.Decoder(Fork | Forget)
-_answers = msgspec.msgpack.Decoder(Forked | Ended)
+_answers = msgspec.msgpack.Decoder(Forked | Refused)
 
 
 # -- the driver's side
 
 
 class ForkedProcess:
-    """What subprocess.Popen offers, for a process that the server started."""
+    """What subprocess.Popen offers, for a process that the server started.
+
+    An ended process keeps its number until `poll` has returned its exit code.
+    """
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid
-        self.code: int | None = None
-        self._server: ForkServer | None = server
+        self._server = server
+        self._code: int | None = None
+        try:
+            self._process: psutil.Process | None = psutil.Process(pid)
+        except psutil.NoSuchProcess:  # the server has died since
+            self._process = None
 
     def poll(self) -> int | None:
-        """Return the exit code, or None. From then on, the process id may be another's."""
-        if self.code is not None and self._server is not None:
-            self._server.forget(self)
-            self._server = None
-        return self.code
+        """Return the exit code as subprocess.Popen does, or None."""
+        if self._code is None:
+            self._code = self._read()
+            if self._code is not None:
+                self._server.forget(self.pid)
+        return self._code
+
+    def _read(self) -> int | None:
+        """Return the exit code from /proc.
+
+        Only the end of the server takes the number away before, and that kills its workers.
+        """
+        try:
+            if self._process is None or not self._process.is_running():
+                return -signal.SIGKILL
+            if self._process.status() != psutil.STATUS_ZOMBIE:
+                return None
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except (psutil.NoSuchProcess, FileNotFoundError):
+            return -signal.SIGKILL
+        return os.waitstatus_to_exitcode(int(stat.rpartition(")")[2].split()[_EXIT_CODE]))
 
     def kill(self) -> None:
-        if self._server is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+        if self._process is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._process.kill()
 
 
 class ForkServer:
@@ -102,44 +126,60 @@ class ForkServer:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), engine],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", __name__, str(os.getpid()), engine],
+                stdin=theirs.fileno(),
                 stdout=output,
                 stderr=output,
                 env=os.environ | variables,
                 start_new_session=True,
             )
-        self.alive = self.answers = True
+        self.answers = True
+        """Whether it forks further workers."""
         self._log = log
         self._asked: deque[asyncio.Future[ForkedProcess]] = deque()
-        self._running: dict[int, ForkedProcess] = {}
         self._socket.setblocking(False)
         asyncio.get_running_loop().add_reader(self._socket, self._hear)
 
     async def fork(self, request: Fork, fds: Sequence[int], deadline_s: float) -> ForkedProcess:
-        """Start a worker. Raises WorkerError if the server has ended or does not answer."""
+        """Start a worker. Raises WorkerError if the server or the system does not."""
         answer: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
-        self._asked.append(answer)
         try:
             socket.send_fds(self._socket, [msgspec.msgpack.encode(request)], fds)
-            return await asyncio.wait_for(answer, deadline_s)
+            self._asked.append(answer)
+            async with asyncio.timeout(deadline_s):
+                return await answer
         except TimeoutError:
             self.answers = False
-            reason = f"the fork server did not answer within {deadline_s:g} s"
+            why = f"the fork server did not answer within {deadline_s:g} s"
         except OSError as error:
-            self._lost()
-            reason = f"the fork server does not listen: {error}"
-        raise WorkerError(f"worker {request.name} did not start: {reason}; its log is {self._log}")
+            self.answers = False
+            why = f"the fork server does not answer: {error}"
+        except WorkerError as error:
+            why = str(error)
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                self._drop(answer.result())
+            raise
+        raise WorkerError(
+            f"worker {request.name} did not start: {why}. Fix: look into {self._log}; `millrace "
+            "doctor` shows the memory"
+        )
 
-    def forget(self, process: ForkedProcess) -> None:
-        """Let the server wait for an ended process."""
-        if self.alive:
-            with contextlib.suppress(OSError):
-                self._socket.send(msgspec.msgpack.encode(Forget(process.pid)))
+    def forget(self, pid: int) -> None:
+        """Let the server wait for an ended process. If it is dead, this process may be the heir."""
+        try:
+            self._socket.send(msgspec.msgpack.encode(Forget(pid)))
+        except OSError:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+    def _drop(self, process: ForkedProcess) -> None:
+        """End a worker that nobody waits for any more."""
+        process.kill()
+        self.forget(process.pid)
 
     def _hear(self) -> None:
-        """Read what the server says."""
+        """Read an answer of the server."""
         try:
             data = self._socket.recv(_MOST_BYTES)
         except BlockingIOError:
@@ -147,72 +187,66 @@ class ForkServer:
         except OSError:
             data = b""
         if not data:
-            self._lost()
+            self._deafen()
             return
-        message = _answers.decode(data)
-        if isinstance(message, Ended):
-            self._running.pop(message.pid).code = message.code
-            return
-        process = self._running[message.pid] = ForkedProcess(self, message.pid)
-        if not (answer := self._asked.popleft()).done():
-            answer.set_result(process)
+        message, answer = _answers.decode(data), self._asked.popleft()
+        if isinstance(message, Forked):
+            process = ForkedProcess(self, message.pid)
+            if answer.done():
+                self._drop(process)
+            else:
+                answer.set_result(process)
+        elif not answer.done():
+            answer.set_exception(WorkerError(f"the system refused a process: {message.why}"))
 
-    def _lost(self) -> None:
-        """Note that the server has ended. Its workers end with it."""
-        if not self.alive:
+    def _deafen(self) -> None:
+        """Ask and hear nothing more."""
+        if self._socket.fileno() == -1:
             return
-        self.alive = self.answers = False
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
-        for process in self._running.values():
-            process.code = -signal.SIGKILL
-        self._running.clear()
+        self.answers = False
         while self._asked:
             if not (answer := self._asked.popleft()).done():
                 answer.set_exception(ConnectionResetError("it has ended"))
 
     def close(self) -> subprocess.Popen[bytes]:
-        """Let the server end, and kill what it still runs. Return its process."""
-        self._lost()
+        """Let the server end, and its workers with it. Return its process."""
+        self._deafen()
         return self._process
 
 
 # -- the server
 
 
-def main() -> NoReturn:
-    host.die_with(int(sys.argv[2]))
+def main() -> None:
+    host.die_with(int(sys.argv[1]))
     host.ignore_stop_signals()
-    driver = socket.socket(fileno=int(sys.argv[1]))
-    _import(sys.argv[3])
-    bell, ring = socket.socketpair()
-    ring.setblocking(False)
-    signal.set_wakeup_fd(ring.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    running: set[int] = set()
+    driver = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    _import(sys.argv[2])
+    server = os.getpid()
     while True:
-        ready, _, _ = select.select([driver, bell], [], [])
-        if bell in ready:
-            bell.recv(4096)
-            for answer in _ended(running):
-                driver.send(msgspec.msgpack.encode(answer))
-        if driver in ready:
-            data, fds, _, _ = socket.recv_fds(driver, _MOST_BYTES, _FDS)
-            if not data:
-                _end(running)
-            request = _requests.decode(data)
-            if isinstance(request, Forget):
+        data, fds, _, _ = socket.recv_fds(driver, _MOST_BYTES, _FDS)
+        if not data:
+            return  # the driver has closed its end
+        request = _requests.decode(data)
+        if isinstance(request, Forget):
+            with contextlib.suppress(ChildProcessError):
                 os.waitpid(request.pid, 0)
-                continue
-            server = os.getpid()
-            if (pid := os.fork()) == 0:
-                for inherited in (driver, bell, ring):
-                    inherited.close()
+            continue
+        try:
+            pid = os.fork()
+        except OSError as error:
+            driver.send(msgspec.msgpack.encode(Refused(str(error))))
+        else:
+            if pid == 0:
+                driver.close()
                 _become(request, fds, server)
-            for fd in fds:
-                os.close(fd)
-            running.add(pid)
             driver.send(msgspec.msgpack.encode(Forked(pid)))
+        for fd in fds:
+            os.close(fd)
 
 
 def _import(engine: str) -> None:
@@ -232,30 +266,10 @@ def _import(engine: str) -> None:
     gc.freeze()
 
 
-def _ended(running: set[int]) -> list[Ended]:
-    """Return the workers that have ended. Their numbers stay taken until the driver forgets them."""
-    found = []
-    for pid in list(running):
-        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if end is not None:
-            exited = end.si_code == os.CLD_EXITED
-            found.append(Ended(pid, end.si_status if exited else -end.si_status))
-            running.discard(pid)
-    return found
-
-
-def _end(running: set[int]) -> NoReturn:
-    """End with all workers, because the driver has closed its end."""
-    for pid in running:
-        os.kill(pid, signal.SIGKILL)
-    os._exit(0)
-
-
 def _become(request: Fork, fds: Sequence[int], server: int) -> NoReturn:
     """Be a worker."""
+    code = 1
     try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         host.die_with(server)
         calls, beats, output = fds
@@ -263,12 +277,25 @@ def _become(request: Fork, fds: Sequence[int], server: int) -> NoReturn:
         os.dup2(output, 2)
         os.close(output)
         os.environ.update(request.variables)
+        _own_random_state()
         host.work(calls, request.role, beats, request.heartbeat_s)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
     except BaseException:  # noqa: BLE001 - a forked process must not go on as the server
         traceback.print_exc()
     finally:
+        sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(code)
+
+
+def _own_random_state() -> None:
+    """Draw other numbers than the other workers, where code of a user has no seed."""
+    import numpy as np
+    import torch
+
+    np.random.seed()
+    torch.seed()
 
 
 if __name__ == "__main__":

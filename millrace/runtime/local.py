@@ -136,13 +136,13 @@ class LocalRuntime:
                     if self._forks
                     else self._spawn(role, variables, ends)
                 )
+            reader, writer = await asyncio.open_connection(sock=driver_end, limit=2**26)
         except BaseException:
             driver_end.close()
             os.close(beats)
             raise
         finally:
             os.close(beats_in)
-        reader, writer = await asyncio.open_connection(sock=driver_end, limit=2**26)
 
         send = partial(write_frame, writer)
         peer = Peer(name, send, deadline_s=self._sides.trainer.wait_deadline_s)

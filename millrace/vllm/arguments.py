@@ -66,7 +66,8 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
     # Logits are float32, as in the train engine. On a GPU, bf16 logits doubled the gap between the
     # log-probs of both engines, from 0.0015 to 0.0030.
     defaults: dict[str, dict[str, Any]] = {"hf_overrides": {"head_dtype": "float32"}}
-    if not arguments["enforce_eager"] and _graphs_of_prompts(model):
+    own_kernels = {"attention_backend", "attention_config"} & rollout.engine_kwargs.keys()
+    if not arguments["enforce_eager"] and not own_kernels and _graphs_of_prompts(model):
         defaults["compilation_config"] = {"cudagraph_mode": "FULL"}
     for key, default in defaults.items():
         own = rollout.engine_kwargs.get(key, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from millrace.config import Config
 from millrace.errors import WorkerError
 from millrace.runtime import local
+from millrace.runtime.fork_server import ForkServer
 from millrace.runtime.local import LocalRuntime
 from tests.workers import workers_of
 
@@ -24,6 +26,14 @@ def runtime(folder: Path) -> LocalRuntime:
 def servers() -> list[psutil.Process]:
     alive = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
     return [p for p in alive if "millrace.runtime.fork_server" in p.cmdline()]
+
+
+async def started() -> psutil.Process:
+    """Return the server once its process is seen."""
+    async with asyncio.timeout(10):
+        while not (found := servers()):  # noqa: ASYNC110 - another process starts
+            await asyncio.sleep(0.001)
+    return found[0]
 
 
 async def until_gone(pids: list[int]) -> None:
@@ -106,16 +116,12 @@ def test_a_server_that_dies_or_hangs_while_a_worker_waits_for_it_is_named(
         workers = runtime(tmp_path)
         try:
             starting = asyncio.create_task(workers.start("rollout-0", "rollout", 0))
-            await asyncio.sleep(0)
-            (server,) = servers()
-            server.kill()
+            (await started()).kill()
             with pytest.raises(WorkerError, match="rollout-0 did not start: the fork server"):
                 await starting
             monkeypatch.setattr(local, "START_DEADLINE_S", 1.0)
             starting = asyncio.create_task(workers.start("rollout-0", "rollout", 0))
-            await asyncio.sleep(0)
-            (server,) = servers()
-            server.send_signal(signal.SIGSTOP)
+            (await started()).send_signal(signal.SIGSTOP)
             with pytest.raises(WorkerError, match="did not answer within 1 s"):
                 await starting
         finally:
@@ -123,6 +129,111 @@ def test_a_server_that_dies_or_hangs_while_a_worker_waits_for_it_is_named(
         assert not servers() and not workers_of()
 
     asyncio.run(main())
+
+
+NO_FORK = """
+import os
+forked, fork = [], os.fork
+def once():
+    if forked:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    forked.append(1)
+    return fork()
+if "fork_server" in " ".join(__import__("sys").orig_argv):
+    os.fork = once
+"""
+
+
+def test_a_fork_that_the_system_refuses_fails_one_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NO_FORK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    async def main() -> None:
+        workers = runtime(tmp_path)
+        try:
+            first = await workers.start("rollout-0", "rollout", 0)
+            with pytest.raises(WorkerError) as caught:
+                await workers.start("rollout-1", "rollout", 1)
+            assert "rollout-1 did not start: the system refused a process" in str(caught.value)
+            assert "Fix: look into " in str(caught.value)
+            await first.call("ping")
+        finally:
+            await workers.close()
+
+    asyncio.run(main())
+
+
+def test_a_driver_with_many_descriptors_starts_workers(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+
+    async def main() -> None:
+        workers = runtime(tmp_path)
+        try:
+            await (await workers.start("rollout-0", "rollout", 0)).call("ping")
+        finally:
+            await workers.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        for fd in many:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_start_that_is_cancelled_as_its_worker_comes_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        workers = runtime(tmp_path)
+        hear = ForkServer._hear
+
+        def cancelled(server: ForkServer) -> None:
+            hear(server)
+            starting.cancel()
+
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(ForkServer, "_hear", cancelled)
+                starting = asyncio.create_task(workers.start("rollout-0", "rollout", 0))
+                with pytest.raises(asyncio.CancelledError):
+                    await starting
+            (server,) = servers()
+            async with asyncio.timeout(10):
+                while server.children():  # noqa: ASYNC110 - another process ends
+                    await asyncio.sleep(0.01)
+        finally:
+            await workers.close()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_ends_while_the_server_stands_still_has_its_cause(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "GOODBYE_S", 1.0)
+
+    async def main() -> None:
+        workers = runtime(tmp_path)
+        try:
+            first, second = await asyncio.gather(
+                *(workers.start(f"rollout-{i}", "rollout", i) for i in range(2))
+            )
+            (server,) = servers()
+            server.send_signal(signal.SIGSTOP)
+            workers_of()["rollout-0"].kill()
+            with pytest.raises(WorkerError, match="worker rollout-0 was killed by SIGKILL"):
+                await first.call("listen")
+            await workers.end(second)
+        finally:
+            await workers.close()
+
+    asyncio.run(main())
+    assert not [w for w in recwarn if "do not end" in str(w.message)]
 
 
 def test_a_start_that_is_cancelled_leaves_no_worker(tmp_path: Path) -> None:
@@ -137,10 +248,12 @@ def test_a_start_that_is_cancelled_leaves_no_worker(tmp_path: Path) -> None:
                 await starting
             other = await workers.start("rollout-1", "rollout", 1)  # after the cancelled one
             await other.call("ping")
-            async with asyncio.timeout(10):
-                while "rollout-0" in workers_of():  # noqa: ASYNC110 - another process ends
+            (server,) = servers()
+            async with asyncio.timeout(10):  # no zombie either
+                while len(server.children()) > 1:  # noqa: ASYNC110 - another process ends
                     await asyncio.sleep(0.01)
             await workers.end(other)
+            await asyncio.sleep(0.1)  # its socket is closed
             assert psutil.Process().num_fds() <= fds + 1, "the socket of the server"
         finally:
             await workers.close()

@@ -35,6 +35,8 @@ def test_hopper_gets_graphs_of_steps_that_read_prompts() -> None:
     assert asked(hopper=False) is None
     assert asked(router_replay="R3") is None
     assert asked(rollout={"enforce_eager": True}) is None
+    flex = {"attention_backend": "FLEX_ATTENTION"}
+    assert asked(rollout={"engine_kwargs": flex}) is None, "it has no such graphs, and would raise"
 
 
 def test_the_settings_of_the_user_win() -> None:
