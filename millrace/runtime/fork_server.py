@@ -253,13 +253,13 @@ def _import(engine: str) -> None:
     """Import what workers import on a CPU. A worker that needs another module imports it itself."""
     gc.disable()  # an import of torch and transformers otherwise takes a sixth longer
     try:
+        from millrace.train.factory import imported
+
+        imported(engine)
         import millrace.decode.engine
         import millrace.models.device
         import millrace.runtime.worker
         import millrace.sync.collective  # noqa: F401
-        from millrace.train.factory import imported
-
-        imported(engine)
     except Exception:  # noqa: BLE001 - the worker meets the same error, and reports it
         traceback.print_exc()
     gc.enable()
@@ -292,10 +292,10 @@ def _become(request: Fork, fds: Sequence[int], server: int) -> NoReturn:
 def _own_random_state() -> None:
     """Draw other numbers than the other workers, where code of a user has no seed."""
     import numpy as np
-    import torch
 
     np.random.seed()
-    torch.seed()
+    if torch := sys.modules.get("torch"):
+        torch.seed()
 
 
 if __name__ == "__main__":

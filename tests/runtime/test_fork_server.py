@@ -16,11 +16,11 @@ from millrace.errors import WorkerError
 from millrace.runtime import local
 from millrace.runtime.fork_server import ForkServer
 from millrace.runtime.local import LocalRuntime
-from tests.workers import workers_of
+from tests.workers import without_engine, workers_of
 
 
 def runtime(folder: Path) -> LocalRuntime:
-    return LocalRuntime(folder, Config().sides, gpus=[])
+    return LocalRuntime(folder, without_engine(), gpus=[])
 
 
 def servers() -> list[psutil.Process]:
@@ -44,7 +44,7 @@ async def until_gone(pids: list[int]) -> None:
 
 def test_workers_are_forked_with_their_own_names_and_groups(tmp_path: Path) -> None:
     async def main() -> None:
-        workers = runtime(tmp_path)
+        workers = LocalRuntime(tmp_path, Config().sides, gpus=[])
         try:
             await asyncio.gather(
                 workers.start("rollout-0", "rollout", 0), workers.start("trainer-0", "trainer", 0)

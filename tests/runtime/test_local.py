@@ -16,17 +16,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millrace.config import Config
 from millrace.errors import WorkerError
 from millrace.runtime import local
 from millrace.runtime.local import LocalRuntime
 from millrace.runtime.remote import all_of
 from millrace.runtime.rpc import Peer
-from tests.workers import workers_of
+from tests.workers import without_engine, workers_of
 
 
 def runtime(folder: Path) -> LocalRuntime:
-    return LocalRuntime(folder, Config().sides, gpus=[])
+    return LocalRuntime(folder, without_engine(), gpus=[])
 
 
 def test_a_worker_killed_in_a_call_is_named_with_its_signal_and_its_log(tmp_path: Path) -> None:
@@ -173,7 +172,7 @@ def test_a_worker_that_ends_by_itself_is_told_with_its_exit_code_and_last_words(
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        workers = LocalRuntime(tmp_path, Config().sides, gpus=[])
+        workers = runtime(tmp_path)
         with pytest.raises(WorkerError) as caught:
             await workers.start("nobody-0", "nobody", 0)
         await workers.close()
