@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 from pathlib import Path
 from typing import Annotated
@@ -86,5 +87,6 @@ def _dead(run: Path, pid: int) -> Verdict:
         lines = logs[-1].read_text(errors="replace").splitlines()[-_TAIL:]
         said = f" The last lines, of {logs[-1].name}: {' | '.join(lines)}" if lines else ""
     sentence = f"the driver (process {pid}) died without an end: killed, or out of memory.{said}"
-    fix = f"`millrace train RECIPE trainer.run_dir={run} trainer.resume=auto`, or `dmesg` first"
+    folder = shlex.quote(str(run))
+    fix = f"`millrace train RECIPE trainer.run_dir={folder} trainer.resume=auto`, or `dmesg` first"
     return Verdict("dead", sentence, fix, DRIVER, "dead")

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from millrace.config import Config
-from millrace.errors import MillraceError
+from millrace.errors import MillraceError, SyncError
 from millrace.observe.progress import Progress
 from millrace.observe.watch import Watch
 from millrace.observe.watched import WatchedReplica, WatchedSync
@@ -123,19 +123,27 @@ class Workers:
     ) -> None:
         """`address` is where the ends of the weight sync meet, a store of rank 0."""
         self._runtime, self._tree, self._folder = runtime, tree, folder
-        self._ranks, self._address = ranks, address
+        self._ranks = ranks
+        self._address: Address | None = address
+        """None while the ranks are lost."""
         self._met: dict[Peer, Address] = {}
         """Where each replica was told to meet the ranks."""
+        self._meeting: set[Peer] = set()
+        """New replicas that meet the ranks now."""
 
     async def start(self, replica: int, started: Callable[[Peer], None]) -> Peer:
         peer = await self._runtime.start(f"rollout-{replica}", "rollout", replica)
         started(peer)
         try:
             await _build(peer, self._tree, self._folder)
-            await self.meet(replica, peer)
+            if self._address is not None:  # Otherwise, the next sync lets them meet.
+                self._meeting.add(peer)
+                await self.meet(replica, peer)
         except BaseException:
             await self._runtime.end(peer)
             raise
+        finally:
+            self._meeting.discard(peer)
         return peer
 
     async def start_ranks(self, started: Callable[[Peer], None]) -> list[Peer]:
@@ -155,13 +163,23 @@ class Workers:
         return peer
 
     async def meet(self, replica: int, peer: Peer) -> None:
-        if (address := self._address) != self._met.get(peer):
+        if (address := self._address) is None:
+            raise SyncError(f"{peer.name} has no trainer to meet: its ranks are lost")
+        if address != self._met.get(peer):
             await peer.call("connect", (self._tree, replica, address))
             self._met[peer] = address
 
     async def end(self, peer: Peer) -> None:
         self._met.pop(peer, None)
+        if peer.name.startswith("trainer-"):
+            self._forget_ranks()
         await self._runtime.end(peer)
+
+    def _forget_ranks(self) -> None:
+        """Forget where replicas meet the ranks. A dead address would cost a minute for each try."""
+        self._address = None
+        for peer in self._meeting:
+            peer.mark_dead(f"the trainer was lost while {peer.name} met it")
 
     def release(self, replica: int) -> None:
         self._runtime.release(replica)

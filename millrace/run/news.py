@@ -51,7 +51,8 @@ class News:
         told = f"replica rollout-{replica} {'did not start' if again else 'was lost'}: {change.why}"
         requests = self._engines[replica].requests
         if requests and not again:
-            told += f"; its {requests} requests go on elsewhere"
+            where = "go on elsewhere" if roster.live else "wait for a replica"
+            told += f"; its {requests} requests {where}"
         if change.to is Standing.LOST:
             follows = f"restart in {roster.backoff_s(replica):g} s"
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,8 @@ def show(console: Console, outcome: Outcome) -> None:
     elif outcome.complete:
         say("complete; without data.val_files there are no held-out scores")
     else:
-        say(f"not complete: resume with trainer.resume=auto trainer.run_dir={outcome.run_dir}")
+        folder = shlex.quote(str(outcome.run_dir))
+        say(f"not complete: resume with trainer.resume=auto trainer.run_dir={folder}")
 
 
 def _comparison(first: Result | None, last: Result) -> Table:

@@ -109,6 +109,11 @@ class ForkedProcess:
             return -signal.SIGKILL
         return os.waitstatus_to_exitcode(int(stat.rpartition(")")[2].split()[_EXIT_CODE]))
 
+    @property
+    def server_code(self) -> int | None:
+        """Return the exit code of the server, or None while it runs."""
+        return self._server.code
+
     def kill(self) -> None:
         if self._process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -164,6 +169,11 @@ class ForkServer:
             f"worker {request.name} did not start: {why}. Fix: look into {self._log}; `millrace "
             "doctor` shows the memory"
         )
+
+    @property
+    def code(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+        return self._process.poll()
 
     def forget(self, pid: int) -> None:
         """Let the server wait for an ended process. If it is dead, this process may be the heir."""
@@ -222,6 +232,7 @@ class ForkServer:
 def main() -> None:
     host.die_with(int(sys.argv[1]))
     host.ignore_stop_signals()
+    host.show_as("fork-server")
     driver = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)

@@ -145,6 +145,12 @@ def die_with(parent: int) -> None:
             os._exit(1)
 
 
+def show_as(name: str) -> None:
+    """Give this process a name in `top`, of 15 bytes at most. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(15, name.encode())  # PR_SET_NAME
+
+
 def beat(fd: int, seconds: float) -> None:
     """Write a byte every few seconds, until the driver closes the other end.
 
@@ -180,8 +186,7 @@ def work(fd: int, role: str, beats: int, seconds: float) -> None:
 
     `beats` is the file descriptor for heartbeats, one every so many `seconds`.
     """
-    if sys.platform == "linux" and (name := os.environ.get(NAME)):
-        ctypes.CDLL(None).prctl(15, name.encode())  # PR_SET_NAME: `top` shows it
+    show_as(os.environ.get(NAME, "worker"))
     os.set_inheritable(beats, False)
     threading.Thread(target=beat, args=(beats, seconds), daemon=True).start()
     side = start_in_worker()

@@ -226,9 +226,7 @@ class LocalRuntime:
             if peer.death is None and not self._closing:
                 await worker.wait_for_end()
             peer.mark_dead(
-                "the run is over"
-                if self._closing
-                else _cause_of_death(peer.name, process.poll(), log)
+                "the run is over" if self._closing else _cause_of_death(peer.name, process, log)
             )
 
     async def end(self, peer: Peer) -> None:
@@ -344,15 +342,21 @@ async def _wait_for_end(polls: Sequence[Callable[[], int | None]], limit_s: floa
     return ended
 
 
-def _cause_of_death(name: str, code: int | None, log: Path) -> str:
+def _end_of(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _cause_of_death(name: str, process: _Process, log: Path) -> str:
+    code = process.poll()
+    server = process.server_code if isinstance(process, ForkedProcess) else None
     if code is None:
         cause = "closed its socket, and its process does not end"
+    elif server is not None:
+        cause = f"ended with its fork server, which {_end_of(server)}"
     else:
-        cause = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
+        cause = _end_of(code)
     with log.open(errors="replace") as lines:
         tail = "".join(deque(lines, maxlen=5)).strip()
     return f"worker {name} {cause}; its log is {log}" + (f"\n{tail}" if tail else "")

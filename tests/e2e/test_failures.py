@@ -215,6 +215,20 @@ def killed_while_writing(chain: Chain) -> None:
     assert path is not None and not passed
 
 
+def lost_all_workers(chain: Chain) -> None:
+    """The fork server dies, and with it the trainer and its only replica. The run goes on."""
+    process = chain.start()
+    server = chain.worker("trainer-0").parent()
+    assert server is not None and server.name() == "fork-server"
+    before = len(history(chain.folder))
+    server.kill()
+    wait_for(lambda: len(history(chain.folder)) > before + 2, process, chain.output, 40)
+    said = chain.output.read_text()
+    assert "trainer-0 ended with its fork server, which was killed by SIGKILL" in said
+    assert "serves again" in said and "the trainer is back" in said
+    chain.kill_tree()
+
+
 def lost_last_replica(chain: Chain) -> range:
     """A run without any replica saves what it has, and says why it ends.
 
@@ -258,6 +272,7 @@ def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_pa
         interrupted_twice(chain)
         killed(chain)
         killed_while_writing(chain)
+        lost_all_workers(chain)
         alone = lost_last_replica(chain)
         completed_with_hanging_rewards(chain, tmp_path)
     finally:

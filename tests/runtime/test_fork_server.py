@@ -97,7 +97,8 @@ def test_a_server_that_is_killed_takes_its_workers_along_and_the_next_start_has_
             pid = workers_of()["rollout-0"].pid
             server.kill()
             await until_gone([pid])
-            with pytest.raises(WorkerError, match="worker rollout-0 was killed by SIGKILL"):
+            why = "rollout-0 ended with its fork server, which was killed by SIGKILL; its log"
+            with pytest.raises(WorkerError, match=why):
                 await peer.call("listen")
             again = await workers.start("rollout-0", "rollout", 0)
             await again.call("ping")
