@@ -128,11 +128,11 @@ def test_a_worker_that_hung_up_is_lost_and_not_waited_for_for_ever(
 DRIVER = """
 import asyncio, sys
 from pathlib import Path
-from millrace.config import Config
 from millrace.runtime.local import LocalRuntime
+from tests.workers import without_engine
 
 async def main():
-    workers = LocalRuntime(Path(sys.argv[1]), Config().sides, gpus=[])
+    workers = LocalRuntime(Path(sys.argv[1]), without_engine(), gpus=[])
     await asyncio.gather(workers.start("trainer-0", "trainer", 0), workers.start("rollout-0", "rollout", 0))
     print("up", flush=True)
     await asyncio.sleep(1000)

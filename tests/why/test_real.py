@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from millrace.config import RewardConfig
-from millrace.config.recipe import load
 from millrace.environments.tools import CallLimits, FunctionTool, run_calls
 from millrace.rewards.pool import RewardPool
 from millrace.runtime.local import LocalRuntime
@@ -27,6 +26,7 @@ from millrace.waits.ask import ask
 from millrace.waits.registry import PROCESS, acting, as_actor, waiting
 from millrace.waits.side import FOLDER, NAME, VARIABLE, Side
 from millrace.waits.verdict import Verdict, judge
+from tests.workers import without_engine
 
 DEADLINE_S = 60.0
 
@@ -67,8 +67,7 @@ def test_a_rollout_worker_that_a_signal_stopped(tmp_path: Path) -> None:
 
     async def run() -> Verdict:
         (tmp_path / "logs").mkdir()
-        config = load(Path("quickstart"), [])
-        runtime = LocalRuntime(tmp_path / "logs", config.sides, gpus=[])
+        runtime = LocalRuntime(tmp_path / "logs", without_engine(), gpus=[])
         with driver(tmp_path) as side:
             try:
                 peer = await runtime.start("rollout-0", "rollout", 0)
