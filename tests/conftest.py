@@ -28,6 +28,19 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def kept_fork_servers() -> Iterator[None]:
+    """Sessions in this process use the same fork servers, one session after the other."""
+    from millrace.runtime import local
+    from tests.fork_servers import Pool
+
+    pool = Pool()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "ForkServer", pool.get)
+        yield
+    pool.close()
+
+
 @pytest.fixture(autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
     """Otherwise, the next engine in this process would use the process group of an earlier test."""

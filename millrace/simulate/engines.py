@@ -260,6 +260,10 @@ def _resolve(future: asyncio.Future[bool], value: bool) -> None:
         future.set_result(value)
 
 
+_TOKENS = tokens_of(1 + place * 17 % 97 for place in range(97))
+_LOG_PROB = floats_of([-0.5])
+
+
 def _segment(
     places: range, params: SamplingParams, version: PolicyVersion, stop: Stop | None
 ) -> Segment:
@@ -268,8 +272,9 @@ def _segment(
     Greedy tokens depend only on their places, not on the seed.
     """
     seed = params.seed if params.temperature else 0
-    tokens = tokens_of(1 + (seed * 31 + place * 17) % 97 for place in places)
-    return Segment(tokens, Author.POLICY, version, floats_of([-0.5] * len(tokens)), stop)
+    first, number = (seed * 76 + places.start) % len(_TOKENS), len(places)
+    tokens = (_TOKENS * ((first + number) // len(_TOKENS) + 1))[first : first + number]
+    return Segment(tokens, Author.POLICY, version, _LOG_PROB * number, stop)
 
 
 class SimTrainEngine:

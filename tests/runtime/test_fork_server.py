@@ -19,6 +19,12 @@ from millrace.runtime.local import LocalRuntime
 from tests.workers import without_engine, workers_of
 
 
+@pytest.fixture(autouse=True)
+def own_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run of these tests has its own server, as a user's run does."""
+    monkeypatch.setattr(local, "ForkServer", ForkServer)
+
+
 def runtime(folder: Path) -> LocalRuntime:
     return LocalRuntime(folder, without_engine(), gpus=[])
 

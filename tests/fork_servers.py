@@ -1,0 +1,74 @@
+"""Fork servers that the sessions of one test process use one after the other.
+
+A server's imports take 5 s of a core, and most of these sessions do little more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from millrace.runtime.fork_server import ForkServer
+
+Key = tuple[object, ...]
+_MOST_FREE = 2
+
+
+class Pool:
+    """The servers that no session uses, by what a server takes along from its start."""
+
+    def __init__(self) -> None:
+        self._free: list[Kept] = []
+
+    def get(self, log: Path, engine: str, variables: Mapping[str, str]) -> ForkServer:
+        """Return a server for one session. The arguments are those of ForkServer."""
+        own = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+        key = (engine, os.getcwd(), sorted((own | variables).items()))
+        for server in self._free:
+            if server.key == key and server.attach():
+                self._free.remove(server)
+                return server
+        return Kept(self, key, log, engine, variables)
+
+    def put(self, server: Kept) -> None:
+        self._free.append(server)
+        while len(self._free) > _MOST_FREE:
+            self._free.pop(0).end()
+
+    def close(self) -> None:
+        while self._free:
+            self._free.pop().end()
+
+
+class Kept(ForkServer):
+    """A server that goes to the pool when its session closes."""
+
+    def __init__(
+        self, pool: Pool, key: Key, log: Path, engine: str, variables: Mapping[str, str]
+    ) -> None:
+        super().__init__(log, engine, variables)
+        self.key = key
+        self._pool = pool
+
+    def attach(self) -> bool:
+        """Serve the running event loop, if the server lives."""
+        if self.code is not None:
+            return False
+        asyncio.get_running_loop().add_reader(self._socket, self._hear)
+        return True
+
+    def close(self) -> subprocess.Popen[bytes]:
+        """Return the process of the server, or one that ends at once if the pool has the server."""
+        if self.code is not None or not self.answers or self._asked:
+            return super().close()
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._pool.put(self)
+        return subprocess.Popen(["true"])
+
+    def end(self) -> None:
+        """End a server that is free."""
+        self._socket.close()
+        self._process.wait(10)
