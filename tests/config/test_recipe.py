@@ -319,7 +319,7 @@ trees = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=15)
 @given(trees)
 @example({"trainer.run_dir": "0E0"})
 @example({"trainer.run_dir": "${\\I", "data.train_files": ["${trainer.seed}", "\\\\${a", "$\\{"]})

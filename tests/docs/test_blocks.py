@@ -1,7 +1,7 @@
 """Every code block works: commands run, Python runs, YAML loads as a recipe.
 
 One small run is real. A command that would train or measure runs with --dry-run: it reads the
-recipe, the overrides and the data. A comment `<!-- runs on: GPUs -->` above a block permits
+recipe, the overrides and the data. Without --seeds, simulations run ten seeds. A comment `<!-- runs on: GPUs -->` above a block permits
 commands that this machine lacks. The millrace commands of such a block are checked too.
 """
 
@@ -124,6 +124,8 @@ def millrace(words: list[str]) -> str:
     takes_recipe = any("--dry-run" in p.opts for p in command.params)
     if takes_recipe and not {"--dry-run", "--help-config", "--help"} & set(rest):
         words = [*words, "--dry-run"]
+    if command.name == "simulate" and "--seeds" not in rest:
+        words = [*words, "--seeds", "0..9"]
     if command.name == "export":
         while Path(words[-1]).exists():
             words = [*words[:-1], f"{words[-1]}-again"]

@@ -203,19 +203,6 @@ def killed(chain: Chain) -> None:
     chain.kill_tree()
 
 
-def killed_while_writing(chain: Chain) -> None:
-    """Kill everything during the write of a checkpoint, while the next version trains.
-
-    The checkpoint before it is whole.
-    """
-    process = chain.start()
-    writing = chain.folder / "checkpoints"
-    wait_for(lambda: any(writing.glob(".writing-*/engine/*")), process, chain.output)
-    chain.kill_tree()
-    path, passed = Checkpoints(chain.folder, keep=2).newest()
-    assert path is not None and not passed
-
-
 def lost_all_workers(chain: Chain) -> set[int]:
     """The fork server dies, and with it the trainer and its only replica. The run goes on.
 
@@ -230,8 +217,20 @@ def lost_all_workers(chain: Chain) -> set[int]:
     said = chain.output.read_text()
     assert "trainer-0 ended with its fork server, which was killed by SIGKILL" in said
     assert "serves again" in said and "the trainer is back" in said
-    chain.kill_tree()
     return {int(v) for v in re.findall(r"the validation of version (\d+) was cut short", said)}
+
+
+def killed_while_writing(chain: Chain) -> None:
+    """Kill everything during the write of a checkpoint, while the next version trains.
+
+    The checkpoint before it is whole.
+    """
+    assert chain.process is not None
+    writing = chain.folder / "checkpoints"
+    wait_for(lambda: any(writing.glob(".writing-*/engine/*")), chain.process, chain.output)
+    chain.kill_tree()
+    path, passed = Checkpoints(chain.folder, keep=2).newest()
+    assert path is not None and not passed
 
 
 def lost_last_replica(chain: Chain) -> range:
@@ -276,8 +275,8 @@ def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_pa
         interrupted(chain)
         interrupted_twice(chain)
         killed(chain)
-        killed_while_writing(chain)
         cut = lost_all_workers(chain)
+        killed_while_writing(chain)
         alone = lost_last_replica(chain)
         completed_with_hanging_rewards(chain, tmp_path)
     finally:
