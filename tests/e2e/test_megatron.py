@@ -31,7 +31,7 @@ BY_HEART = ("sft.batch_size=8", "sft.demonstrations=8", "sft.messiness=0")
 def config(folder: Path, *overrides: str) -> Config:
     two = ["trainer.n_gpus_per_node=2", "trainer.megatron.tensor_model_parallel_size=2"]
     here = ["rollout.engine=torch", "trainer.runtime=local", f"trainer.run_dir={folder}"]
-    size = ["rollout.total_rollout_steps=768", "trainer.val_before_train=false"]
+    size = ["rollout.total_rollout_steps=640", "trainer.val_before_train=false"]
     return recipe.load("megatron_grpo", [*two, *here, *size, *overrides])
 
 
@@ -54,15 +54,15 @@ def test_a_run_with_two_tensor_parallel_ranks_learns_and_then_eight_rows_by_hear
         async with open_session(config(folder), runs.progress()) as s:
             await run_training(s, await start_state(s), StopRequest())
             assert await loss_after(s, folder, 1) > 0.01
-            assert await loss_after(s, folder, 150) < 1e-2
+            assert await loss_after(s, folder, 50) < 1e-2
             await s.engines.train.export(str(tmp_path / "by heart"))
         assert (tmp_path / "by heart" / "model.safetensors").is_file()
 
     asyncio.run(main())
     rows = runs.rows(folder)
     exported = export(folder, tmp_path / "exported")  # without Megatron and its ranks
-    assert exported["complete"] and exported["version"] == 12 and exported["parameters"] > 0
-    assert len(rows) == 12
+    assert exported["complete"] and exported["version"] == 10 and exported["parameters"] > 0
+    assert len(rows) == 10
     first, last = (rows[i]["reward/mean"] for i in (0, -1))
     assert last > max(0.35, first + 0.2)
     gaps = [
