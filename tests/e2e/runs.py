@@ -59,7 +59,7 @@ async def session(
     folder: Path, *overrides: str, name: Path | str = RECIPE
 ) -> AsyncIterator[Session]:
     """Start the engines once. `run` below uses them for one run after the other."""
-    warm = ["sft.steps=100", "sft.batch_size=64"]  # enough for some rewards to differ
+    warm = ["sft.steps=50", "sft.batch_size=64"]  # enough for some rewards to differ
     config = recipe.load(name, [*SMALL, *warm, f"trainer.run_dir={folder / 'session'}", *overrides])
     async with open_session(config, progress()) as s:
         await warm_up(s)

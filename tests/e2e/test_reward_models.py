@@ -65,7 +65,7 @@ def test_each_kind_of_reward_trains_the_policy(
 
     async def run(server: Endpoint) -> None:
         said = rewards_of(server, last_character(tmp_path / "classifier", "9"))
-        async with runs.session(tmp_path) as s:
+        async with runs.session(tmp_path, "sft.steps=100") as s:
             rows = await trained(s, tmp_path / "model", 240, said["model"])
             assert rise(rows, "reward/mean") > 0.15
             rows = await trained(s, tmp_path / "mix", 128, said["mix"])
