@@ -26,7 +26,7 @@ class Pool:
     def get(self, log: Path, engine: str, variables: Mapping[str, str]) -> ForkServer:
         """Return a server for one session. The arguments are those of ForkServer."""
         own = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        key = (engine, os.getcwd(), sorted((own | variables).items()))
+        key = (engine, os.getcwd(), sorted({**own, **variables}.items()))
         for server in self._free:
             if server.key == key and server.attach():
                 self._free.remove(server)
