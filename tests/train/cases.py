@@ -6,16 +6,13 @@ import asyncio
 import math
 import os
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing import set_forkserver_preload
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM
 
 from millrace.config import Config, ModelShape, OptimConfig
@@ -27,6 +24,7 @@ from millrace.train.fsdp.sharding import mesh_of, shard
 from millrace.train.metrics import Meter
 from millrace.train.rows import rows_of_examples
 from millrace.types import Segment, Trajectory, floats_of, tokens_of
+from tests.train.forks import start_ranks
 from tests.train.mixtures import routed, write_mixtures
 from tests.train.samples import VOCAB, random_samples
 
@@ -42,15 +40,18 @@ OPTIM = OptimConfig(
 )
 HORIZON = 12
 ROUNDS = 2
-CASES = {
-    "one micro-batch": {},
+CASES: dict[str, dict[str, Any]] = {
+    "one micro-batch": {"on": ["2", "2 x 2"]},
     "many micro-batches": {
+        "on": ["2", "3", "2 x 2", "1 of 4"],
         "ppo_max_token_len_per_gpu": 40,
         "clip_ratio_low": 0.01,
         "clip_ratio_high": 0.02,
         "clip_ratio_c": 1.05,
     },
     "short last mini-batch, two epochs, own old log-probs": {
+        "on": ["3", "1 of 4"],
+        "counts": [4, 1, 3, 5],
         "ppo_max_token_len_per_gpu": 60,
         "ppo_mini_batch_size": 3,
         "ppo_epochs": 2,
@@ -59,32 +60,38 @@ CASES = {
         "own_old": True,
         "tied": False,
     },
-    "one step, own old log-probs": {"own_old": True, "ppo_mini_batch_size": 100},
-    "many lengths": {"counts": [10, 1, 12], "longest": 40},
+    "one step, own old log-probs": {"on": ["2 x 2"], "own_old": True, "ppo_mini_batch_size": 100},
+    "many lengths": {"on": ["3", "1 of 4"], "counts": [10, 1, 12], "longest": 40},
     "nothing for most ranks": {
+        "on": ["3", "2 x 2"],
         "counts": [1, 2],
         "ppo_mini_batch_size": 1,
         "loss_agg_mode": "seq-mean-token-sum",
     },
     "nothing at all, and Dr.GRPO": {
-        "counts": [0, 2, 3, 3],
+        "on": ["2 x 2", "1 of 4"],
+        "counts": [0, 2, 3],
         "ppo_mini_batch_size": 1,
         "loss_agg_mode": "seq-mean-token-sum-norm",
         "norm_by_std": False,
     },
     "a mixture of experts with a balance loss": {
+        "on": ["2 x 2", "1 of 4"],
         "model": "mixtral",
         "ppo_max_token_len_per_gpu": 40,
         "router_aux_loss_coef": 0.3,
     },
     "a mixture of experts with replay of the rollout's": {
+        "on": ["2 x 2", "1 of 4"],
         "model": "qwen3_moe",
         "router_replay": "R3",
+        "counts": [4, 1, 3, 5],
         "ppo_max_token_len_per_gpu": 60,
         "ppo_mini_batch_size": 3,
         "own_old": True,
     },
     "a mixture of experts with replay of the old policy's": {
+        "on": ["3", "1 of 4"],
         "model": "qwen3_moe",
         "router_replay": "R2",
         "counts": [3, 4, 2],
@@ -92,6 +99,12 @@ CASES = {
         "own_old": True,
     },
 }
+"""The cases. `on` names the layouts of several ranks that run a case. One rank runs all cases."""
+
+
+def points(cases: Any) -> list[tuple[str, str]]:
+    """Return each case with each layout that runs it."""
+    return [(name, layout) for name, case in cases.items() for layout in ("1", *case["on"])]
 
 
 def write_models(folder: Any) -> None:
@@ -212,10 +225,9 @@ def demonstrations(n: Any = 24) -> Any:
 
 
 def on_ranks(folder: Any, cases: Any, run_case: Any, extras: Any) -> Any:
-    """Run every case on several ranks; return the results by layout and rank.
+    """Run the cases on several ranks; return the results by layout and rank.
 
-    The result of the layout's function in `extras` is included. One spawn of four processes runs
-    all layouts.
+    The result of the layout's function in `extras` is included. Four processes run all layouts.
     """
     start_ranks(run_rank, (folder, cases, run_case, extras), 4)
     return {
@@ -228,22 +240,10 @@ def on_ranks(folder: Any, cases: Any, run_case: Any, extras: Any) -> Any:
     }
 
 
-def start_ranks(function: Callable[..., None], args: tuple[Any, ...], ranks: int) -> None:
-    """Call `function(rank, *args)` in `ranks` processes, and wait for all of them.
-
-    They are forks of one process that has imported the engine, so torch is imported once.
-    """
-    set_forkserver_preload([function.__module__])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        mp.start_processes(function, args=args, nprocs=ranks, start_method="forkserver")
-
-
 def run_rank(rank: Any, folder: Any, cases: Any, run_case: Any, extras: Any) -> None:
     """Run one of the four processes and write its results to `folder`.
 
-    It runs every case in every layout of several ranks, the smallest layout first.
+    It runs each case in its layouts of several ranks, the smallest layout first.
     """
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -252,7 +252,11 @@ def run_rank(rank: Any, folder: Any, cases: Any, run_case: Any, extras: Any) -> 
             continue
         store = dist.FileStore(f"{folder}/store {layout}", world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        results = {name: run_case(case, folder, rank, layout) for name, case in cases.items()}
+        results = {
+            name: run_case(case, folder, rank, layout)
+            for name, case in cases.items()
+            if layout in case["on"]
+        }
         if layout in extras:
             results["extra"] = extras[layout](folder, rank)
         torch.save(results, f"{folder}/results-{layout}-{rank}.pt")

@@ -170,6 +170,15 @@ LAYOUTS = {"4": (4, 0, 1), "2 x 2": (4, 2, 1), "2 x 1": (2, 1, 1), "2 of 2": (4,
 """The number of ranks, how many share one copy of the model (0: all), and how many share tokens."""
 
 
+def cases_of(layout: str) -> list[str]:
+    """Return the cases of a layout: every second one, so that each case has two layouts.
+
+    Every layout has all four ways to keep gradients and to cut a mini-batch: see `run_rank`.
+    """
+    odd = list(LAYOUTS).index(layout) % 2
+    return [name for i, name in enumerate(ON_RANKS) if i // 4 % 2 == odd]
+
+
 def config_of(
     case: dict[str, Any], world_size: int = 1, fsdp_size: int = 0, sharing: int = 1
 ) -> Config:
@@ -249,7 +258,7 @@ def run_case(engine: FsdpTrainEngine, case: dict[str, Any], cut: int) -> dict[st
 
 
 def run_rank(rank: int, folder: str) -> None:
-    """Run every case in every layout, in one of four processes; rank 0 writes the results."""
+    """Run the cases of every layout, in one of four processes; rank 0 writes the results."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     for layout, (world_size, fsdp_size, sharing) in LAYOUTS.items():
@@ -259,7 +268,8 @@ def run_rank(rank: int, folder: str) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         engine = engine_of(folder, rank, world_size, fsdp_size, sharing)
         results = {}
-        for i, name in enumerate(ON_RANKS):
+        for name in cases_of(layout):
+            i = ON_RANKS.index(name)
             # A small model keeps whole gradients until the last micro-batch; a large one does not.
             engine.actor.keeps_whole_gradients = engine.critic.keeps_whole_gradients = i % 4 < 2
             results[name] = run_case(engine, CASES[name], CUTS[i % 2])

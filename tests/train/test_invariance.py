@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.train import invariance_cases
-from tests.train.cases import start_ranks
-from tests.train.invariance_cases import CASES, CUTS, LAYOUTS, ON_RANKS
+from tests.train.forks import GROUP, start_ranks
+from tests.train.invariance_cases import CASES, CUTS, LAYOUTS, cases_of
 
-pytestmark = pytest.mark.xdist_group("forkserver")  # one worker runs the ranks once for all tests
+pytestmark = pytest.mark.xdist_group(GROUP)
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,7 @@ def test_micro_batches_of_any_size_make_the_same_loss_and_gradient(
         same(alone[cut][name], whole)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ON_RANKS)
+@pytest.mark.parametrize(("layout", "name"), [(x, name) for x in LAYOUTS for name in cases_of(x)])
 def test_any_number_of_ranks_makes_the_same_loss_and_gradient(
     name: str, layout: str, alone: dict[int, dict[str, Any]], ranks: dict[str, dict[str, Any]]
 ) -> None:

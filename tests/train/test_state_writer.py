@@ -26,7 +26,7 @@ from millrace.train.fsdp import engine as fsdp_train
 from millrace.train.fsdp.engine import FsdpTrainEngine
 from millrace.train.state_writer import StateWriter, on_host
 from tests.decode.helpers import folder as model_folder
-from tests.train.cases import start_ranks
+from tests.train.forks import GROUP, start_ranks
 from tests.train.samples import random_samples
 
 WITH_ALL_MODELS = {"actor": {"use_kl_loss": True}, "algorithm": {"adv_estimator": "gae"}}
@@ -195,6 +195,7 @@ async def save_into_a_file(engine: FsdpTrainEngine, folder: Path) -> None:
     await engine.saved()
 
 
+@pytest.mark.xdist_group(GROUP)
 def test_ranks_agree_on_a_staged_save_while_they_train(tmp_path: Path) -> None:
     """Ranks write a staged save together while they train, and every rank reports a failure."""
     start_ranks(two_ranks, (str(tmp_path),), 2)

@@ -19,8 +19,11 @@ from tests.train.cases import CPU, HORIZON, LAYOUTS, OPTIM
 
 RANK, ALPHA = 4, 6.0
 CASES = {
-    name: train_cases.CASES[name]
-    for name in ("many micro-batches", "short last mini-batch, two epochs, own old log-probs")
+    name: train_cases.CASES[name] | {"on": layouts}
+    for name, layouts in {
+        "many micro-batches": ["2", "2 x 2"],
+        "short last mini-batch, two epochs, own old log-probs": ["3", "1 of 4"],
+    }.items()
 }
 
 

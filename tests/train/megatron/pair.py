@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.train.forks import forkserver
+
 RANKS = 2
 START_S = 120.0
 """The limit for the start of a pair, which imports torch and Megatron."""
@@ -50,8 +52,8 @@ class Pair:
         """Start both processes, without waiting for them."""
         self._pairs += 1
         self._ready = False
-        # A fork of a process that has used a GPU cannot use one.
-        context = multiprocessing.get_context("spawn")
+        # On a GPU, a rank must not have a copy of what CUDA did in another process.
+        context = multiprocessing.get_context("spawn") if self._device == "cuda" else forkserver()
         for rank in range(RANKS):
             ours, theirs = context.Pipe()
             args = (rank, self._folder, self._device, theirs, self._log(rank))

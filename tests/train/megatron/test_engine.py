@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.train.cases import start_ranks
+from tests.train.forks import GROUP, start_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -17,7 +17,7 @@ from tests.train.megatron.cases import CASES, MODELS
 from tests.train.megatron.checks import check_like_plain
 from tests.train.mixtures import forced
 
-pytestmark = pytest.mark.xdist_group("megatron")  # one worker runs the ranks once for all tests
+pytestmark = pytest.mark.xdist_group(GROUP)
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,13 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from tests.train.forks import GROUP
 from tests.train.megatron import cases, weight_cases
 from tests.train.megatron.cases import CP, PLAIN, PP, TP, Case
 from tests.train.megatron.checks import check_half, check_like_plain
 from tests.train.megatron.pair import Pair
 
-pytestmark = pytest.mark.xdist_group("megatron pair")
+pytestmark = pytest.mark.xdist_group(GROUP)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from millrace.models.model import load_model
-from tests.train.cases import start_ranks
+from tests.train.forks import GROUP, start_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -30,7 +30,7 @@ from tests.train.megatron.weight_cases import (
     write_models,
 )
 
-pytestmark = pytest.mark.xdist_group("megatron weights")
+pytestmark = pytest.mark.xdist_group(GROUP)
 
 
 @pytest.fixture(scope="module")
