@@ -51,17 +51,23 @@ lint: .venv/.test
 
 # Install torch first, with its exact version. pip then takes the CPU build if its index has one,
 # and no later package replaces it.
+define torch_first
+@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
+endef
+
 .venv/.run: pyproject.toml constraints.txt
 	@echo "installing millrace into .venv (a few minutes the first time) ..."
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
+	$(torch_first)
 	@$(PIP) -e .
 	@touch $@
 
-.venv/.test: .venv/.run
-	@echo "installing the packages of the tests ..."
+# pip looks at every package again in each call, so the tests need no call for .venv/.run.
+.venv/.test: pyproject.toml constraints.txt
+	@echo "installing millrace and the packages of the tests into .venv (a few minutes the first time) ..."
+	$(torch_first)
 	@$(PIP) -e '.[test,clients,megatron,mcp,games,browser,wandb,mlflow,trackio,prometheus,query,serve]'
-	@touch $@
+	@touch .venv/.run $@
 
 # Four workers would compile every module that the tests import, each for itself.
 .venv/.collected: .venv/.test
