@@ -8,17 +8,28 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.vllm.replica import Replica
+if TYPE_CHECKING:
+    from tests.vllm.replica import Replica
 
 collect_ignore_glob = ["test_*.py"] if importlib.util.find_spec("vllm") is None else []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the other tests first: they count the engines of this process."""
-    items.sort(key=lambda item: "replica" in getattr(item, "fixturenames", ()))
+    """Run whole runs first, and the tests of the shared engine last.
+
+    Two processes of pytest-xdist then end at about the same time: one has the group `engines`, whose
+    tests import vLLM, and the other has test_e2e.py and test_ray.py.
+    """
+    order = {"test_e2e": 0, "test_ray": 1, "test_signals": 2}
+
+    def key(item: pytest.Item) -> tuple[int, bool]:
+        return order.get(item.path.stem, 3), "replica" in getattr(item, "fixturenames", ())
+
+    items.sort(key=key)
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +41,8 @@ def runner() -> Iterator[asyncio.Runner]:
 @pytest.fixture(scope="session")
 def replica(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
     """An engine that three files share. The last test of test_syncs.py kills it."""
+    from tests.vllm.replica import Replica
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         patch.setenv("NCCL_IB_HCA", "mlx5")

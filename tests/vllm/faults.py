@@ -6,6 +6,9 @@ import os
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.model_loader import get_model
 
 from millrace.vllm.worker import WorkerExtension
 
@@ -60,9 +63,14 @@ class FaultyExtension(WorkerExtension):
     def nccl_settings(self) -> dict[str, str]:
         return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
 
-    def logits_dtype(self) -> str:
-        """Return the dtype of the logits that the live model computes from a hidden state."""
-        model = self.model_runner.model
-        hidden = torch.zeros(1, model.config.hidden_size, dtype=model.lm_head.weight.dtype)
-        with torch.inference_mode():
-            return str(model.compute_logits(hidden).dtype)
+    def dtypes_of_a_model(self, arguments: dict[str, Any]) -> list[str]:
+        """Build the model of other engine arguments in this worker.
+
+        Return the dtypes of its head and of the logits that it computes from a hidden state.
+        """
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+        with set_current_vllm_config(config), torch.inference_mode():
+            model: Any = get_model(vllm_config=config)
+            head = model.lm_head.weight.dtype
+            logits = model.compute_logits(torch.zeros(1, model.config.hidden_size, dtype=head))
+        return [str(head), str(logits.dtype)]

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import psutil
 
+WORKER_IN_CORE = ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+"""The variable that lets vLLM's only worker run in its core, as on a GPU.
+
+On a CPU, vLLM gives the worker a process, and both wait for each other in busy loops. test_ray.py,
+test_signals.py and the test of a failed start have that process.
+"""
+
 
 def engine_cores() -> list[psutil.Process]:
     """Return vLLM's cores under this process.

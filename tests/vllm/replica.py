@@ -22,6 +22,7 @@ from millrace.testing import joined
 from millrace.types import Segment
 from millrace.vllm.receiver import VllmReceiver
 from tests.sync.fleet import regroup
+from tests.vllm.processes import WORKER_IN_CORE
 
 EOS, VOCABULARY, LENGTH = 1, 48, 256
 SHAPE = ModelShape(
@@ -84,7 +85,9 @@ class Replica:
         from millrace.vllm import engine as vllm_rollout
 
         patch.setattr(vllm_arguments, "EXTENSION", "tests.vllm.faults.FaultyExtension")
-        self.engine = vllm_rollout.build(self.config.sides, self.config.model, str(self.folder))
+        with pytest.MonkeyPatch.context() as start:
+            start.setenv(*WORKER_IN_CORE)
+            self.engine = vllm_rollout.build(self.config.sides, self.config.model, str(self.folder))
         await self.engine.call_workers("set_nccl", {"NCCL_PROTO": "Simple", "NCCL_IB_HCA": "x"})
         await self.join()
 

@@ -13,7 +13,7 @@ from millrace.sync.table import Shards
 from millrace.types import SamplingParams, tokens_of
 from tests.vllm.replica import PROMPT, Replica, gap
 
-pytestmark = pytest.mark.xdist_group("replica")
+pytestmark = pytest.mark.xdist_group("engines")
 
 RANK = 4
 

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from millrace.config import Config
-from millrace.vllm import arguments
+
+pytestmark = pytest.mark.xdist_group("engines")
 
 
 def asked(*, hopper: bool = True, **settings: Any) -> Any:
     """Return the compilation_config on a GPU."""
+    from millrace.vllm import arguments
+
     config = Config.model_validate(
         {
             "data": {"train_files": "math:"},

@@ -6,10 +6,12 @@ Conformance, log-probs, interruptions, refusals, start and end.
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from millrace import testing
@@ -17,11 +19,10 @@ from millrace.errors import ConfigError, WorkerError
 from millrace.models.model import write_shape
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, tokens_of
-from tests.e2e import runs
 from tests.vllm.processes import engine_cores
 from tests.vllm.replica import LENGTH, PROMPT, SHAPE, VOCABULARY, Replica, gap
 
-pytestmark = pytest.mark.xdist_group("replica")
+pytestmark = pytest.mark.xdist_group("engines")
 
 
 def test_conformance(
@@ -228,30 +229,45 @@ def test_bad_settings_are_refused_before_vllm_starts(replica: Replica, tmp_path:
         vllm_rollout.build(replica.config.sides, replica.config.model, str(tmp_path))
 
 
-@pytest.mark.usefixtures("replica")  # with another engine, a core that fails may not end
+@contextmanager
+def output_in(log: Path) -> Iterator[None]:
+    """Write the output of this process and its new children to a log, as in a worker of a run."""
+    kept = {number: os.dup(number) for number in (1, 2)}
+    with log.open("ab") as file:
+        for number in kept:
+            os.dup2(file.fileno(), number)
+    try:
+        yield
+    finally:
+        for number, own in kept.items():
+            os.dup2(own, number)
+            os.close(own)
+
+
 def test_vllms_own_reason_is_told_where_it_does_not_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    replica: Replica, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM reports only that a process ended. It leaves the cause, most often memory, in a log."""
+    """vLLM reports only that a process ended. It leaves the cause, most often memory, in a log.
+
+    A core that fails may not end by itself if the process has another engine, as here.
+    """
+    from millrace.vllm import engine as vllm_rollout
+
+    before = engine_cores()
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "100000")
-    done = runs.millrace("train", "quickstart_vllm", f"trainer.run_dir={tmp_path / 'run'}")
-    assert done.code == 1, done.out
-    assert (
-        "vLLM did not start: RuntimeError: Worker failed with error 'Available memory" in done.err
-    ), done.err[-2000:]
+    reason = "vLLM did not start: RuntimeError: Worker failed with error 'Available memory"
+    with output_in(tmp_path / "log"), pytest.raises(WorkerError, match=reason):
+        vllm_rollout.build(replica.config.sides, replica.config.model, str(replica.folder))
+    assert engine_cores() == before, "the failed core has ended"
 
 
 def test_logits_are_float32_whatever_the_models_dtype(
     replica: Replica, runner: asyncio.Runner
 ) -> None:
     """Logits that are rounded to bf16 differ from the train engine's."""
-    from millrace.vllm import engine as vllm_rollout
+    from millrace.vllm.arguments import engine_arguments
 
-    before = engine_cores()
     half = replica.config.model.model_copy(update={"dtype": "bfloat16"})
-    engine = vllm_rollout.build(replica.config.sides, half, str(replica.folder))
-    own = [core for core in engine_cores() if core not in before]
-    dtypes = runner.run(engine.call_workers("logits_dtype"))
-    runner.run(engine.close())
-    assert dtypes == ["torch.float32"]
-    assert len(own) == 1 and not psutil.wait_procs(own, timeout=30)[1]
+    asked = engine_arguments(replica.config.sides, half, str(replica.folder))
+    (dtypes,) = runner.run(replica.engine.call_workers("dtypes_of_a_model", asked))
+    assert dtypes == ["torch.bfloat16", "torch.float32"]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import MixtralConfig, Qwen3MoeConfig
@@ -13,10 +14,10 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from millrace import testing
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, Tokens, joined_experts, tokens_of
-from millrace.vllm.experts import folder_names, live_names
+from tests.vllm.processes import engine_cores
 from tests.vllm.replica import EOS, PROMPT, VOCABULARY, Replica, gap
 
-pytestmark = pytest.mark.xdist_group("mixture")
+pytestmark = pytest.mark.xdist_group("engines")
 
 LAYERS, EXPERTS, K = 2, 8, 2
 WIDTHS: dict[str, Any] = {
@@ -50,10 +51,13 @@ def mixture(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         made = Replica(tmp_path_factory.mktemp("mixture"), QWEN, router_replay="R3")
+        before = engine_cores()
         runner.run(made.start(patch))
+        own = [core for core in engine_cores() if core not in before]
         runner.run(made.publish(0, 1))
         yield made
         runner.run(made.engine.close())
+        assert len(own) == 1 and not psutil.wait_procs(own, timeout=30)[1]
 
 
 def chosen(replica: Replica, seed: int, tokens: Any) -> list[set[int]]:
@@ -135,6 +139,8 @@ def test_the_names_are_those_of_a_saved_model(shape: Any, tmp_path: Any) -> None
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
+    from millrace.vllm.experts import folder_names
+
     model: Any = AutoModelForCausalLM.from_config(shape)
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
@@ -143,6 +149,8 @@ def test_the_names_are_those_of_a_saved_model(shape: Any, tmp_path: Any) -> None
 
 
 def test_the_sums_of_experts_have_the_names_of_live_tensors() -> None:
+    from millrace.vllm.experts import live_names
+
     layer = "model.layers.3."
     sent = {
         f"{layer}mlp.experts.gate_up_proj": 1,

@@ -29,14 +29,16 @@ def test_a_run_on_a_cluster_and_nothing_left_of_it(tmp_path: Path) -> None:
             cores = engine_cores()
             assert len(cores) == 1
             shared = shared_memory(cores[0])
+            workers = cores[0].children(recursive=True)
+            assert workers, "on a CPU, vLLM's worker has a process"
             outcome = await runs.run(s, tmp_path / "run", *VLLM, *on_ray)
             assert outcome.complete and outcome.samples_trained == 64
             assert all(row["sync/bytes"] > 0 for row in runs.rows(tmp_path / "run"))
-        return cores, shared
+        return [*cores, *workers], shared
 
     try:
-        cores, shared = asyncio.run(main())
-        _, left = psutil.wait_procs(cores, timeout=20)
+        processes, shared = asyncio.run(main())
+        _, left = psutil.wait_procs(processes, timeout=20)
         assert not left, "the cluster lives on, and nobody else would end them"
         assert shared
         assert not [path for path in shared if path.exists()], (

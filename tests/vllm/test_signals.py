@@ -6,17 +6,21 @@ import stat
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.e2e.test_failures import Chain
 from tests.listening import listeners, outside, unix_sockets
 from tests.vllm.test_e2e import VLLM
+
+# The whole runs of two other tests keep the other process of pytest-xdist busy.
+pytestmark = pytest.mark.xdist_group("engines")
 
 
 def test_vllm_listens_on_loopback_and_a_signal_to_every_process_saves(tmp_path: Path) -> None:
     chain = Chain(tmp_path)
     settings = [*VLLM[:3], "rollout.max_num_seqs=64"]
     try:
-        process = psutil.Process(chain.start(*settings).pid)
+        process = psutil.Process(chain.start(*settings, versions=1).pid)
         found = listeners([process, *process.children(recursive=True)])
         assert any("VLLM::" in command for _, _, command in found), found
         assert outside(found) == []

@@ -19,12 +19,11 @@ from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, tokens_of
 from millrace.vllm import receiver
 from millrace.vllm.receiver import VllmReceiver
-from millrace.vllm.requests import Salt, Salts
 from tests.sync.fleet import regroup
 from tests.vllm.processes import engine_cores
 from tests.vllm.replica import PROMPT, Replica, gap
 
-pytestmark = pytest.mark.xdist_group("replica")
+pytestmark = pytest.mark.xdist_group("engines")
 
 
 def test_every_sync_changes_what_is_served(replica: Replica, runner: asyncio.Runner) -> None:
@@ -247,6 +246,8 @@ def test_a_session_reads_its_history_again_where_the_schedule_says_so(
 
 
 def test_only_what_continues_a_context_gets_its_salt() -> None:
+    from millrace.vllm.requests import Salt, Salts
+
     salts, newest, old = Salts(), Salt(9, 7), Salt(3, 2)
     salts.remember("1/0", tokens_of([1, 2, 3]), old)
     salts.remember("1/0", tokens_of([1, 2, 3, 4, 5]), Salt(4, 3))
