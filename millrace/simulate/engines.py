@@ -367,8 +367,11 @@ class SimReward:
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         await asyncio.sleep(self._cost.reward_s)
+        chance = self._chance(prompt)
+        if chance >= 1:
+            return [Score(1.0) for _ in completions]
         drawn = [random.Random(f"{prompt.index}/{one.text}").random() for one in completions]
-        return [Score(float(one < self._chance(prompt))) for one in drawn]
+        return [Score(float(one < chance)) for one in drawn]
 
     async def close(self) -> None:
         return None

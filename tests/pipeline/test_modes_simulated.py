@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,15 @@ from millrace.schedule.schedule import OnSync
 from millrace.simulate.cost import CostModel
 from tests.pipeline.simulated import RUNS, Outcome, Record, parts_of, schedule_of, simulate
 
+pytestmark = pytest.mark.xdist_group("modes")  # one worker simulates each run of `forty` once
+
 COST = CostModel(reward_s=0.3)
+
+
+@functools.cache
+def forty(mode: str, greedy: bool = False) -> Outcome:
+    """Return a run of 40 samples that many tests look at."""
+    return simulate(schedule_of(mode), 40, cost=COST, greedy=greedy)
 
 
 def lags(outcome: Outcome) -> list[int]:
@@ -22,7 +31,7 @@ def lags(outcome: Outcome) -> list[int]:
 @pytest.mark.parametrize("mode", RUNS)
 def test_every_sample_is_trained_exactly_once_within_the_lag_bound(mode: str) -> None:
     schedule = schedule_of(mode)
-    outcome = simulate(schedule, 40, cost=COST)
+    outcome = forty(mode)
     assert sorted(s.prompt.index for _, s in outcome.trained) == list(range(40))
     assert sorted(outcome.record.retired) == list(range(40))
     assert max(lags(outcome)) <= schedule.lag_bound
@@ -65,7 +74,7 @@ def test_lengths_do_not_depend_on_the_mode() -> None:
     """Nothing is truncated. Every mode draws the same trajectories, despite interruptions."""
     drawn = {}
     for mode in RUNS:
-        outcome = simulate(schedule_of(mode), 40, cost=COST)
+        outcome = forty(mode)
         drawn[mode] = {
             s.prompt.index: [t.num_tokens for t in s.trajectories] for _, s in outcome.trained
         }
@@ -74,11 +83,11 @@ def test_lengths_do_not_depend_on_the_mode() -> None:
 
 def test_zero_staleness_is_strictly_on_policy() -> None:
     for mode in ("colocate_sync", "on_policy_pipeline", "stream_off_policy"):
-        assert set(lags(simulate(schedule_of(mode), 40, cost=COST))) == {0}
+        assert set(lags(forty(mode))) == {0}
 
 
 def test_one_step_off_trains_batch_k_on_version_k_minus_2() -> None:
-    outcome = simulate(schedule_of("one_step_off"), 40, cost=COST)
+    outcome = forty("one_step_off")
     for k, (_, samples) in enumerate(outcome.engine.trained, start=1):
         assert {s.admitted_version for s in samples} == {max(0, k - 2)}
         assert {v for s in samples for t in s.trajectories for v in t.versions} == {max(0, k - 2)}
@@ -160,20 +169,20 @@ def test_a_checkpoint_that_nothing_trains_after_is_the_last(
 
 
 def test_async_staleness_awaits_running_trajectories_and_truncates_none() -> None:
-    outcome = simulate(schedule_of("async_staleness"), 40, cost=COST)
+    outcome = forty("async_staleness")
     stops = {str(t.stop) for _, s in outcome.trained for t in s.trajectories}
     assert stops == {"eos"}
 
 
 @pytest.mark.parametrize("mode", RUNS)
 def test_strict_order_trains_in_order_of_admission(mode: str) -> None:
-    outcome = simulate(schedule_of(mode), 40, cost=COST)
+    outcome = forty(mode)
     assert [s.prompt.index for _, s in outcome.trained] == list(range(40))
 
 
 @pytest.mark.parametrize("mode", RUNS)
 def test_the_parts_of_the_trainers_time_add_up_to_the_clock(mode: str) -> None:
-    outcome = simulate(schedule_of(mode), 40, cost=COST)
+    outcome = forty(mode)
     parts = sum(sum(parts_of(row).values()) for row in outcome.record.rows)
     # Before the first row and after the last row, the sides hand over shared devices: one side
     # sleeps, and the other wakes.
@@ -187,7 +196,7 @@ def test_the_parts_of_the_trainers_time_add_up_to_the_clock(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", RUNS)
 def test_seconds_in_which_rollouts_are_held_still_are_told_where_they_are(mode: str) -> None:
-    schedule, rows = schedule_of(mode), simulate(schedule_of(mode), 40, cost=COST).record.rows
+    schedule, rows = schedule_of(mode), forty(mode).record.rows
     held = [row["sync/hold_s"] for row in rows if "sync/hold_s" in row]
     if schedule.colocated or schedule.on_sync is OnSync.SWAP:
         assert not held
@@ -262,8 +271,8 @@ def test_an_interrupted_sample_keeps_its_tokens_over_a_restart() -> None:
 def test_a_greedy_baseline_is_drawn_and_held_still_like_its_siblings(mode: str) -> None:
     """Every mode draws the same greedy responses. In drain mode, each has a single version."""
     schedule = schedule_of(mode)
-    outcome = simulate(schedule, 40, cost=COST, greedy=True)
-    reference = simulate(schedule_of("colocate_sync"), 40, cost=COST, greedy=True)
+    outcome = forty(mode, greedy=True)
+    reference = forty("colocate_sync", greedy=True)
     greedy = {s.prompt.index: s.greedy for _, s in outcome.trained}
     assert sorted(greedy) == list(range(40)) and all(
         len(s.trajectories) == 4 for _, s in outcome.trained

@@ -34,7 +34,7 @@ from millrace.schedule.schedule import OnSync, Schedule
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
-from millrace.types import Prompt, Sample, SamplingParams, tokens_of
+from millrace.types import Prompt, Sample, SamplingParams, Tokens, tokens_of
 from tests.pipeline.simulated import RUNS, LongTail, schedule_of
 
 SAMPLES = 40
@@ -84,6 +84,11 @@ class Run:
     trained: list[Sample] = field(default_factory=list)
 
 
+def decode(tokens: Tokens) -> str:
+    """Return a text for the first tokens. The longest validations draw 9,000 of them."""
+    return str(tokens[:9])
+
+
 async def _run(
     schedule: Schedule,
     *,
@@ -99,10 +104,10 @@ async def _run(
     replicas = [SimRolloutEngine(COST, slots=24) for _ in range(2)]
     pool, engine, reward = RolloutPool(replicas), SimTrainEngine(COST), SimReward(COST)
     params = SamplingParams(max_tokens=1000)
-    roller = SampleRoller(SingleTurn(), reward, lambda tokens: str(tokens[:9]), params, 4, seed=0)
+    roller = SampleRoller(SingleTurn(), reward, decode, params, 4, seed=0)
     same = SamplingParams(1 + round(validation_s / COST.token_s), ignore_eos=True)
     problems = [Prompt(i, tokens_of([1]), "", "val", "") for i in range(8)]
-    validator = Validator(problems, pool, reward, str, same, 1, False, seed=0)
+    validator = Validator(problems, pool, reward, decode, same, 1, False, seed=0)
     rollouter = Rollouter(queue, LongTail(), pool, roller)
     saves, stop, told = Saves(), StopRequest(), list[float]()
     async with asyncio.TaskGroup() as tasks:

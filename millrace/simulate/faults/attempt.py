@@ -81,6 +81,11 @@ class Attempt:
         self._waiting = [f for f in world.scenario.faults if f.attempt == number]
         self._targets = {f.target for f in self._waiting if f.trigger.on != "time"}
         self._counts: dict[str, int] = {}
+        self._moments: dict[str, list[Fault]] = {}
+        """The faults that each count may fire."""
+        for fault in self._waiting:
+            on = f"{fault.target}/{fault.trigger.on}" if fault.target else fault.trigger.on
+            self._moments.setdefault(on, []).append(fault)
         self._timers: list[asyncio.TimerHandle] = []
         self._engines: Engines | None = None
         self._gone: dict[str, float] = {}
@@ -113,7 +118,7 @@ class Attempt:
             ledger = await start_state(session)
             snapshot = read_ledger(checkpoint) if checkpoint else None
             lineage = self._trainers()[0].lineage
-            self._check(lambda: world.checks.begin(ledger, snapshot, lineage))
+            self._check(world.checks.begin, ledger, snapshot, lineage)
             roster = session.engines.pool.roster
             with roster.told(self._replica):
                 async with session.engines.keeper:
@@ -147,7 +152,7 @@ class Attempt:
             async with s.journal(ledger, history.attempt, tasks, self._synced) as kept:
                 complete, _ = await train_to_end(s, engines, ledger, self.stop, record, {}, kept)
         history.end(ledger.totals(), complete)
-        self._check(lambda: self._after(s, ledger, record, complete))
+        self._check(self._after, s, ledger, record, complete)
         return complete
 
     def _synced(self, batch: Batch) -> None:
@@ -301,11 +306,11 @@ class Attempt:
         return [w for name, w in sorted(self.workers.items()) if name.startswith("trainer")]
 
     def _seals(self, version: int, lineage: list[int]) -> None:
-        self._check(lambda: self.world.checks.sealed(version, lineage))
+        self._check(self.world.checks.sealed, version, lineage)
 
     def _serves(self, name: str) -> Any:
         def serves(version: int, weights: int) -> None:
-            self._check(lambda: self.world.checks.serves(name, version, weights))
+            self._check(self.world.checks.serves, name, version, weights)
 
         return serves
 
@@ -315,25 +320,25 @@ class Attempt:
         if not self.view.dead:
             self.world.tell(f"rollout-{change.replica} is {change.to}  {change.why}".rstrip())
         faults = Counter(fault.target for fault in self.fired if fault.loses)
-        self._check(lambda: self.world.checks.replica(change, faults))
+        self._check(self.world.checks.replica, change, faults)
 
     def _see(self, event: Event) -> None:
         if self.view.dead:
             raise Died
-        self._check(lambda: self.world.checks.see(event))
+        self._check(self.world.checks.see, event)
         self._count("event")
-        self._check(self._bounded)
-
-    def _bounded(self) -> None:
         if self._counts["event"] > EVENTS:
-            raise Violation(f"I6: {EVENTS} events did not end the attempt")
+            self._check(self._endless)
 
-    def _check(self, check: Any) -> None:
+    def _endless(self) -> None:
+        raise Violation(f"I6: {EVENTS} events did not end the attempt")
+
+    def _check(self, check: Callable[..., None], *args: Any) -> None:
         """Run a check. A violation ends the world, also if the code under test hides it."""
         if self.view.dead:
             return
         try:
-            check()
+            check(*args)
         except Violation as violation:
             self.violation = self.violation or violation
             self.kill()
@@ -357,9 +362,8 @@ class Attempt:
 
     def _count(self, name: str) -> None:
         number = self._counts[name] = self._counts.get(name, 0) + 1
-        for fault in [*self._waiting]:
-            on = f"{fault.target}/{fault.trigger.on}" if fault.target else fault.trigger.on
-            if on == name and fault.trigger.at == number:
+        for fault in self._moments.get(name, ()):
+            if fault.trigger.at == number:
                 self._fire(fault)
 
     def _fire(self, fault: Fault) -> None:

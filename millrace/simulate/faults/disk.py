@@ -13,7 +13,7 @@ import io
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -106,19 +106,19 @@ class Disk:
         self._undo.append(undo)
 
     def _move(self, source: str, target: str) -> None:
-        for path in [p for p in self.files if within(p, source)]:
+        for path in within(self.files, source):
             moved = target + path[len(source) :]
             self.files[moved] = self.files.pop(path)
             if path in self._synced:
                 self._synced[moved] = self._synced.pop(path)
-        for path in sorted(p for p in self.folders if within(p, source)):
+        for path in sorted(within(self.folders, source)):
             self.folders.remove(path)
             self.folders.add(target + path[len(source) :])
 
     def remove(self, path: str) -> None:
         """Remove a file, or a folder with all that is in it."""
-        files = {p: data for p, data in self.files.items() if within(p, path)}
-        folders = {p for p in self.folders if within(p, path)}
+        files = {p: self.files[p] for p in within(self.files, path)}
+        folders = {*within(self.folders, path)}
         for gone in files:
             del self.files[gone]
         self.folders -= folders
@@ -131,16 +131,20 @@ class Disk:
 
     def children(self, path: str) -> list[str]:
         """Return everything right inside a folder, in order."""
-        inside = (p for p in (*self.files, *self.folders) if p != "/" and parent(p) == path)
-        return sorted(inside)
+        begin = f"{path.rstrip('/')}/"
+        size = len(begin)
+        inside = [p for p in (*self.files, *self.folders) if p.startswith(begin)]
+        return sorted(p for p in inside if len(p) > size and p.find("/", size) < 0)
 
 
 def parent(path: str) -> str:
     return path.rpartition("/")[0] or "/"
 
 
-def within(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(f"{folder}/")
+def within(paths: Iterable[str], folder: str) -> list[str]:
+    """Return a folder or a file, and all that is in it."""
+    begin = f"{folder}/"
+    return [path for path in paths if path == folder or path.startswith(begin)]
 
 
 class View:

@@ -224,7 +224,7 @@ def run_world(scenario: Scenario) -> Outcome:
         loop = runner.get_loop()
         loop.set_exception_handler(lambda loop, context: None)
         try:
-            runner.run(run_to_end(world))
+            loop.run_until_complete(run_to_end(world))
         except (Violation, Deadlock, Spinning) as error:
             named = isinstance(error, Violation)
             world.outcome.violation = str(error) if named else f"I6: {error}"
