@@ -19,9 +19,10 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from millrace.errors import ConfigError, NoDevices, WorkerError
-from millrace.runtime import ray_places, ray_token
+from millrace.runtime import ray_places
 from millrace.runtime.ray import RayRuntime
 from millrace.runtime.ray_token import NO_TOKEN
+from tests.runtime.clusters import NODE, open_cluster
 from tests.runtime.test_placement import config
 
 pytestmark = pytest.mark.xdist_group("ray cluster")  # one worker starts the cluster once
@@ -33,22 +34,10 @@ def cluster() -> Iterator[Cluster]:
 
     Each has one CPU. They have 4 and 2 GPUs that exist only for Ray.
     """
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    ray_token._read_environment()
-    head = {
-        "num_cpus": 1,
-        "num_gpus": 4,
-        "include_dashboard": False,
-        "object_store_memory": 80 << 20,
-    }
-    two = Cluster(initialize_head=True, head_node_args=head)
-    two.add_node(num_cpus=1, num_gpus=2, object_store_memory=80 << 20)
-    two.wait_for_nodes()
-    yield two
-    ray.shutdown()
-    two.shutdown()
-    del os.environ["RAY_AUTH_MODE"]
-    ray_token.forget_token()
+    with open_cluster(num_cpus=1, num_gpus=4) as two:
+        two.add_node(num_cpus=1, num_gpus=2, **NODE)
+        two.wait_for_nodes()
+        yield two
 
 
 @asynccontextmanager

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
@@ -23,11 +20,10 @@ from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
 from millrace.run.train import run_training
-from millrace.runtime import ray_token
 from millrace.schedule.ledger import Ledger
 from tests.e2e import runs
+from tests.runtime.clusters import NODE, open_cluster
 
-STORE: dict[str, Any] = {"object_store_memory": 80 << 20}
 FAST = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 300,
@@ -39,15 +35,8 @@ FAST = {
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     """Start one node of two CPUs."""
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    ray_token._read_environment()
-    head = {"num_cpus": 2, "include_dashboard": False, "_system_config": FAST, **STORE}
-    one = Cluster(initialize_head=True, head_node_args=head)
-    yield one
-    ray.shutdown()
-    one.shutdown()
-    del os.environ["RAY_AUTH_MODE"]
-    ray_token.forget_token()
+    with open_cluster(num_cpus=2, _system_config=FAST) as one:
+        yield one
 
 
 async def until(ready: Callable[[], bool]) -> None:
@@ -69,7 +58,7 @@ async def nodes_change(s: Session, ledger: Ledger, cluster: Cluster) -> None:
     with pytest.raises(MillraceError, match=r"devices for 1 replica now.*`ray start` on another"):
         await scaler.scale(2)
     assert time.monotonic() - begin < 5, "an error at once"
-    node = cluster.add_node(num_cpus=1, **STORE)
+    node = cluster.add_node(num_cpus=1, **NODE)
     await until(lambda: roster.live == [0, 1])
     assert groups() == 2 * ["CREATED"]
     await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
@@ -77,7 +66,7 @@ async def nodes_change(s: Session, ledger: Ledger, cluster: Cluster) -> None:
     assert groups() == ["CREATED"], "nothing waits for another node"
     version = ledger.version
     await until(lambda: ledger.version > version + 1)
-    cluster.add_node(num_cpus=2, **STORE)
+    cluster.add_node(num_cpus=2, **NODE)
     await until(lambda: roster.live == [0, 1])
     await scaler.scale(3)
     await until(lambda: roster.live == [0, 1, 2])

@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.runtime.clusters import start_no_idle_workers
+
 pytestmark = [
     pytest.mark.xdist_group("ray"),
     pytest.mark.skipif(sys.platform != "linux", reason="subreapers are Linux's"),
@@ -53,7 +55,10 @@ def idle_parent() -> Iterator[None]:
             child.wait(10)
 
 
-def test_actors_end_with_a_killed_driver(idle_parent: None, tmp_path: Path) -> None:
+def test_actors_end_with_a_killed_driver(
+    idle_parent: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_no_idle_workers(monkeypatch)
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(tmp_path)],
         stdout=subprocess.PIPE,

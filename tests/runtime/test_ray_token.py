@@ -20,6 +20,7 @@ import ray
 
 from millrace.runtime import ray_token
 from millrace.runtime.ray import RayRuntime
+from tests.runtime.clusters import start_no_idle_workers
 from tests.runtime.test_placement import config
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -40,6 +41,7 @@ os._exit(0)
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Give Ray an empty home, without settings of the user."""
+    start_no_idle_workers(monkeypatch)
     for name in (ray_token.MODE, ray_token.TOKEN, ray_token.PATH, "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     home = tmp_path / "home"

@@ -1,0 +1,40 @@
+"""Clusters of Ray on this machine, with no more processes than the tests need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from millrace.runtime import ray_token
+
+NODE: dict[str, Any] = {"object_store_memory": 80 << 20, "include_log_monitor": False}
+"""The options of every node. No driver here wants the logs of its workers."""
+
+
+def start_no_idle_workers(patch: pytest.MonkeyPatch) -> None:
+    """Tell the nodes of a later start to wait until somebody needs a worker.
+
+    Otherwise, each node starts as many as it has CPUs. An actor with variables uses none of them.
+    """
+    patch.setenv("RAY_prestart_worker_first_driver", "0")
+    patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+
+
+@contextmanager
+def open_cluster(**head: Any) -> Iterator[Cluster]:
+    """Start a cluster of one node, without a token and without an autoscaler."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        start_no_idle_workers(patch)
+        ray_token._read_environment()
+        head |= {"include_dashboard": False, "no_monitor": True, **NODE}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
+    ray_token.forget_token()
