@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -26,6 +27,18 @@ def pytest_collection_finish() -> None:
     """Nothing that was imported is ever garbage, so no later collection reads it again."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the largest groups and with whole runs: what takes long must not begin late."""
+    groups = [item.get_closest_marker("xdist_group") for item in items]
+    sizes = Counter(group.args[0] for group in groups if group)
+    size = {
+        item: sizes[group.args[0]] if group else "e2e" in item.path.parts
+        for item, group in zip(items, groups, strict=True)
+    }
+    items.sort(key=lambda item: -size[item])
 
 
 @pytest.fixture(scope="session", autouse=True)
