@@ -63,7 +63,7 @@ endef
 	@touch $@
 
 # pip looks at every package again in each call, so the tests need no call for .venv/.run.
-.venv/.test: pyproject.toml constraints.txt
+.venv/.test: pyproject.toml constraints.txt | $(if $(filter run docs,$(MAKECMDGOALS)),.venv/.run)
 	@echo "installing millrace and the packages of the tests into .venv (a few minutes the first time) ..."
 	$(torch_first)
 	@$(PIP) -e '.[test,clients,megatron,mcp,games,browser,wandb,mlflow,trackio,prometheus,query,serve]'

@@ -1,13 +1,19 @@
 """Settings and fixtures of all tests."""
 
+from __future__ import annotations
+
 import gc
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.fork_servers import Pool
 
 # More threads than cores wait for each other, and a test takes twice the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -42,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kept_fork_servers() -> Iterator[None]:
+def kept_fork_servers() -> Iterator[Pool]:
     """Sessions in this process use the same fork servers, one session after the other."""
     from millrace.runtime import local
     from tests.fork_servers import Pool
@@ -50,7 +56,7 @@ def kept_fork_servers() -> Iterator[None]:
     pool = Pool()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "ForkServer", pool.get)
-        yield
+        yield pool
     pool.close()
 
 

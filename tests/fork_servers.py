@@ -27,14 +27,17 @@ class Pool:
         """Return a server for one session. The arguments are those of ForkServer."""
         own = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         key = (engine, os.getcwd(), sorted({**own, **variables}.items()))
+        self._free = [server for server in self._free if server.code is None]
         for server in self._free:
-            if server.key == key and server.attach():
+            if server.key == key:
                 self._free.remove(server)
+                server.attach()
                 return server
         return Kept(self, key, log, engine, variables)
 
     def put(self, server: Kept) -> None:
-        self._free.append(server)
+        if server not in self._free:
+            self._free.append(server)
         while len(self._free) > _MOST_FREE:
             self._free.pop(0).end()
 
@@ -53,12 +56,9 @@ class Kept(ForkServer):
         self.key = key
         self._pool = pool
 
-    def attach(self) -> bool:
-        """Serve the running event loop, if the server lives."""
-        if self.code is not None:
-            return False
+    def attach(self) -> None:
+        """Serve the running event loop."""
         asyncio.get_running_loop().add_reader(self._socket, self._hear)
-        return True
 
     def close(self) -> subprocess.Popen[bytes]:
         """Return the process of the server, or one that ends at once if the pool has the server."""
@@ -69,6 +69,7 @@ class Kept(ForkServer):
         return subprocess.Popen(["true"])
 
     def end(self) -> None:
-        """End a server that is free."""
+        """End a server that is free, and so has no workers."""
         self._socket.close()
-        self._process.wait(10)
+        self._process.kill()
+        self._process.wait()

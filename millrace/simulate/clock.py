@@ -49,7 +49,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` on the virtual clock, like `asyncio.run`.
 
-    asyncio's own handler of Ctrl-C is left out: to set it, `signal` formats the result of `main`.
+    It sets no handler of Ctrl-C. To set one, `signal` makes a text of the old handler, and with it of
+    the whole result of `main`.
     """
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.get_loop().run_until_complete(main)

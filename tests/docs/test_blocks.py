@@ -1,8 +1,9 @@
 """Every code block works: commands run, Python runs, YAML loads as a recipe.
 
 One small run is real. A command that would train or measure runs with --dry-run: it reads the
-recipe, the overrides and the data. Without --seeds, simulations run ten seeds. A comment `<!-- runs on: GPUs -->` above a block permits
-commands that this machine lacks. The millrace commands of such a block are checked too.
+recipe, the overrides and the data. Without --seeds, simulations run ten seeds. A comment
+`<!-- runs on: GPUs -->` above a block permits commands that this machine lacks. The millrace
+commands of such a block are checked too.
 """
 
 from __future__ import annotations

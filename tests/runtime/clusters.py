@@ -28,13 +28,17 @@ def start_no_idle_workers(patch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def open_cluster(**head: Any) -> Iterator[Cluster]:
     """Start a cluster of one node, without a token and without an autoscaler."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        start_no_idle_workers(patch)
-        ray_token._read_environment()
-        head |= {"include_dashboard": False, "no_monitor": True, **NODE}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        yield cluster
-        ray.shutdown()
-        cluster.shutdown()
-    ray_token.forget_token()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_AUTH_MODE", "disabled")
+            start_no_idle_workers(patch)
+            ray_token._read_environment()
+            head |= {"include_dashboard": False, "no_monitor": True, **NODE}
+            cluster = Cluster(initialize_head=True, head_node_args=head)
+            try:
+                yield cluster
+            finally:
+                ray.shutdown()
+                cluster.shutdown()
+    finally:
+        ray_token.forget_token()

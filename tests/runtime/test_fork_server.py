@@ -16,12 +16,14 @@ from millrace.errors import WorkerError
 from millrace.runtime import local
 from millrace.runtime.fork_server import ForkServer
 from millrace.runtime.local import LocalRuntime
+from tests.fork_servers import Pool
 from tests.workers import without_engine, workers_of
 
 
 @pytest.fixture(autouse=True)
-def own_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_servers(monkeypatch: pytest.MonkeyPatch, kept_fork_servers: Pool) -> None:
     """Each run of these tests has its own server, as a user's run does."""
+    kept_fork_servers.close()
     monkeypatch.setattr(local, "ForkServer", ForkServer)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from multiprocessing.forkserver import ensure_running
 from typing import Any
 
 import pytest
@@ -14,15 +15,16 @@ GROUP = "forkserver"
 
 
 def forkserver() -> Any:
-    """Return the context of processes that start as forks of the server."""
+    """Start the server, and return the context of processes that start as its forks."""
     multiprocessing.set_forkserver_preload(["tests.train.preloaded"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        ensure_running()
     return multiprocessing.get_context("forkserver")
 
 
 def start_ranks(function: Callable[..., None], args: tuple[Any, ...], ranks: int) -> None:
     """Call `function(rank, *args)` in `ranks` processes, and wait for all of them."""
     forkserver()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        mp.start_processes(function, args=args, nprocs=ranks, start_method="forkserver")
+    mp.start_processes(function, args=args, nprocs=ranks, start_method="forkserver")

@@ -1,6 +1,6 @@
 """The cases of `test_invariance`: one mini-batch under every loss.
 
-Each case runs at any number of ranks and with micro-batches of any size.
+Each case can run at any number of ranks and with micro-batches of any size.
 """
 
 from __future__ import annotations
@@ -171,12 +171,12 @@ LAYOUTS = {"4": (4, 0, 1), "2 x 2": (4, 2, 1), "2 x 1": (2, 1, 1), "2 of 2": (4,
 
 
 def cases_of(layout: str) -> list[str]:
-    """Return the cases of a layout: every second one, so that each case has two layouts.
+    """Return the cases of a layout: all where ranks share tokens, and else every second one.
 
     Every layout has all four ways to keep gradients and to cut a mini-batch: see `run_rank`.
     """
-    odd = list(LAYOUTS).index(layout) % 2
-    return [name for i, name in enumerate(ON_RANKS) if i // 4 % 2 == odd]
+    odd, shares = list(LAYOUTS).index(layout) % 2, LAYOUTS[layout][2] > 1
+    return [name for i, name in enumerate(ON_RANKS) if shares or (i + i // 4) % 2 == odd]
 
 
 def config_of(

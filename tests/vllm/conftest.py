@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,12 +22,14 @@ collect_ignore_glob = ["test_*.py"] if importlib.util.find_spec("vllm") is None 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run whole runs first, and the tests of the shared engine last.
 
-    Two processes of pytest-xdist then end at about the same time: one has the group `engines`, whose
-    tests import vLLM, and the other has test_e2e.py and test_ray.py.
+    Two processes of pytest-xdist then end at about the same time: one has the group `engines`,
+    whose tests import vLLM, and the other has test_e2e.py and test_ray.py.
     """
     order = {"test_e2e": 0, "test_ray": 1, "test_signals": 2}
 
     def key(item: pytest.Item) -> tuple[int, bool]:
+        if item.path.parent != Path(__file__).parent:
+            return -1, False
         return order.get(item.path.stem, 3), "replica" in getattr(item, "fixturenames", ())
 
     items.sort(key=key)

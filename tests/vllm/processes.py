@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import psutil
 
 WORKER_IN_CORE = ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -19,8 +21,11 @@ def engine_cores() -> list[psutil.Process]:
     test may be dead and not yet reaped. A child of a core has the core's name until it runs a
     program.
     """
-    named = [
-        p for p in psutil.Process().children(recursive=True) if p.name().startswith("VLLM::Engine")
-    ]
-    pids = {p.pid for p in named}
-    return [p for p in named if p.status() != psutil.STATUS_ZOMBIE and p.ppid() not in pids]
+    parents = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            named = process.name().startswith("VLLM::Engine")
+            if named and process.status() != psutil.STATUS_ZOMBIE:
+                parents[process] = process.ppid()
+    pids = {process.pid for process in parents}
+    return [process for process, parent in parents.items() if parent not in pids]
