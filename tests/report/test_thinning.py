@@ -21,6 +21,7 @@ from millrace.report.page.curves import lengths
 from millrace.report.page.lanes import columns, lanes, union
 from millrace.report.page.timeline import _some_samples
 from millrace.report.query import query
+from millrace.report.trace import writer as writing
 from millrace.report.trace.choice import Choice
 from millrace.report.trace.chrome import Translator
 from millrace.report.trace.lanes import GAP, Line
@@ -270,7 +271,10 @@ def test_the_lanes_of_a_report_are_the_same_with_few_samples(
         np.testing.assert_array_equal(one.states, other.states)
 
 
-def test_a_thread_that_takes_too_much_draws_fewer_and_says_so_once(tmp_path: Path) -> None:
+def test_a_thread_that_takes_too_much_draws_fewer_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "_WINDOW_S", 500.0)  # on a slow machine, 2 s may pass in `work`
     run, path = Run(tmp_path, ["trace"]), tmp_path / "trace/attempt-001-000.json"
 
     def work(watch: Watch) -> None:
