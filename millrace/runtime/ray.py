@@ -37,6 +37,8 @@ from millrace.runtime.ray_places import START_DEADLINE_S, Places, Seat, alive
 from millrace.runtime.ray_token import NO_TOKEN, forget_token, fresh_token
 
 GOODBYE_S = 5.0
+_ENGINE_S = 20.0
+"""Time limit for an engine to close: vLLM ends its processes within 17 s, or kills them."""
 _ANSWER_S = 2.0
 _LOOK_S = 2.0
 """Seconds between two looks at the node of a worker that starts."""
@@ -313,7 +315,7 @@ class RayRuntime:
         # When Ray kills an actor, it also kills Python's tracker of vLLM's shared memory. Each
         # replica would then leave 0.4 GB in /dev/shm. So the engines close first.
         closing = [
-            asyncio.ensure_future(worker.peer.call("engine.close", deadline_s=GOODBYE_S))
+            asyncio.ensure_future(worker.peer.call("engine.close", deadline_s=_ENGINE_S))
             for worker in self._workers
             if worker.role == "rollout"
         ]

@@ -29,6 +29,11 @@ _GRACE_S = 5.0
 """Time limit for a failed core to end by itself, in seconds."""
 _HANDLERS_S = 2.0
 """Time limit for the core to restore its signal handlers, in seconds."""
+_END_S = 15.0
+"""Time limit for the core to end, in seconds. It gives its own workers 9 s.
+
+A core that is killed before may leave shared memory.
+"""
 
 
 def start(arguments: dict[str, Any]) -> AsyncLLM:
@@ -50,7 +55,7 @@ async def stop(llm: AsyncLLM) -> None:
     with contextlib.suppress(Exception):  # a dead or hanging core is killed below
         async with asyncio.timeout(_HANDLERS_S):
             await llm.engine_core.call_utility_async("restore_signal_handlers")
-    llm.shutdown()
+    llm.shutdown(timeout=_END_S)
 
 
 class _Log:

@@ -29,14 +29,14 @@ def test_a_run_on_a_cluster_and_nothing_left_of_it(tmp_path: Path) -> None:
             cores = engine_cores()
             assert len(cores) == 1
             shared = shared_memory(cores[0])
-            workers = cores[0].children()
-            assert any(p.name().startswith("VLLM::Worker") for p in workers), (
+            assert any(p.name().startswith("VLLM::Worker") for p in cores[0].children()), (
                 "on a CPU, vLLM's worker is a child of its core"
             )
+            under = cores[0].children(recursive=True)
             outcome = await runs.run(s, tmp_path / "run", *VLLM, *on_ray)
             assert outcome.complete and outcome.samples_trained == 64
             assert all(row["sync/bytes"] > 0 for row in runs.rows(tmp_path / "run"))
-        return [*cores, *workers], shared
+        return [*cores, *under], shared
 
     try:
         processes, shared = asyncio.run(main())
