@@ -37,7 +37,7 @@ from millrace.runtime.ray_places import START_DEADLINE_S, Places, Seat, alive
 from millrace.runtime.ray_token import NO_TOKEN, forget_token, fresh_token
 
 GOODBYE_S = 5.0
-_ENGINE_S = 20.0
+_ENGINE_S = 30.0
 """Time limit for an engine to close: vLLM ends its processes within 17 s, or kills them."""
 _ANSWER_S = 2.0
 _LOOK_S = 2.0

@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import threading
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,6 +22,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from millrace.config.vllm_checks import HOST_PID
 from millrace.errors import WorkerError
 
+_SHARED = "/dev/shm/psm_"
 _STDERR = "/proc/self/fd/2"
 _FAILED = "EngineCore failed to start."
 _ERROR = re.compile(r"\b((?:[A-Za-z_]+\.)*[A-Z]\w*(?:Error|Exception): (?!Engine core init).+)")
@@ -30,10 +32,7 @@ _GRACE_S = 5.0
 _HANDLERS_S = 2.0
 """Time limit for the core to restore its signal handlers, in seconds."""
 _END_S = 15.0
-"""Time limit for the core to end, in seconds. It gives its own workers 9 s.
-
-A core that is killed before may leave shared memory.
-"""
+"""Time limit for the core to end, in seconds. It gives its own workers 9 s."""
 
 
 def start(arguments: dict[str, Any]) -> AsyncLLM:
@@ -51,11 +50,27 @@ def start(arguments: dict[str, Any]) -> AsyncLLM:
 
 
 async def stop(llm: AsyncLLM) -> None:
-    """End vLLM's processes. The core ignores SIGTERM until it restores its own handlers."""
+    """End vLLM's processes. The core ignores SIGTERM until it restores its own handlers.
+
+    A process that had to be killed leaves shared memory. Ray also kills the process that Python has
+    for removing it.
+    """
+    shared = _shared_memory()
     with contextlib.suppress(Exception):  # a dead or hanging core is killed below
         async with asyncio.timeout(_HANDLERS_S):
             await llm.engine_core.call_utility_async("restore_signal_handlers")
     llm.shutdown(timeout=_END_S)
+    for path in shared:
+        path.unlink(missing_ok=True)
+
+
+def _shared_memory() -> set[Path]:
+    """Return the files of shared memory that vLLM's processes have mapped."""
+    files = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            files |= {Path(m.path) for m in process.memory_maps() if m.path.startswith(_SHARED)}
+    return files
 
 
 class _Log:
