@@ -36,8 +36,7 @@ run: .venv/.run
 # millrace itself is built in this folder, so it is installed into one environment after the other.
 # Many tests wait for processes, so four workers keep two cores busy.
 test:
-	@$(MAKE) --no-print-directory -j4 lint .venv/.collected .venv-vllm/.vllm .venv-peers/.test
-	@$(MAKE) --no-print-directory .venv-vllm/.test
+	@$(MAKE) --no-print-directory -j4 lint .venv/.collected .venv-vllm/.test .venv-peers/.test
 	$(BIN)/python -m pytest -n 4 --dist loadgroup
 	@$(MAKE) --no-print-directory test-vllm
 
@@ -87,7 +86,7 @@ endef
 	@$(VLLM)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-.venv-vllm/.test: .venv-vllm/.vllm pyproject.toml
+.venv-vllm/.test: .venv-vllm/.vllm pyproject.toml | $(if $(filter .venv/.collected,$(MAKECMDGOALS)),.venv/.test)
 	@$(VLLM_PIP) -e '.[test]'
 	@touch $@
 

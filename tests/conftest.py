@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 # More threads than cores wait for each other, and a test takes twice the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+_LONG = {"e2e", "test_examples.py", "test_ray_nodes.py"}
+"""Folders and files whose tests take long without a group."""
+
 # The machines that run these tests are shared, so the duration of an example shows nothing.
 settings.register_profile("millrace", deadline=None)
 settings.load_profile("millrace")
@@ -37,11 +40,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the largest groups and with whole runs: what takes long must not begin late."""
+    """Begin with the largest groups, with whole runs and with clusters: what takes long must not begin late."""
     groups = [item.get_closest_marker("xdist_group") for item in items]
     sizes = Counter(group.args[0] for group in groups if group)
     size = {
-        item: sizes[group.args[0]] if group else "e2e" in item.path.parts
+        item: sizes[group.args[0]] if group else bool(_LONG & {*item.path.parts})
         for item, group in zip(items, groups, strict=True)
     }
     items.sort(key=lambda item: -size[item])
@@ -51,13 +54,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def kept_fork_servers() -> Iterator[Pool]:
     """Sessions in this process use the same fork servers, one session after the other."""
     from millrace.runtime import local
-    from tests.fork_servers import Pool
+    from tests.fork_servers import POOL
 
-    pool = Pool()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local, "ForkServer", pool.get)
-        yield pool
-    pool.close()
+        patch.setattr(local, "ForkServer", POOL.get)
+        yield POOL
+    POOL.close()
 
 
 @pytest.fixture(autouse=True)

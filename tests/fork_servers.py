@@ -41,6 +41,10 @@ class Pool:
         while len(self._free) > _MOST_FREE:
             self._free.pop(0).end()
 
+    def pids(self) -> set[int]:
+        """Return the processes that live on between sessions. Each has one open socket here."""
+        return {server.pid for server in self._free}
+
     def close(self) -> None:
         while self._free:
             self._free.pop().end()
@@ -55,6 +59,10 @@ class Kept(ForkServer):
         super().__init__(log, engine, variables)
         self.key = key
         self._pool = pool
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def attach(self) -> None:
         """Serve the running event loop."""
@@ -73,3 +81,7 @@ class Kept(ForkServer):
         self._socket.close()
         self._process.kill()
         self._process.wait()
+
+
+POOL = Pool()
+"""The pool of this process."""

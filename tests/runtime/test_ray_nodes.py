@@ -85,6 +85,8 @@ def test_replicas_follow_the_nodes_of_the_cluster(
         *("rollout.max_replicas=2", "rollout.total_rollout_steps=100000"),
         *("trainer.runtime=ray", f"trainer.ray_address={cluster.address}", "trainer.device=cpu"),
         *(f"trainer.run_dir={tmp_path}/run", "trainer.threads=1", "rollout.heartbeat_s=0.5"),
+        # Without a pause, the run takes both cores, and nodes start slowly.
+        f"reward.function={runs.ROOT}/benchmarks/slow_reward.py:compute_score",
     ]
     config, notes = recipe.load(runs.RECIPE, [*runs.SMALL, *keys]), list[str]()
 
