@@ -40,7 +40,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the largest groups, with whole runs and with clusters: what takes long must not begin late."""
+    """Begin with the largest groups, whole runs and clusters: what takes long must not begin late."""
     groups = [item.get_closest_marker("xdist_group") for item in items]
     sizes = Counter(group.args[0] for group in groups if group)
     size = {
