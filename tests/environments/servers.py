@@ -137,7 +137,7 @@ async def wire_server(
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Check that the block leaves no process and no open file or socket, but kept fork servers."""
+    """Check that the block leaves no process, file or socket. Kept fork servers do not count."""
     me = psutil.Process()
 
     def left() -> tuple[set[int], int]:
