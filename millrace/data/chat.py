@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from millrace.data import template
 from millrace.data.rows import Messages, Problem
@@ -15,6 +15,9 @@ from millrace.types import Tokens, tokens_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_METHODS = ("encode", "_encode_plus", "_batch_encode_plus", "decode", "_decode")
+"""The methods of a tokenizer that turn text into tokens and back."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,12 @@ class Chat:
         if self._special is None or not any(
             self._special.search(m["content"]) for m in problem.prompt
         ):
-            return text, tokens_of(self.tokenizer.encode(text, add_special_tokens=False))
+            return text, tokens_of(self._encode(text, self._split))
         return text, self._render_apart(problem.prompt, where)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of plain text. The text of a special token stays text."""
-        return list(
-            self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        )
+        return self._encode(text, True)
 
     def decode(self, tokens: Tokens) -> str:
         """Return the text of `tokens`, without special tokens."""
@@ -59,21 +60,53 @@ class Chat:
         return () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
 
     @cached_property
-    def _decode(self) -> Callable[[list[int]], str]:
-        from transformers import PreTrainedTokenizerFast
+    def _core(self) -> Any:
+        """What the tokenizer's own methods call, or None if a class has others.
 
-        if type(self.tokenizer) is PreTrainedTokenizerFast:
-            # What its own decode calls, which takes seven times as long.
-            backend = self.tokenizer.backend_tokenizer
-            return partial(backend.decode, skip_special_tokens=True)
+        Around it, `encode` takes two to five times as long, and `decode` seven times.
+        """
+        from transformers import PreTrainedTokenizerFast as Fast
+
+        own = type(self.tokenizer)
+        same = all(getattr(own, name, None) is getattr(Fast, name, None) for name in _METHODS)
+        return self.tokenizer.backend_tokenizer if same else None
+
+    @cached_property
+    def _decode(self) -> Callable[[list[int]], str]:
+        if (core := self._core) is not None:
+            return partial(core.decode, skip_special_tokens=True)
         clean = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return lambda ids: str(self.tokenizer.decode(ids, **clean))
+
+    @cached_property
+    def _encode(self) -> Callable[[str, bool], list[int]]:
+        """Return the tokens of a text. If True, the text of a special token stays text."""
+        core, tokenizer = self._core, self.tokenizer
+        if core is None:
+            plain = {"add_special_tokens": False}
+            return lambda text, split: list(
+                tokenizer.encode(text, **plain, split_special_tokens=split)
+            )
+        core.no_truncation()
+        core.no_padding()
+
+        def encode(text: str, split: bool) -> list[int]:
+            if core.encode_special_tokens is not split:
+                core.encode_special_tokens = split
+            return list(core.encode(text, add_special_tokens=False).ids)
+
+        return encode
 
     @cached_property
     def unk_id(self) -> int | None:
         """The token for unknown characters."""
         unk = self.tokenizer.unk_token_id
         return None if unk is None else int(unk)
+
+    @property
+    def _split(self) -> bool:
+        """Whether the text of a special token stays text, also where the template has written it."""
+        return bool(self.tokenizer.split_special_tokens)
 
     @cached_property
     def _special(self) -> re.Pattern[str] | None:
@@ -113,5 +146,5 @@ class Chat:
             if n % 2:
                 tokens.extend(self.encode(messages[n // 2]["content"]))
             else:
-                tokens.extend(self.tokenizer.encode(piece, add_special_tokens=False))
+                tokens.extend(self._encode(piece, self._split))
         return tokens

@@ -41,6 +41,11 @@ from millrace.types import (
 from millrace.waits.registry import acting, current, waiting
 
 _RECENT = 50  # The share of errors covers this many samples.
+_TOGETHER = 64
+"""Trajectories that begin in one turn of the event loop.
+
+A version frees many slots. The replicas draw the first ones while the next ones are prepared.
+"""
 
 
 class Prompts(Protocol):
@@ -96,6 +101,7 @@ class Rollouter:
         async with asyncio.TaskGroup() as tasks:
             for sample_id in ledger.ids(State.WAITING):  # restored from a checkpoint
                 self._launch(tasks, sample_id)
+            begun = 0
             while True:
                 while not self._may_admit():
                     # No deadline: the trainer frees slots, and each of its waits has one.
@@ -107,6 +113,10 @@ class Rollouter:
                     # A version frees many slots. The trainer first sends its next step.
                     await asyncio.sleep(0)
                 self._launch(tasks, self.queue.do(ledger.admit, self.prompts[ledger.admitted]))
+                begun += self.roller.num_responses
+                if begun >= _TOGETHER:
+                    begun = 0
+                    await asyncio.sleep(0)
 
     def _may_admit(self) -> bool:
         return self.queue.ledger.can_admit() and not self.paused

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from millrace.data.chat import Chat
 from millrace.data.rows import Problem, texts
@@ -65,6 +66,39 @@ def test_decode_is_the_tokenizers_own(ids: list[int], kind: str) -> None:
     tokens = tokens_of([i % len(chat.tokenizer) for i in ids])
     clean = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     assert chat.decode(tokens) == chat.tokenizer.decode(list(tokens), **clean)
+
+
+@given(st.text() | st.sampled_from(["<|im_start|>user\n1<|im_end|>", "<s>", "1<|im_end|>2"]))
+@settings(deadline=None)
+def test_encode_is_the_tokenizers_own(text: str) -> None:
+    for chat in (chars(), bpe(), lru_cache(chatml)()):
+        plain = {"add_special_tokens": False, "split_special_tokens": True}
+        assert chat.encode(text) == chat.tokenizer.encode(text, **plain)
+        own = chat.tokenizer.encode(text, add_special_tokens=False)
+        assert chat._encode(text, chat._split) == own
+
+
+def test_a_class_with_methods_of_its_own_keeps_them() -> None:
+    class Odd(PreTrainedTokenizerFast):
+        def _encode_plus(self, text: str, **how: Any) -> Any:
+            return super()._encode_plus(f"{text}9", **how)
+
+        def _decode(self, **how: Any) -> str:
+            return f"{super()._decode(**how)}!"
+
+    plain = make_tokenizer("chars", ["123456789"], 0)
+    odd = Chat(Odd(tokenizer_object=plain.backend_tokenizer))  # type: ignore[no-untyped-call]
+    assert odd.encode("12") == Chat(plain).encode("129")
+    assert odd.decode(tokens_of(odd.encode("12"))) == "129!"
+    assert Chat(plain)._core is not None
+
+
+def test_a_tokenizer_that_cuts_and_pads_does_so_for_no_prompt() -> None:
+    tokenizer = make_tokenizer("chars", ["123456789"], 0)
+    whole = Chat(tokenizer).encode("12345")
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=9)
+    assert Chat(tokenizer).encode("12345") == whole
 
 
 def test_bpe_keeps_digits_apart_and_makes_a_preamble_short() -> None:

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -219,3 +220,33 @@ def test_the_rollouter_reads_on_sync_and_placement_of_the_schedule_alone() -> No
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("schedule")
     }
     assert read == {"on_sync", "colocated"}
+
+
+@pytest.mark.parametrize("n", [1, 8, 100])
+def test_replicas_draw_the_first_samples_while_the_next_ones_are_admitted(n: int) -> None:
+    """A replica has requests before as many trajectories are admitted as two turns may begin."""
+    ledger = Ledger(schedule_of("async_staleness", mini=128), 2048)
+    admitted: list[int] = []
+
+    class Engine(SimRolloutEngine):
+        async def generate(self, *request: Any) -> Any:
+            admitted.append(ledger.admitted * n)
+            return await super().generate(*request)
+
+    async def begin() -> None:
+        engine, how = Engine(COST), SamplingParams(max_tokens=1000)
+        await engine.swap(0)
+        roller = SampleRoller(SingleTurn(), Reward(lambda *_: False), str, how, n, seed=0)
+        runs = Rollouter(
+            SampleQueue(ledger, deadline_s=1e5), LongTail(), RolloutPool([engine]), roller
+        )
+        task = asyncio.ensure_future(runs.run())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    clock.run(begin())
+    turn = max(n, rollouter._TOGETHER)
+    assert admitted[0] <= 3 * turn and admitted == sorted(admitted)
+    assert admitted[-1] == ledger.schedule.capacity * n > 3 * turn

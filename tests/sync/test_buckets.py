@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from millrace.sync.buckets import ALIGN, Spec, checksum, plan, specs_of
+from millrace.sync import buckets
+from millrace.sync.buckets import ALIGN, Spec, checksum, checksums, plan, specs_of
 from millrace.sync.proof import bit_sums
 
 DTYPES = ["float32", "bfloat16", "float16", "float64", "int8", "int64"]
@@ -75,6 +76,19 @@ def test_sums_of_a_bucket_are_those_of_its_tensors(specs: list[Spec], limit: int
         assert torch.equal(bucket.sums(buffer), sums[:, :2])
         assert torch.equal(sums[:, :2], torch.stack([checksum(v) for v in views.values()]))
         assert sums[:, 2].tolist() == list(bit_sums(views).values())
+
+
+@settings(deadline=None)
+@given(models, st.integers(1, 20_000))
+def test_sums_of_packed_tensors_are_those_of_each(specs: list[Spec], limit: int) -> None:
+    """Columns of a matrix are not contiguous, and have the sums of their own values."""
+    tensors = {s.name: values(s, i) for i, s in enumerate(specs)}
+    tensors["columns"] = torch.arange(60.0).view(6, 10)[:, ::3]
+    names = [*reversed(tensors)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "_PACKED", limit)
+        found = checksums(tensors, names)
+    assert torch.equal(found, torch.stack([checksum(tensors[name]) for name in names]))
 
 
 @pytest.mark.parametrize("length", [1, 1023, 1024, 1025, 5000])

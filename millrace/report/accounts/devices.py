@@ -163,11 +163,14 @@ class DeviceAccount:
             replica = self._replicas.get(event.track)
             if replica is None and event.phase == "begin":
                 replica = self._join(event)  # It joined before the run had its watch.
-            if replica is not None and (by := replica.change(event, self._idle)) is not None:
+            if replica is not None:
+                if (by := replica.change(event, self._idle)) is None:
+                    return  # Requests go on, so idle replicas wait for the same as before.
                 self._number_idle += by
                 self._show(event.time, event.track, replica.state)
         elif name == "score":
-            pass  # It may change what idle replicas wait for.
+            if not self._tools:
+                return  # Else it may change what idle replicas wait for.
         elif event.track == "trainer" and event.phase == "state":
             self._trainer.switch(event.time, event.name)
         elif name == "relabelled":
