@@ -108,7 +108,9 @@ class Places:
         self._seats: dict[int, Seat] = {}
         """The place of each replica that has one."""
         self._sees: dict[str, bool] = {}
-        """Whether each node that was asked sees the run's folder."""
+        """Whether each node that answered sees the run's folder."""
+        self._slow: set[str] = set()
+        """The nodes that did not answer in time. They are asked again."""
         self._turn = asyncio.Lock()
 
     async def reserve(self) -> None:
@@ -256,8 +258,9 @@ class Places:
                 return {}
         free = {node: int(n // self._each) for node, n in (await self._free()).items()}
         rooms = {node: n for node, n in free.items() if n and node in nodes}
-        for node in rooms.keys() - self._sees.keys():
-            await self._look_at(node, nodes[node]["NodeManagerAddress"])
+        new = rooms.keys() - self._sees.keys()
+        looks = [self._look_at(node, nodes[node]["NodeManagerAddress"]) for node in new]
+        await asyncio.gather(*looks)
         most = sorted(rooms, key=lambda node: -rooms[node])
         return {node: rooms[node] for node in most if self._sees.get(node)}
 
@@ -271,7 +274,12 @@ class Places:
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         try:
             share = await _looked(self._folder, there, 0, _LOOK_S)
-        except (DeadlineError, WorkerError) as error:
+        except DeadlineError as error:  # It is busy, or reads its packages for the first time.
+            if node not in self._slow:
+                self._note(f"the node {address} that joined is not used yet: {error}")
+            self._slow.add(node)
+            return
+        except WorkerError as error:
             self._note(f"warning: the node {address} that joined is not used: {error}")
             self._sees[node] = False
             return

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from millrace.config import recipe
-from millrace.errors import MillraceError
+from millrace.errors import DeadlineError, MillraceError
 from millrace.pipeline.history import audit
 from millrace.rollout.roster import Standing
 from millrace.run import scaling
@@ -20,6 +23,7 @@ from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
 from millrace.run.train import run_training
+from millrace.runtime import ray_places
 from millrace.schedule.ledger import Ledger
 from tests.e2e import runs
 from tests.runtime.clusters import NODE, open_cluster
@@ -39,10 +43,24 @@ def cluster() -> Iterator[Cluster]:
         yield one
 
 
-async def until(ready: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
-        while not ready():  # noqa: ASYNC110 - the roster has no event
-            await asyncio.sleep(0.02)
+async def until(ready: Callable[[], bool], notes: list[str]) -> None:
+    """Wait until `ready()`. A failure has what the run said until then."""
+    end = time.monotonic() + 300
+    while not ready():
+        assert time.monotonic() < end, notes
+        await asyncio.sleep(0.02)
+
+
+def first_in_vain(look: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the first look at a node that joined take too long."""
+    looks = itertools.count()
+
+    async def looked(folder: Path, where: Any, *args: Any) -> Any:
+        if isinstance(where, NodeAffinitySchedulingStrategy) and not next(looks):
+            raise DeadlineError("the node is slow")
+        return await look(folder, where, *args)
+
+    return looked
 
 
 def groups() -> list[str]:
@@ -50,26 +68,26 @@ def groups() -> list[str]:
     return [g["state"] for g in placement_group_table().values() if g["state"] != "REMOVED"]
 
 
-async def nodes_change(s: Session, ledger: Ledger, cluster: Cluster) -> None:
+async def nodes_change(s: Session, ledger: Ledger, cluster: Cluster, notes: list[str]) -> None:
     """Let a node join and die. Then let one with two devices join."""
     roster, scaler = s.engines.pool.roster, s.engines.scaler
-    await until(lambda: ledger.version >= 1)
+    await until(lambda: ledger.version >= 1, notes)
     begin = time.monotonic()
     with pytest.raises(MillraceError, match=r"devices for 1 replica now.*`ray start` on another"):
         await scaler.scale(2)
     assert time.monotonic() - begin < 5, "an error at once"
     node = cluster.add_node(num_cpus=1, **NODE)
-    await until(lambda: roster.live == [0, 1])
+    await until(lambda: roster.live == [0, 1], notes)
     assert groups() == 2 * ["CREATED"]
     await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
-    await until(lambda: roster.state(1) is Standing.LEFT)
+    await until(lambda: roster.state(1) is Standing.LEFT, notes)
     assert groups() == ["CREATED"], "nothing waits for another node"
     version = ledger.version
-    await until(lambda: ledger.version > version + 1)
+    await until(lambda: ledger.version > version + 1, notes)
     cluster.add_node(num_cpus=2, **NODE)
-    await until(lambda: roster.live == [0, 1])
+    await until(lambda: roster.live == [0, 1], notes)
     await scaler.scale(3)
-    await until(lambda: roster.live == [0, 1, 2])
+    await until(lambda: roster.live == [0, 1, 2], notes)
     assert groups() == 3 * ["CREATED"]
     await scaler.scale(1)
     assert groups() == ["CREATED"] and roster.live == [0]
@@ -81,6 +99,7 @@ def test_replicas_follow_the_nodes_of_the_cluster(
 ) -> None:
     """One replica, two, one, two, three, and one again. No sample is lost on the way."""
     monkeypatch.setattr(scaling, "_LOOK_S", 0.5)
+    monkeypatch.setattr(ray_places, "_looked", first_in_vain(ray_places._looked))
     keys = [
         *("rollout.max_replicas=2", "rollout.total_rollout_steps=100000"),
         *("trainer.runtime=ray", f"trainer.ray_address={cluster.address}", "trainer.device=cpu"),
@@ -96,7 +115,7 @@ def test_replicas_follow_the_nodes_of_the_cluster(
         async with open_session(config, progress) as s:
             ledger = await start_state(s)
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(nodes_change(s, ledger, cluster))
+                tasks.create_task(nodes_change(s, ledger, cluster, notes))
                 outcome = await run_training(s, ledger, StopRequest())
             assert outcome.complete and outcome.samples_trained == ledger.limit
 
@@ -105,6 +124,7 @@ def test_replicas_follow_the_nodes_of_the_cluster(
     assert (found.lost, found.trained_twice, found.dropped) == (0, 0, {})
     assert not groups()
     told = "\n".join(notes)
+    assert "that joined is not used yet: the node is slow" in told
     assert "free devices: the run grows from 1 to 2 replicas" in told
     assert "rollout-1 left the run: no node of the cluster has 1 CPU free for rollout-1" in told
     row = runs.rows(tmp_path / "run")[-1]
