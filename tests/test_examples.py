@@ -50,7 +50,7 @@ exit "$1"
 
 
 def job(
-    folder: Path, *arguments: str, real: bool = False, **environment: str
+    folder: Path, *arguments: str, real: bool = False, script: Path = SCRIPT, **environment: str
 ) -> subprocess.Popen[str]:
     """Run the script under Slurm's variables, on two nodes.
 
@@ -83,7 +83,7 @@ def job(
     }
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
     return subprocess.Popen(
-        ["bash", str(SCRIPT), *arguments],
+        ["bash", str(script), *arguments],
         cwd=folder,
         env=os.environ | slurm | {"PATH": path, "MILLRACE_BIN": str(tools)} | environment,
         stdout=subprocess.PIPE,
@@ -113,8 +113,12 @@ def test_the_job_has_the_exit_code_of_the_command_on_its_cluster(tmp_path: Path)
     assert (tmp_path / "said").read_text() == f"7 recipe.yaml rollout.n=4 --address {address}\n"
 
 
-def test_a_job_that_is_told_to_end_lets_the_run_save_first(tmp_path: Path) -> None:
-    process = job(tmp_path, "wait")
+@pytest.mark.parametrize("pause", ["", "sleep 1\n"], ids=["at_once", "slow"])
+def test_a_job_that_is_told_to_end_lets_the_run_save_first(tmp_path: Path, pause: str) -> None:
+    """A busy node is slow to note the process of the run."""
+    script = tmp_path / "job"
+    script.write_text(SCRIPT.read_text().replace("run=$!", f"{pause}run=$!"))
+    process = job(tmp_path, "wait", script=script)
     assert process.stdout is not None
     while process.stdout.readline() != "up\n":
         pass

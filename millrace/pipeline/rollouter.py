@@ -42,9 +42,9 @@ from millrace.waits.registry import acting, current, waiting
 
 _RECENT = 50  # The share of errors covers this many samples.
 _TOGETHER = 64
-"""Trajectories that begin in one turn of the event loop.
+"""After so many admitted trajectories, the event loop has a turn.
 
-A version frees many slots. The replicas draw the first ones while the next ones are prepared.
+A version frees many slots. The replicas draw the first ones while the next ones are admitted.
 """
 
 

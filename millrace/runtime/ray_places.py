@@ -110,7 +110,9 @@ class Places:
         self._sees: dict[str, bool] = {}
         """Whether each node that answered sees the run's folder."""
         self._slow: set[str] = set()
-        """The nodes that did not answer in time. They are asked again."""
+        """The nodes that did not answer in time, at least once. Nobody waits for their answers."""
+        self._looks: dict[str, asyncio.Task[None]] = {}
+        """The looks under way, by node."""
         self._turn = asyncio.Lock()
 
     async def reserve(self) -> None:
@@ -258,9 +260,12 @@ class Places:
                 return {}
         free = {node: int(n // self._each) for node, n in (await self._free()).items()}
         rooms = {node: n for node, n in free.items() if n and node in nodes}
-        new = rooms.keys() - self._sees.keys()
-        looks = [self._look_at(node, nodes[node]["NodeManagerAddress"]) for node in new]
-        await asyncio.gather(*looks)
+        for node in rooms.keys() - self._sees.keys() - self._looks.keys():
+            look = asyncio.create_task(self._look_at(node, nodes[node]["NodeManagerAddress"]))
+            self._looks[node] = look
+        if first := [look for node, look in self._looks.items() if node not in self._slow]:
+            for look in (await asyncio.wait(first))[0]:
+                look.result()
         most = sorted(rooms, key=lambda node: -rooms[node])
         return {node: rooms[node] for node in most if self._sees.get(node)}
 
@@ -271,22 +276,21 @@ class Places:
 
     async def _look_at(self, node: str, address: str) -> None:
         """Ask a process on a node that joined whether it sees the run's folder."""
-        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        there, error = NodeAffinitySchedulingStrategy(node, soft=False), ""
         try:
-            share = await _looked(self._folder, there, 0, _LOOK_S)
-        except DeadlineError as error:  # It is busy, or reads its packages for the first time.
+            self._sees[node] = (await _looked(self._folder, there, 0, _LOOK_S)).has_folder
+            if not self._sees[node]:
+                error = f"it does not see the run's folder {self._folder.parent}"
+        except DeadlineError as late:  # It is busy, or reads its packages for the first time.
             if node not in self._slow:
-                self._note(f"the node {address} that joined is not used yet: {error}")
+                self._note(f"the node {address} that joined is not used yet: {late}")
             self._slow.add(node)
-            return
-        except WorkerError as error:
+        except WorkerError as failure:
+            self._sees[node], error = False, str(failure)
+        finally:
+            del self._looks[node]
+        if error:
             self._note(f"warning: the node {address} that joined is not used: {error}")
-            self._sees[node] = False
-            return
-        self._sees[node] = share.has_folder
-        if not share.has_folder:
-            lacks = f"it does not see the run's folder {self._folder.parent}"
-            self._note(f"warning: the node {address} that joined is not used: {lacks}")
 
     async def _inspect(self, group: PlacementGroup, index: int, devices: int) -> Share:
         """Ask a process in a bundle for the bundle's GPUs, and whether it sees the run's folder."""
@@ -296,6 +300,8 @@ class Places:
 
     def close(self) -> None:
         """Free all devices."""
+        for look in self._looks.values():
+            look.cancel()
         for replica in [*self._seats]:
             self.release(replica)
         if self._group is not None:
