@@ -353,9 +353,9 @@ def check_run(run: Path) -> None:
     if not (run / "history.jsonl").is_file():
         if ownership.is_ours(run):
             raise not_yet(run)
-        rule = f"no such folder (from {Path.cwd()})"
-        if run.exists():
-            rule = "is not a run folder, because it has no history.jsonl"
+        rule = "is not a run folder, because it has no history.jsonl"
+        if not run.is_dir():
+            rule = "is a file" if run.exists() else f"no such folder (from {Path.cwd()})"
         raise bad_value("RUN", str(run), rule, "a folder such as runs/quickstart-1")
 
 

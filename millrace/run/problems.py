@@ -136,6 +136,10 @@ def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
         else _tokenizer(model, sources, key, roles=bool(config.agents.player))
     )
     chat = Chat(tokenizer)
+    if config.sft.steps and not made and not chat.eos_ids:
+        rule = "its tokenizer has no eos_token, so no demonstration of the warm-up would have an end"
+        fix = "eos_token in its tokenizer_config.json, or sft.steps=0"
+        raise bad_value("model.path", model.path, rule, fix)
     opened = partial(
         PromptStream.open,
         chat=chat,
@@ -282,8 +286,10 @@ def _load_tokenizer(model: ModelConfig, path: str) -> PreTrainedTokenizerBase:
 
     try:
         return load_tokenizer(path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        rule = f"no tokenizer can be loaded from it: {str(error).splitlines()[0]}"
+    # transformers checks no types, so a wrong one in a file may raise the last three.
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        rule = f"no tokenizer can be loaded from it: {why}"
         raise bad_value(
             "model.path", path, rule, "a folder that has the model's tokenizer files too"
         ) from None
