@@ -75,7 +75,9 @@ def problem(
     truth = _ground_truth(where, row)
     if truth is None and need_ground_truth and "reasoning_gym" not in extra:
         rule = "no ground truth: reward_model.ground_truth, ground_truth, answer and solution are missing or null"
-        raise bad_row(where, sorted(row), rule, "add one of these columns, or reward.function=FILE.py:NAME")
+        raise bad_row(
+            where, sorted(row), rule, "add one of these columns, or reward.function=FILE.py:NAME"
+        )
     answer = next(
         (
             _checked(f"{where}, {c}", row[c], required=False)

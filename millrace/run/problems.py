@@ -137,7 +137,9 @@ def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
     )
     chat = Chat(tokenizer)
     if config.sft.steps and not made and not chat.eos_ids:
-        rule = "its tokenizer has no eos_token, so no demonstration of the warm-up would have an end"
+        rule = (
+            "its tokenizer has no eos_token, so no demonstration of the warm-up would have an end"
+        )
         fix = "eos_token in its tokenizer_config.json, or sft.steps=0"
         raise bad_value("model.path", model.path, rule, fix)
     opened = partial(
