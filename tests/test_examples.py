@@ -99,8 +99,8 @@ def ended(process: subprocess.Popen[str], timeout_s: float = 60.0) -> tuple[int,
     while process.poll() is None and time.monotonic() < deadline:
         started = list({*started, *psutil.Process(process.pid).children(recursive=True)})
         time.sleep(0.1)
-    output, _ = process.communicate(timeout=10)
-    _, left = psutil.wait_procs(started, timeout=10)
+    output, _ = process.communicate(timeout=60)
+    _, left = psutil.wait_procs(started, timeout=60)
     for one in left:
         one.kill()
     assert not left, f"still there after the job: {left}"

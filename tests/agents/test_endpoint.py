@@ -55,7 +55,7 @@ async def spoken(endpoint: Endpoint, raw: bytes) -> tuple[int, str]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(raw)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
             length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
             body = (await reader.readexactly(length)).decode()

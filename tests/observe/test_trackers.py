@@ -179,7 +179,7 @@ def scrape(said: list[str]) -> dict[tuple[str, str], float]:
     from prometheus_client.parser import text_string_to_metric_families
 
     url = said[0].partition(": ")[2]
-    with urllib.request.urlopen(url, timeout=5) as page:
+    with urllib.request.urlopen(url, timeout=60) as page:
         families = text_string_to_metric_families(page.read().decode())
         samples = [sample for family in families for sample in family.samples]
     assert {sample.labels["run"] for sample in samples} == {"quick"}

@@ -263,4 +263,4 @@ def test_a_command_does_not_wait_for_a_driver_that_was_restarted(tmp_path: Path)
     same = lambda: command.driver_of(folder) == driver  # noqa: E731
     with pytest.raises(MillraceError, match="has ended before it answered"):
         command.wait_for(folder / FOLDER / f"x{REQUEST}", 60.0, same)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30

@@ -38,14 +38,14 @@ def servers() -> list[psutil.Process]:
 
 async def started() -> psutil.Process:
     """Return the server once its process is seen."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not (found := servers()):  # noqa: ASYNC110 - another process starts
             await asyncio.sleep(0.001)
     return found[0]
 
 
 async def until_gone(pids: list[int]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while any(map(psutil.pid_exists, pids)):  # noqa: ASYNC110 - another process ends
             await asyncio.sleep(0.01)
 
@@ -212,7 +212,7 @@ def test_a_start_that_is_cancelled_as_its_worker_comes_is_cancelled(
                 with pytest.raises(asyncio.CancelledError):
                     await starting
             (server,) = servers()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while server.children():  # noqa: ASYNC110 - another process ends
                     await asyncio.sleep(0.01)
         finally:
@@ -258,7 +258,7 @@ def test_a_start_that_is_cancelled_leaves_no_worker(tmp_path: Path) -> None:
             other = await workers.start("rollout-1", "rollout", 1)  # after the cancelled one
             await other.call("ping")
             (server,) = servers()
-            async with asyncio.timeout(10):  # no zombie either
+            async with asyncio.timeout(60):  # no zombie either
                 while len(server.children()) > 1:  # noqa: ASYNC110 - another process ends
                     await asyncio.sleep(0.01)
             await workers.end(other)

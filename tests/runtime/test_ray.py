@@ -162,11 +162,11 @@ def test_a_further_replica_gets_two_gpus_that_nobody_has_and_gives_them_back(
             assert found["rollout-0"][0] != found["rollout-1"][0]
             assert (await runtime.limit()).most == 2
             with pytest.raises(NoDevices, match="no node of the cluster has 2 GPUs free"):
-                await asyncio.wait_for(runtime.start("rollout-2", "rollout", 2), 5)
+                await asyncio.wait_for(runtime.start("rollout-2", "rollout", 2), 60)
             last = next(w.peer for w in runtime._workers if w.peer.name == "rollout-1")
             await runtime.end(last)
             runtime.release(1)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while (await runtime.limit()).most != 2:  # noqa: ASYNC110 - Ray has no event
                     await asyncio.sleep(0.1)
             assert [*runtime._places._seats] == [0]

@@ -75,7 +75,7 @@ async def nodes_change(s: Session, ledger: Ledger, cluster: Cluster, notes: list
     begin = time.monotonic()
     with pytest.raises(MillraceError, match=r"devices for 1 replica now.*`ray start` on another"):
         await scaler.scale(2)
-    assert time.monotonic() - begin < 5, "an error at once"
+    assert time.monotonic() - begin < 30, "an error, and no wait for a node"
     node = cluster.add_node(num_cpus=1, **NODE)
     await until(lambda: roster.live == [0, 1], notes)
     assert groups() == 2 * ["CREATED"]

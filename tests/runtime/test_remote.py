@@ -128,7 +128,7 @@ def test_an_error_of_a_workers_own_is_told_at_once() -> None:
 
     async def main() -> None:
         with pytest.raises(ConfigError, match="no such folder"):
-            await asyncio.wait_for(first_error(peers, [p.call("x.build") for p in peers]), 2)  # type: ignore[arg-type]
+            await asyncio.wait_for(first_error(peers, [p.call("x.build") for p in peers]), 30)  # type: ignore[arg-type]
 
     asyncio.run(main())
 
