@@ -282,6 +282,10 @@ def test_a_thread_that_takes_too_much_draws_fewer_and_says_so_once(
         assert isinstance(writer, TraceWriter)
         for number in (1, 2, 3):
             run.clock.now += 1  # each change has a time of its own, however fast the thread is
+            moved = run.clock.now
+            while writer._last < moved:  # and however slow
+                life(watch, run.clock, 9, [50])
+                time.sleep(0.01)
             writer._pace._since = (-1000.0, -1.0, -1)  # a second of work in some more seconds
             while not path.exists() or path.read_text().count("thinned") < 2 * number:
                 life(watch, run.clock, 9, [50])
