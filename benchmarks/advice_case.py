@@ -36,6 +36,7 @@ from rich.console import Console
 from millrace.bench import modes
 from millrace.config import recipe
 from millrace.observe.progress import Lines, Progress
+from millrace.report.advice.sentence import Advice
 from millrace.run.session import Session, open_session
 
 ROOT = Path(__file__).parent.parent
@@ -132,9 +133,7 @@ async def one(
     figures = await modes.run_once(session, SKIP)
     measured = measure(session.run.path)
     advice = advise(measured) if measured else []
-    figures["all_advice"] = [
-        {"text": str(a), "overrides": list(a.overrides), "gain": a.gain} for a in advice
-    ]
+    figures["all_advice"] = [said(one) for one in advice]
     figures["step_cost"] = measured.step_cost if measured else None
     return figures
 
@@ -169,15 +168,19 @@ def simulated(steps: int) -> list[dict[str, Any]]:
                 "advice": [str(one) for one in advice],
             }
         )
-        all_advice = [
-            {"text": str(a), "overrides": list(a.overrides), "gain": a.gain} for a in advice
-        ]
+        all_advice = [said(one) for one in advice]
         chosen = same_engines(all_advice)
         if chosen is None:
             break
         runs[-1]["followed"] = chosen
         case = followed(case, next(a for a in advice if list(a.overrides) == chosen["overrides"]))
     return runs
+
+
+def said(one: Advice) -> dict[str, Any]:
+    """Return a sentence with its number, as the JSON has it."""
+    overrides = list(one.overrides)
+    return {"text": str(one), "overrides": overrides, "gain": one.gain, "at_most": one.at_most}
 
 
 def table(runs: Sequence[dict[str, Any]], what: str) -> str:
@@ -193,8 +196,11 @@ def table(runs: Sequence[dict[str, Any]], what: str) -> str:
         if before is not None:
             gain = f"{run['samples_per_s'] / before['samples_per_s'] - 1:+.0%}"
             drawn = f"{run['drawn_tokens_per_s'] / before['drawn_tokens_per_s'] - 1:+.0%}"
-            gain_said = before["followed"]["gain"]
-            predicted = "no number" if gain_said is None else f"{gain_said:+.0%}"
+            followed = before["followed"]
+            bound = "at most " if followed["at_most"] else ""
+            predicted = "no number"
+            if followed["gain"] is not None:
+                predicted = f"{bound}{followed['gain']:+.0%}"
         name = " ".join(before["followed"]["overrides"]) if before else "the case"
         lines.append(
             f"| {name} | {run['samples_per_s']:.2f} | {run['drawn_tokens_per_s']:.0f} "

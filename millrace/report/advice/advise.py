@@ -63,13 +63,15 @@ def advise(measured: Measured) -> list[Advice]:
 def _marked(flow: Throughput, one: Advice) -> Advice:
     """Mark a gain as a bound if the run would be far from what was measured.
 
-    Every gain is a bound where both sides share the cores of one CPU, and where full engines lose
-    time: how much depends on how often they are full.
+    Every gain is a bound where both sides share the cores of one CPU, where full engines lose time
+    (how much depends on how often they are full), and where engines read much again (fuller ones
+    read more).
     """
     far = one.gain is not None and one.gain > FAR
     unsteady = flow.schedule.overlap_sync or flow.m.drop_share > MOST_DROPS
     short = flow.m.versions < LEAST_VERSIONS
-    bound = far or unsteady or short or flow.setup.share_cores or flow.step.queue > 0
+    engines = flow.step.queue > 0 or flow.rereads
+    bound = far or unsteady or short or flow.setup.share_cores or engines
     return replace(one, at_most=True) if bound else one
 
 

@@ -26,8 +26,6 @@ ONCE = (
 """What a version pays once, however large its window is."""
 SURE = 0.25
 """A larger gain from a sync's overlap is a bound: samples stay longer with the trainer."""
-MOST_READ = 0.3
-"""Tokens that an engine reads again for each drawn one, from which on they cost time."""
 
 
 def _seconds(flow: Throughput, *parts: str) -> float:
@@ -56,14 +54,12 @@ def interrupt_at_a_sync(flow: Throughput) -> Advice | None:
 
 def keep_kv_caches(flow: Throughput) -> Advice | None:
     """Engines read interrupted responses again: change the weights while they run."""
-    m, schedule = flow.m, flow.schedule
-    again = max(0.0, m.read_tokens - m.prompt_tokens) / max(1.0, m.drawn_tokens)
-    interrupts = schedule.on_sync is OnSync.INTERRUPT and not schedule.colocated
-    if not interrupts or again < MOST_READ or m.starved < IDLE:
+    m = flow.m
+    if not flow.rereads or m.starved < IDLE:
         return None
     overrides = ("mode=async_swap", _same_staleness(flow))
     text = (
-        f"Engines read {again:.1f} tokens again for each token that they draw, because syncs "
+        f"Engines read {m.read_again:.1f} tokens again for each token that they draw, because syncs "
         f"interrupt responses. {' '.join(overrides)} keeps their KV caches"
     )
     return Advice(text, overrides)

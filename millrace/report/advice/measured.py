@@ -185,6 +185,11 @@ class Measured:
         return self.more_ready / max(1, self.samples)
 
     @property
+    def read_again(self) -> float:
+        """Return the tokens that engines read once more, for each drawn token."""
+        return max(0.0, self.read_tokens - self.prompt_tokens) / max(1.0, self.drawn_tokens)
+
+    @property
     def drop_share(self) -> float:
         """Return the share of dropped tokens among those of finished samples."""
         dropped = sum(self.dropped_tokens.values())

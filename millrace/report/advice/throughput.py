@@ -12,6 +12,8 @@ time is lost while requests wait for a slot (report/accounts/pace.py finds f, e 
 sample costs t drawn tokens: its own, and its part of the dropped ones. So S slots give at most
 (1 - q) S / (f + e S) / t samples a second. With a large q, that is less than engines give that idle
 a little. If no figure shows e, it is 0: the result is then the most that more requests can give.
+No figure shows how long engines read responses that a sync interrupted. Fuller engines read more of
+them, so a gain is only a bound where they are many.
 
 **The ledger.** By Little's law, the mean number of samples in a state is the rate times the mean
 seconds in it. A slot of the ledger is taken from the admission of a sample to the sync of its
@@ -46,9 +48,13 @@ from dataclasses import dataclass
 from millrace.observe.timing import GEN, IDLE
 from millrace.report.accounts.pace import StepCost
 from millrace.report.advice.measured import Measured
+from millrace.schedule.schedule import OnSync
 
 PLACES = 16
 """Numbers of unfinished requests that stand for all of them."""
+
+MOST_READ = 0.3
+"""Tokens that engines read again for each drawn one, from which on they cost time."""
 
 OF_LOOP = (
     *IDLE,
@@ -104,6 +110,12 @@ class Throughput:
     def asynchronous(self) -> bool:
         """Whether the sides work at the same time on devices of their own."""
         return not self.schedule.colocated and self.schedule.staleness_threshold > 0
+
+    @property
+    def rereads(self) -> bool:
+        """Whether engines read many tokens again, because syncs interrupt responses."""
+        interrupts = self.schedule.on_sync is OnSync.INTERRUPT and not self.schedule.colocated
+        return interrupts and self.m.read_again >= MOST_READ
 
     @property
     def natural_demand(self) -> float:
