@@ -336,14 +336,6 @@ def test_a_full_ledger_before_a_slow_trainer_does_not_promise_full_engines() -> 
     assert "would fill them" in advise(run(MEASURED))[0].text
 
 
-def test_a_gain_is_a_bound_where_syncs_make_engines_read_much_again() -> None:
-    """Fuller engines read more again, and no figure shows how long that takes."""
-    for mode, bound in (("async_partial", True), ("async_swap", False)):
-        first = advise(run(MEASURED.but(mode=mode)))[0]
-        assert first.key == "async_training.staleness_threshold" and first.gain is not None
-        assert first.at_most is bound
-
-
 SMALL = FLAT.but(median=60.0, limit=256, window=8, n=8, versions=16)
 SEVERAL = {
     "validations stay": SMALL.but(

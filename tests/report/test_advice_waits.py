@@ -1,4 +1,4 @@
-"""Advice for engines that lose time while requests wait for a decode slot."""
+"""Advice for engines that lose time: while requests wait, or because they read tokens again."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 
 from millrace.report.advice.advise import advise
+from millrace.report.advice.throughput import Throughput
 from millrace.simulate.cost import CostModel
 from tests.report.simulated import Case, run
-from tests.report.test_advice import followed
+from tests.report.test_advice import MEASURED, SITUATIONS, followed
+
+pytestmark = pytest.mark.xdist_group("advice")  # its simulated cases are kept in one worker
 
 LOSSY = Case(
     window=8,
@@ -54,3 +57,23 @@ def test_checkpoints_of_engines_that_lose_time_still_are_advice() -> None:
     assert first.key == "trainer.save_freq" and first.gain is not None
     after = run(followed(case, first))
     assert after.rate == pytest.approx((1 + first.gain) * before.rate, rel=0.05)
+
+
+def test_a_gain_is_a_bound_where_syncs_make_engines_read_much_again() -> None:
+    """Fuller engines read more tokens again, and no figure shows how long that takes."""
+    few = SITUATIONS["ledger full, slow rewards"].case
+    for case, bound in ((MEASURED, True), (MEASURED.but(mode="async_swap"), False), (few, False)):
+        measured = run(case)
+        first = advise(measured)[0]
+        assert first.key == "async_training.staleness_threshold" and first.gain is not None
+        assert first.at_most is bound is Throughput(measured).rereads
+
+
+def test_contexts_that_no_sync_interrupted_are_not_read_again() -> None:
+    """Siblings find their prompt in a cache. Each turn of an agent reads what came before it."""
+    measured = run(MEASURED)
+    cached = 0.9 * measured.prompt_tokens
+    found = replace(measured, read_tokens=measured.read_tokens - cached, reused_tokens=cached)
+    assert found.read_again == pytest.approx(measured.read_again, abs=0.01) and measured.read_again
+    assert replace(measured, agents=True).read_again == 0
+    assert not any("mode=async_swap" in str(one) for one in advise(replace(measured, agents=True)))

@@ -44,8 +44,8 @@ RULES = (
 def advise(measured: Measured) -> list[Advice]:
     """Return advice, the largest predicted gain first. There is always one sentence.
 
-    A gain that is only a bound comes after the others, unless turns gain more than all of them.
-    Advice that takes more devices comes last.
+    A gain that its own rule calls a bound comes after the others. Turns come first if they gain more
+    than all of them. Advice that takes more devices comes last.
     """
     flow = Throughput(measured)
     found = [advice for rule in RULES if (advice := rule(flow)) is not None]
@@ -63,14 +63,21 @@ def advise(measured: Measured) -> list[Advice]:
 def _marked(flow: Throughput, one: Advice) -> Advice:
     """Mark a gain as a bound if the run would be far from what was measured.
 
-    Every gain is a bound where both sides share the cores of one CPU, where full engines lose time
-    (how much depends on how often they are full), and where engines read much again (fuller ones
-    read more).
+    This does not change the order. Every gain of a run is a bound if one of these is true:
+
+    - Both sides share the cores of one CPU.
+    - Full engines lose time. How much depends on how often they are full.
+    - Engines read many tokens again. Fuller engines read more.
+    - Sides work at the same time, and no figure shows how a step grows. Then more requests cost nothing
+      in the arithmetic.
     """
-    far = one.gain is not None and one.gain > FAR
+    if one.gain is None:
+        return one
+    far = one.gain > FAR
     unsteady = flow.schedule.overlap_sync or flow.m.drop_share > MOST_DROPS
     short = flow.m.versions < LEAST_VERSIONS
-    engines = flow.step.queue > 0 or flow.rereads
+    alike = flow.asynchronous and flow.m.step_cost is None
+    engines = flow.step.queue > 0 or flow.rereads or alike
     bound = far or unsteady or short or flow.setup.share_cores or engines
     return replace(one, at_most=True) if bound else one
 

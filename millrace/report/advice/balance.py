@@ -299,15 +299,16 @@ def with_turns(flow: Throughput) -> Advice | None:
 def nothing(flow: Throughput) -> Advice:
     """Return the sentence for a run that no number makes faster."""
     m, schedule = flow.m, flow.schedule
+    helps = "helps" if m.setup.share_cores else "or more devices help"
     if m.trainer_idle < 2 * IDLE:
         return Advice(
-            f"The trainer computes {1 - m.trainer_idle:.0%} of the time: only a faster trainer or "
-            "more devices help"
+            f"The trainer computes {1 - m.trainer_idle:.0%} of the time: only a faster trainer {helps}"
         )
     if flow.asynchronous and _full(flow):
+        helps = "help" if m.setup.share_cores else helps
         return Advice(
             f"The engines draw with {m.busy_slots / m.setup.slots:.0%} of their decode slots: only "
-            "faster engines or more devices help"
+            f"faster engines {helps}"
         )
     if schedule.colocated and m.setup.share_cores:
         return Advice(

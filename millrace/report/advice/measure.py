@@ -170,6 +170,8 @@ def _totals(
         busy_slot_s=usable * (seconds - over_time("rollouter/idle_ratio")),
         drawn_tokens=over_time("rollouter/tokens_per_s"),
         read_tokens=over_time("rollouter/prefill_tokens_per_s"),
+        reused_tokens=over_time("rollouter/reused_tokens_per_s"),
+        agents=any("agents/turns/mean" in row for row in rows),
         prompt_tokens=setup.n
         * sum((row.get("prompt_length/mean") or 0.0) * row["train/samples"] for row in rows)
         * (1 + sum(dropped.values()) / max(1, trained)),

@@ -78,6 +78,10 @@ class Measured:
     drawn_tokens: float
     read_tokens: float
     """Tokens that engines read into KV caches: prompts, and interrupted responses."""
+    reused_tokens: float = 0.0
+    """Tokens of contexts whose KV was there already. They are not in `read_tokens`."""
+    agents: bool = False
+    """Whether the responses are those of agents, with several turns."""
     prompt_tokens: float
     """Tokens of the prompts, once for each response of a trained or dropped sample."""
     trained_tokens: float
@@ -186,8 +190,17 @@ class Measured:
 
     @property
     def read_again(self) -> float:
-        """Return the tokens that engines read once more, for each drawn token."""
-        return max(0.0, self.read_tokens - self.prompt_tokens) / max(1.0, self.drawn_tokens)
+        """Return the tokens that engines read once more, for each drawn token.
+
+        A token is read or found in a cache once for each response that needs it. Prompts of validations
+        count too, and nothing shows how many they are. Turns of agents read long contexts without a
+        sync, so the result for agents is 0.
+        """
+        if self.agents:
+            return 0.0
+        contexts = self.read_tokens + self.reused_tokens
+        again = min(self.read_tokens, max(0.0, contexts - self.prompt_tokens))
+        return again / max(1.0, self.drawn_tokens)
 
     @property
     def drop_share(self) -> float:

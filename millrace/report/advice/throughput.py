@@ -12,8 +12,9 @@ time is lost while requests wait for a slot (report/accounts/pace.py finds f, e 
 sample costs t drawn tokens: its own, and its part of the dropped ones. So S slots give at most
 (1 - q) S / (f + e S) / t samples a second. With a large q, that is less than engines give that idle
 a little. If no figure shows e, it is 0: the result is then the most that more requests can give.
-No figure shows how long engines read responses that a sync interrupted. Fuller engines read more of
-them, so a gain is only a bound where they are many.
+f and e hold the time in which engines read interrupted responses again. Fuller engines read more for
+each drawn token, and no figure shows how long that takes. So a gain is only a bound where engines
+read many tokens again.
 
 **The ledger.** By Little's law, the mean number of samples in a state is the rate times the mean
 seconds in it. A slot of the ledger is taken from the admission of a sample to the sync of its
@@ -54,7 +55,7 @@ PLACES = 16
 """Numbers of unfinished requests that stand for all of them."""
 
 MOST_READ = 0.3
-"""Tokens that engines read again for each drawn one, from which on they cost time."""
+"""Tokens that engines read again for each drawn one. Fewer than these are no limit."""
 
 OF_LOOP = (
     *IDLE,

@@ -200,7 +200,8 @@ def advice(run: RunFolder) -> list[Block]:
         return [text(words)]
     how = (
         "What limits the speed of the run, and the keys that lift the limit. The largest gain is "
-        "first. A percentage is the predicted change of the samples that are trained per second."
+        "first, but rough bounds and advice that takes more devices come last. A percentage is the "
+        "predicted change of the samples that are trained per second."
     )
     return [text(how), *(box("advice", "", _keys(one)) for one in found)]
 
