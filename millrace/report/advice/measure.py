@@ -157,9 +157,6 @@ def _totals(
     dropped = _of_prefix(tokens, "dropped/")
     states = {state: after.slots[state] - before.slots.get(state, 0.0) for state in after.slots}
 
-    def more(*names: str) -> int:
-        return sum(after.samples.get(n, 0) - before.samples.get(n, 0) for n in names)
-
     return Measured(
         setup=setup,
         versions=len(rows),
@@ -187,11 +184,16 @@ def _totals(
         mean_length=total("response_length/mean") / len(rows),
         longest_of_n=sum(_longest(row, setup.n) for row in rows) / len(rows),
         longest=total("response_length/max") / len(rows),
-        more_ready=more("ready"),
-        more_running=more("waiting", "running"),
+        more_ready=_more(before, after, "ready"),
+        more_running=_more(before, after, "waiting", "running"),
         step_cost=costs[0] if costs else None,
         flat_cost=costs[1] if costs else None,
     )
+
+
+def _more(before: Line, after: Line, *states: str) -> int:
+    """Return how many more samples are in these states than before."""
+    return sum(after.samples.get(s, 0) - before.samples.get(s, 0) for s in states)
 
 
 def _timings(rows: Sequence[Mapping[str, float]]) -> set[str]:
