@@ -11,7 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInput:
-    """The M tokens of a micro-batch of whole trajectories. Floating tensors share one dtype."""
+    """The M tokens of a micro-batch. Floating tensors share one dtype.
+
+    Trajectories may be cut, unless the mode or an option joins their tokens.
+    """
 
     log_probs: Tensor
     """[M] floating, of the policy under training. Only this tensor has a gradient."""

@@ -130,6 +130,8 @@ def _select(
         )
     if loss.loss_mode == "kl_cov":
         return kl_cov_tokens(now, advantages, mask, ratio=loss.kl_cov_ratio)
+    if loss.loss_mode != "clip_cov":
+        raise ValueError(f"loss_mode={loss.loss_mode}: no rule selects its tokens. Add one here.")
     return clip_cov_tokens(
         now,
         advantages,
