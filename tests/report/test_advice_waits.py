@@ -10,7 +10,7 @@ from millrace.report.advice.advise import advise
 from millrace.report.advice.throughput import Throughput
 from millrace.simulate.cost import CostModel
 from tests.report.simulated import Case, run
-from tests.report.test_advice import MEASURED, SITUATIONS, followed
+from tests.report.test_advice import GROWING, MEASURED, SITUATIONS, followed
 
 pytestmark = pytest.mark.xdist_group("advice")  # its simulated cases are kept in one worker
 
@@ -72,8 +72,41 @@ def test_a_gain_is_a_bound_where_syncs_make_engines_read_much_again() -> None:
 def test_contexts_that_no_sync_interrupted_are_not_read_again() -> None:
     """Siblings find their prompt in a cache. Each turn of an agent reads what came before it."""
     measured = run(MEASURED)
-    cached = 0.9 * measured.prompt_tokens
-    found = replace(measured, read_tokens=measured.read_tokens - cached, reused_tokens=cached)
-    assert found.read_again == pytest.approx(measured.read_again, abs=0.01) and measured.read_again
-    assert replace(measured, agents=True).read_again == 0
+    # 8 responses of 300 tokens to a prompt of 1,000. A tenth of the groups is interrupted half way.
+    # Of 1,220 read tokens, 220 were read again.
+    groups = measured.drawn_tokens / 2400
+    cached = replace(
+        measured,
+        read_tokens=1220 * groups,
+        reused_tokens=7700 * groups,
+        prompt_tokens=8000 * groups,
+    )
+    assert 0 < cached.read_again <= 220 / 2400
+    whole = replace(cached, read_tokens=8000 * groups, reused_tokens=0.0)
+    assert whole.read_again == 0
+    assert replace(measured, agents=True).read_again == 0 < measured.read_again
     assert not any("mode=async_swap" in str(one) for one in advise(replace(measured, agents=True)))
+
+
+@pytest.mark.parametrize(
+    ("case", "train_token_s"),
+    [
+        (Case(mode="async_partial", slots=128, staleness=0.3, window=8, versions=16), 5e-4),
+        (Case(mode="async_partial", slots=128, staleness=0.3, window=16, versions=16), 5e-4),
+        (
+            Case(mode="colocate_sync", slots=128, window=8, versions=24, trainers=2, rollouts=2),
+            2.5e-4,
+        ),
+    ],
+)
+def test_the_next_step_has_slots_while_a_window_trains(case: Case, train_token_s: float) -> None:
+    """With fewer, both sides take turns, and the promise would be far too large."""
+    cost = replace(GROWING, train_token_s=train_token_s, transfer_s=0.1, switch_s=0.3)
+    case = case.but(cost=cost)
+    before = run(case)
+    key = "async_training.staleness_threshold="
+    (about,) = [one for one in advise(before) if any(o.startswith(key) for o in one.overrides)]
+    after = run(followed(case, about))
+    schedule = after.setup.schedule
+    assert schedule.capacity >= schedule.window + schedule.step_size
+    assert about.gain == pytest.approx(after.rate / before.rate - 1, abs=0.05)

@@ -72,7 +72,8 @@ class Line(msgspec.Struct, frozen=True):
     """Samples that this attempt has trained to a live version."""
     requests: Work = Work()
     scores: Work = Work()
-    loads: dict[str, list[float]] = {}
+    loads: dict[str, tuple[float, float]] = {}
+    """Of each bin: seconds, and the integral of the load (report/accounts/pace.py)."""
     """Seconds of engines by the number of requests that draw (report/accounts/pace.py)."""
     price: float = 0.0
     """Money that one device costs per hour."""
@@ -137,7 +138,7 @@ class Accounts:
             retired=flow.retired,
             requests=Work(flow.requests, flow.drawing.until(now), flow.tokens),
             scores=Work(flow.scores, flow.scoring.until(now), busy=flow.any_score.until(now)),
-            loads={name: list(bin_) for name, bin_ in self.loads.bins.items()},
+            loads={name: (s, load) for name, (s, load) in self.loads.bins.items()},
             price=self._price,
             limit=self._limit,
             share_cores=self._share_cores,

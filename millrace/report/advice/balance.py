@@ -36,7 +36,11 @@ def staleness_for(flow: Throughput, capacity: float) -> float:
 
 
 def filling(flow: Throughput, change: Change = NOTHING) -> float:
-    """Return the staleness_threshold with which no side waits for a slot of the ledger."""
+    """Return the staleness_threshold with which no side waits for a slot of the ledger.
+
+    A sync frees the slots of a window. Until then, the samples of the next step need slots too. With
+    fewer, the sides take turns.
+    """
     rate = flow.sides(change)
     most = flow.capacity_that_fills(rate, change)
     if flow.trainer_ceiling(change) < flow.engine_ceiling(change):
@@ -48,8 +52,8 @@ def filling(flow: Throughput, change: Change = NOTHING) -> float:
             middle = (low + high) / 2
             enough = flow.ledger_ceiling(replace(change, capacity=math.ceil(middle))) >= aim
             low, high = (low, middle) if enough else (middle, high)
-        most = high
-    return staleness_for(flow, most)
+        most = math.ceil(high)
+    return staleness_for(flow, max(most, flow.least_capacity))
 
 
 def versions_old(flow: Throughput, staleness: float) -> str:
@@ -97,8 +101,9 @@ def _best_below(flow: Throughput, most: float) -> tuple[float, float]:
 
     Where full engines lose time, the best one lies between.
     """
-    now, window = flow.schedule.staleness_threshold, flow.schedule.window
-    tries = [now + (most - now) * k / TRIES for k in range(TRIES + 1)]
+    window = flow.schedule.window
+    least = max(flow.schedule.staleness_threshold, staleness_for(flow, flow.least_capacity))
+    tries = [least + (most - least) * k / TRIES for k in range(TRIES + 1)]
     rates = {
         (staleness := max(0.1, round(one, 1))): flow.rate(
             Change(capacity=math.floor(window * (1 + staleness)))

@@ -96,8 +96,11 @@ def _larger_window(flow: Throughput, why: str, factor: int) -> Advice:
     seconds = _seconds(flow, *ONCE)
     trigger = flow.schedule.trigger_parameter_sync_step * factor
     key = f"async_training.trigger_parameter_sync_step={trigger}"
-    text = f"{why}. {key} pays them once for {factor} windows"
-    return Advice(text, (key,), flow.gain(flow.larger_window(factor, seconds)))
+    text = f"{why}. {key} pays them once for {factor} windows, whose responses are drawn together"
+    # If responses go on after a sync, windows overlap already. Larger ones then save less.
+    overlaps = flow.schedule.staleness_threshold > 0
+    gain = flow.gain(flow.larger_window(factor, seconds))
+    return Advice(text, (key,), gain, at_most=overlaps)
 
 
 def fewer_hand_overs(flow: Throughput) -> Advice | None:

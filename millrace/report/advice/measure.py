@@ -255,6 +255,6 @@ def _numbers(rows: Rows) -> dict[int, dict[str, float]]:
 
 
 def _whole(row: Mapping[str, float]) -> bool:
-    """Whether a row has the figures that advice needs, as numbers."""
-    needed = ("perf/time_per_version", "train/samples", "rollouter/idle_ratio")
-    return all(isinstance(row.get(name), (int, float)) for name in needed)
+    """Whether a row has the figures that advice needs. It divides by the first two."""
+    positive = ("perf/time_per_version", "train/samples")
+    return "rollouter/idle_ratio" in row and all(row.get(name, 0) > 0 for name in positive)

@@ -192,15 +192,16 @@ class Measured:
     def read_again(self) -> float:
         """Return the tokens that engines read once more, for each drawn token.
 
-        A token is read or found in a cache once for each response that needs it. Prompts of validations
-        count too, and nothing shows how many they are. Turns of agents read long contexts without a
-        sync, so the result for agents is 0.
+        A token is read or found in a cache once for each response that needs it. Of the contexts beyond
+        the prompts, the same share was read as of all contexts. This is too little, because a response
+        is never in a cache. Prompts of validations count too, and nothing shows how many they are. Turns
+        of agents read long contexts without a sync, so the result for agents is 0.
         """
         if self.agents:
             return 0.0
         contexts = self.read_tokens + self.reused_tokens
-        again = min(self.read_tokens, max(0.0, contexts - self.prompt_tokens))
-        return again / max(1.0, self.drawn_tokens)
+        further = max(0.0, contexts - self.prompt_tokens)
+        return further * self.read_tokens / max(1.0, contexts) / max(1.0, self.drawn_tokens)
 
     @property
     def drop_share(self) -> float:

@@ -130,6 +130,11 @@ class Throughput:
         return self.setup.n * self.m.mean_length * step_s / max(1e-9, longest_s + score_s)
 
     @property
+    def least_capacity(self) -> int:
+        """Return the capacity that lets both sides work: a window that trains, and the next step."""
+        return self.schedule.window + self.schedule.step_size
+
+    @property
     def least_ready(self) -> float:
         """Half of a step's samples: they become ready one after the other and leave together."""
         return self.schedule.step_size / 2
