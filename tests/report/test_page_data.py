@@ -231,7 +231,7 @@ def test_sentences_name_keys_that_exist(tmp_path: Path) -> None:
     assert not {name for name in named if name not in page["keys"]}
 
 
-@pytest.mark.parametrize("made", ["nothing", "a file", "another folder"])
+@pytest.mark.parametrize("made", ["nothing", "a file", "another folder", "other lines"])
 def test_a_folder_that_is_no_runs_is_refused(tmp_path: Path, made: str) -> None:
     path = tmp_path / "x"
     if made == "a file":
@@ -239,9 +239,24 @@ def test_a_folder_that_is_no_runs_is_refused(tmp_path: Path, made: str) -> None:
     elif made == "another folder":
         path.mkdir()
         (path / "notes.txt").write_text("mine")
+    elif made == "other lines":
+        path.mkdir()
+        (path / "metrics.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(ConfigError, match=r"RUN = .*Fix: a folder such as"):
         write_report([path])
     assert not (path / "report.html").exists()
+
+
+def test_damaged_accounts_are_counted_and_no_advice_names_them(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    path = run / "accounts.jsonl"
+    whole = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line[: len(line) // 2] + "\n" for line in whole[1:]) + whole[0] + "{")
+    folder = load(run)
+    note = f"accounts.jsonl: {len(whole) - 1} lines are not readable"
+    assert note in folder.notes and len(folder.accounts) == 1
+    page, _ = sections.of_run(folder)
+    assert f"No advice, perhaps because of damaged files: {note}" in json.dumps(page["sections"])
 
 
 def test_a_file_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:

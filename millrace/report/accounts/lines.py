@@ -162,7 +162,15 @@ class Accounts:
 
 def read(run_dir: Path) -> list[Line]:
     """Return the lines of a run, oldest first. A line that is not whole is left out."""
-    path = run_dir / FILE
+    return read_counted(run_dir)[0]
+
+
+def read_counted(run_dir: Path) -> tuple[list[Line], int]:
+    """Return the lines of a run, oldest first, and the number of damaged ones.
+
+    A last line without its end is one that is being written.
+    """
+    path, bad = run_dir / FILE, 0
     found: list[Line] = []
     if path.is_file():
         for text in lines(path):
@@ -170,8 +178,8 @@ def read(run_dir: Path) -> list[Line]:
                 if text.endswith(b"\n"):
                     found.append(msgspec.json.decode(text, type=Line))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                continue
-    return found
+                bad += bool(text.strip())
+    return found, bad
 
 
 def counts_at_stop(

@@ -14,7 +14,7 @@ from millrace.codec import sendable
 from millrace.errors import CheckpointError, ConfigError, bad_value
 from millrace.observe.files import lines
 from millrace.pipeline import history, ownership
-from millrace.report.accounts.lines import Line, read
+from millrace.report.accounts.lines import Line, read_counted
 from millrace.report.config_file import read_config
 
 Row = dict[str, float]
@@ -98,9 +98,15 @@ def load(path: Path) -> RunFolder:
     except (CheckpointError, OSError, UnicodeDecodeError) as error:
         run.notes.append(f"history.jsonl: {error}")
     try:
-        run.accounts = read(path)
+        run.accounts, bad = read_counted(path)
+        if bad:
+            run.notes.append(f"accounts.jsonl: {bad} lines are not readable")
     except OSError as error:
         run.notes.append(f"accounts.jsonl: {error.strerror or error}")
+    known = run.rows or run.validations or run.lines or run.accounts
+    if not known and not ownership.is_ours(path):
+        rule = f"is not a run folder: its {', '.join(_MARKS)} have no line of a run"
+        raise bad_value("RUN", str(path), rule, "a folder such as runs/quickstart-1")
     run.running = _is_fresh(run)
     return run
 

@@ -197,6 +197,8 @@ def advice(run: RunFolder) -> list[Block]:
         return [text(f"No advice: the figures cannot be used: {error}")]
     if not found:
         words = "No advice yet: the run has too few versions in which nothing fills or drains."
+        if run.notes:
+            words = f"No advice, perhaps because of damaged files: {'; '.join(run.notes)}."
         return [text(words)]
     how = (
         "What limits the speed of the run, and the keys that lift the limit. The largest gain is "
