@@ -76,6 +76,9 @@ def _over(run: Path) -> Verdict:
     if look.state == "starting":
         sentence = f"the run starts, and its processes do not answer yet: {look.process}."
         return Verdict("starting", sentence, "ask again in a few seconds")
+    if look.state == "stopped":
+        fix = f"to continue, {_resume(run)}"
+        return Verdict("over", f"the run was stopped at version {look.version}.", fix)
     return Verdict("over", "no process of the run is there: it stopped, or it has not begun.")
 
 
@@ -87,6 +90,8 @@ def _dead(run: Path, pid: int) -> Verdict:
         lines = logs[-1].read_text(errors="replace").splitlines()[-_TAIL:]
         said = f" The last lines, of {logs[-1].name}: {' | '.join(lines)}" if lines else ""
     sentence = f"the driver (process {pid}) died without an end: killed, or out of memory.{said}"
-    folder = shlex.quote(str(run))
-    fix = f"`millrace train RECIPE trainer.run_dir={folder} trainer.resume=auto`, or `dmesg` first"
-    return Verdict("dead", sentence, fix, DRIVER, "dead")
+    return Verdict("dead", sentence, f"{_resume(run)}, or `dmesg` first", DRIVER, "dead")
+
+
+def _resume(run: Path) -> str:
+    return f"`millrace train RECIPE trainer.run_dir={shlex.quote(str(run))} trainer.resume=auto`"

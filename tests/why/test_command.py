@@ -81,6 +81,12 @@ def test_a_run_that_only_reports_goes_on(run_dir: Path) -> None:
 
 def test_a_run_without_processes_is_over(run_dir: Path) -> None:
     assert why(run_dir) == (0, "no process of the run is there: it stopped, or it has not begun.\n")
+    stopped = Run(run_dir.parent / "stopped")
+    stopped.version(1)
+    stopped.end(1, False)
+    code, said = why(stopped.path)
+    assert code == 0 and "the run was stopped at version 1." in said
+    assert "trainer.resume=auto" in said
 
 
 def test_a_driver_that_was_killed_is_dead(run_dir: Path) -> None:
