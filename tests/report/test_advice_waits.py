@@ -88,6 +88,15 @@ def test_contexts_that_no_sync_interrupted_are_not_read_again() -> None:
     assert not any("mode=async_swap" in str(one) for one in advise(replace(measured, agents=True)))
 
 
+@pytest.mark.parametrize("mode", ["colocate_sync", "colocate_partial"])
+def test_a_larger_window_is_a_bound_where_windows_overlap_already(mode: str) -> None:
+    cost = replace(GROWING, train_token_s=2.5e-4, transfer_s=0.3, switch_s=0.3)
+    case = Case(mode=mode, slots=256, window=8, trainers=2, rollouts=2, cost=cost)
+    key = "async_training.trigger_parameter_sync_step"
+    (about,) = [one for one in advise(run(case)) if one.key == key]
+    assert about.at_most is (mode == "colocate_partial")
+
+
 @pytest.mark.parametrize(
     ("case", "train_token_s"),
     [
