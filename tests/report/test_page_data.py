@@ -247,7 +247,7 @@ def test_a_folder_that_is_no_runs_is_refused(tmp_path: Path, made: str) -> None:
     assert not (path / "report.html").exists()
 
 
-def test_damaged_accounts_are_counted_and_no_advice_names_them(tmp_path: Path) -> None:
+def test_damaged_accounts_are_counted_and_named_where_advice_is_missing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     path = run / "accounts.jsonl"
     whole = path.read_text().splitlines(keepends=True)

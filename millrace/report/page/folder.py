@@ -105,7 +105,7 @@ def load(path: Path) -> RunFolder:
         run.notes.append(f"accounts.jsonl: {error.strerror or error}")
     known = run.rows or run.validations or run.lines or run.accounts
     if not known and not ownership.is_ours(path):
-        rule = f"is not a run folder: its {', '.join(_MARKS)} have no line of a run"
+        rule = f"is not a run folder, because no line of {', '.join(_MARKS)} is a run's"
         raise bad_value("RUN", str(path), rule, "a folder such as runs/quickstart-1")
     run.running = _is_fresh(run)
     return run
