@@ -17,6 +17,8 @@ from millrace.errors import bad_value
 EXTENSION = "millrace.vllm.worker.WorkerExtension"
 SCHEDULER: str | None = "millrace.vllm.scheduler.scheduler"
 _CPU_HEAD = 32
+FULL_GRAPH_HEADS = range(65, 129)
+"""Head sizes for which FlashAttention 3 keeps the causal mask in a graph captured for one token."""
 
 
 def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dict[str, Any]:
@@ -65,25 +67,36 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
     _check_known(rollout.engine_kwargs)
     # Logits are float32, as in the train engine. On a GPU, bf16 logits doubled the gap between the
     # log-probs of both engines, from 0.0015 to 0.0030.
-    defaults: dict[str, dict[str, Any]] = {"hf_overrides": {"head_dtype": "float32"}}
-    own_kernels = {"attention_backend", "attention_config"} & rollout.engine_kwargs.keys()
-    if not arguments["enforce_eager"] and not own_kernels and _graphs_of_prompts(model):
-        defaults["compilation_config"] = {"cudagraph_mode": "FULL"}
-    for key, default in defaults.items():
-        own = rollout.engine_kwargs.get(key, {})
-        arguments[key] = default | own if isinstance(own, dict) else own
-    others = {key: own for key, own in rollout.engine_kwargs.items() if key not in defaults}
-    return arguments | others
+    own = rollout.engine_kwargs.get("hf_overrides", {})
+    overrides = {"head_dtype": "float32"} | own if isinstance(own, dict) else own
+    if on_gpu:
+        _check_graphs(rollout.engine_kwargs, model_folder, trust)
+    return arguments | rollout.engine_kwargs | {"hf_overrides": overrides}
 
 
-def _graphs_of_prompts(model: ModelConfig) -> bool:
-    """Return whether steps that read prompts get graphs of whole steps, too.
+def _check_graphs(engine_kwargs: Mapping[str, Any], model_folder: str, trust: bool) -> None:
+    """Raise ConfigError for graphs with which vLLM draws wrong tokens.
 
-    Without them, such a step takes twice the time of a step that only draws, and while requests
-    wait for a slot, every second step reads a prompt. Hopper's attention kernels allow such graphs.
-    They were not tried with recorded routes of experts.
+    With cudagraph_mode=FULL, one graph serves steps that draw and steps that read prompts. vLLM
+    0.26.0 captures it with one token for each request. FlashAttention 3 then selects kernels
+    without a causal mask, unless a head has 65 to 128 numbers. So prompts read their own future.
+    The figures are in benchmarks/results/vllm.md.
     """
-    return model.router_replay != "R3" and current_platform.is_device_capability_family(90)
+    own = engine_kwargs.get("compilation_config")
+    if not isinstance(own, dict) or str(own.get("cudagraph_mode", "")).upper() != "FULL":
+        return
+    shape: Any = AutoConfig.from_pretrained(model_folder, trust_remote_code=trust)
+    if _head_size(shape) not in FULL_GRAPH_HEADS:
+        rule = (
+            f"with head size {_head_size(shape)}, vLLM's graphs of whole steps read prompts "
+            "without a causal mask, and every token is wrong"
+        )
+        fix = "leave cudagraph_mode out: vLLM's default has whole graphs for steps that only draw"
+        raise bad_value("rollout.engine_kwargs.compilation_config", own, rule, fix)
+
+
+def _head_size(shape: Any) -> int:
+    return int(getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads)
 
 
 def _check_device(device: str, on_gpu: bool) -> None:
@@ -113,8 +126,7 @@ def _check_heads(model_folder: str, trust: bool) -> None:
     The check runs before vLLM starts its processes.
     """
     shape: Any = AutoConfig.from_pretrained(model_folder, trust_remote_code=trust)
-    size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    if size < _CPU_HEAD:
+    if (size := _head_size(shape)) < _CPU_HEAD:
         rule = f"vLLM on a CPU needs a head size of {_CPU_HEAD} or more, and the model has {size}"
         heads = max(1, shape.hidden_size // _CPU_HEAD)
         fix = (

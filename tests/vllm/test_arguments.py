@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from millrace.config import Config
+from millrace.config import Config, ModelShape
+from millrace.errors import ConfigError
+from millrace.models.model import write_shape
 
 pytestmark = pytest.mark.xdist_group("engines")
 
 
-def asked(*, hopper: bool = True, **settings: Any) -> Any:
-    """Return the compilation_config on a GPU."""
+def asked(tmp_path: Path, heads: int = 2, **settings: Any) -> dict[str, Any]:
+    """Return the arguments on a GPU, for a model of 128 numbers in `heads` heads."""
     from millrace.vllm import arguments
 
+    shape = ModelShape(hidden_size=128, num_attention_heads=heads, num_key_value_heads=1)
+    write_shape(tmp_path, shape, vocab_size=8)
     config = Config.model_validate(
         {
             "data": {"train_files": "math:"},
@@ -23,30 +28,31 @@ def asked(*, hopper: bool = True, **settings: Any) -> Any:
             "model": settings,
         }
     )
-    platform = SimpleNamespace(
-        is_cuda_alike=lambda: True, is_device_capability_family=lambda family: hopper
-    )
+    platform = SimpleNamespace(is_cuda_alike=lambda: True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments, "current_platform", platform)
-        return arguments.engine_arguments(config.sides, config.model, "model").get(
-            "compilation_config"
-        )
+        return arguments.engine_arguments(config.sides, config.model, str(tmp_path))
 
 
-def test_hopper_gets_graphs_of_steps_that_read_prompts() -> None:
-    assert asked() == {"cudagraph_mode": "FULL"}
-    assert asked(hopper=False) is None
-    assert asked(router_replay="R3") is None
-    assert asked(rollout={"enforce_eager": True}) is None
-    flex = {"attention_backend": "FLEX_ATTENTION"}
-    assert asked(rollout={"engine_kwargs": flex}) is None, "it has no such graphs, and would raise"
+def test_graphs_are_those_of_vllm(tmp_path: Path) -> None:
+    assert "compilation_config" not in asked(tmp_path)
+    own = {"max_cudagraph_capture_size": 256}
+    given = asked(tmp_path, rollout={"engine_kwargs": {"compilation_config": own}})
+    assert given["compilation_config"] == own
 
 
-def test_the_settings_of_the_user_win() -> None:
-    own: dict[str, Any] = {"max_cudagraph_capture_size": 256}
-    assert asked(rollout={"engine_kwargs": {"compilation_config": own}}) == own | {
-        "cudagraph_mode": "FULL"
+def test_graphs_that_draw_wrong_tokens_are_refused(tmp_path: Path) -> None:
+    full = {"engine_kwargs": {"compilation_config": {"cudagraph_mode": "full"}}}
+    with pytest.raises(ConfigError) as refused:
+        asked(tmp_path, rollout=full)
+    for part in ("rollout.engine_kwargs.compilation_config", "head size 64", "cudagraph_mode"):
+        assert part in str(refused.value)
+    assert asked(tmp_path, heads=1, rollout=full)["compilation_config"]["cudagraph_mode"] == "full"
+
+
+def test_overrides_of_the_user_join_those_of_millrace(tmp_path: Path) -> None:
+    own = {"engine_kwargs": {"hf_overrides": {"rope_theta": 7.0}}}
+    assert asked(tmp_path, rollout=own)["hf_overrides"] == {
+        "head_dtype": "float32",
+        "rope_theta": 7.0,
     }
-    own = {"cudagraph_mode": "PIECEWISE"}
-    assert asked(rollout={"engine_kwargs": {"compilation_config": own}}) == own
-    assert asked(rollout={"engine_kwargs": {"compilation_config": 2}}) == 2
