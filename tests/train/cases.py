@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from millrace.config import Config, ModelShape, OptimConfig
 from millrace.models.model import load_model, write_shape
 from millrace.ports import TrainBatch
+from millrace.train.fsdp import sharding
 from millrace.train.fsdp.engine import FsdpTrainEngine, build
 from millrace.train.fsdp.policy import PackedPolicy
 from millrace.train.fsdp.sharding import mesh_of, shard
@@ -28,6 +29,7 @@ from tests.train.forks import start_ranks
 from tests.train.mixtures import routed, write_mixtures
 from tests.train.samples import VOCAB, random_samples
 
+sharding.UNIT = 1  # so that small models have several units of sharding
 CPU = torch.device("cpu")
 # The epsilon is large because AdamW's division turns gradients near 0 into noise.
 OPTIM = OptimConfig(

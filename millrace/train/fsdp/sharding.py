@@ -24,6 +24,9 @@ from millrace.config import ModelConfig, TrainerConfig
 from millrace.models.model import empty_model, fits, load_model
 from millrace.train.ulysses import Division
 
+UNIT = 1 << 25
+"""The parameters of a unit of sharding, at least: 134 MB in float32, or one layer if it has more."""
+
 
 class Layered(Protocol):
     def layers(self) -> list[nn.Module]:
@@ -147,7 +150,7 @@ def shard(
     mesh: DeviceMesh | None,
     device: torch.device,
 ) -> M:
-    """Apply FSDP2 to each decoder layer, and to the rest of the module.
+    """Apply FSDP2 to units of decoder layers, and to the rest of the module.
 
     Master weights stay in float32, and gradients are added up in float32.
     """
@@ -162,10 +165,25 @@ def shard(
         param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32 if bf16 else None
     )
     home = CPUOffloadPolicy() if offloads(trainer, device) else OffloadPolicy()
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=home)
+    for unit in _units(layers):
+        fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=home)
     fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=home)
     return module
+
+
+def _units(layers: list[nn.Module]) -> list[list[nn.Module]]:
+    """Return consecutive layers in units of at least UNIT parameters.
+
+    The host's work for a unit does not depend on its size, and it bounds the step of a small model.
+    """
+    units, size = [list[nn.Module]()], 0
+    for layer in layers:
+        if size >= UNIT:
+            units.append([])
+            size = 0
+        units[-1].append(layer)
+        size += sum(p.numel() for p in layer.parameters())
+    return units
 
 
 def offloads(trainer: TrainerConfig, device: torch.device) -> bool:

@@ -23,6 +23,7 @@ from millrace.ports import TrainBatch
 from millrace.testing import TrainCase, check_sleeping_train_engine
 from millrace.train import log_probs as logprob
 from millrace.train.fsdp import engine as fsdp_train
+from millrace.train.fsdp import sharding
 from tests.train import cases as train_cases
 from tests.train.cases import CASES, LAYOUTS
 from tests.train.forks import GROUP
@@ -328,6 +329,34 @@ def test_gradient_checkpointing_and_bfloat16_train_the_same_policy(folder: str) 
     assert {p.dtype for p in half.policy.parameters()} == {torch.float32}
     asyncio.run(half.close())
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_units_of_several_layers_train_the_same_policy(
+    checkpointing: bool, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(unit: int) -> dict[str, torch.Tensor]:
+        monkeypatch.setattr(sharding, "UNIT", unit)
+        keys = {"dtype": "bfloat16", "gradient_checkpointing": checkpointing}
+        engine = built(folder, model=keys)
+        for seed in (0, 1):
+            asyncio.run(engine.step(TrainBatch(random_samples(seed, [4, 4]), seed)))
+        found = dict(engine.full_weights())
+        asyncio.run(engine.close())
+        return found
+
+    one, all_layers = trained(1), trained(1 << 25)
+    assert all(torch.equal(one[name], tensor) for name, tensor in all_layers.items())
+
+
+def test_a_unit_has_enough_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sharding, "UNIT", 100)
+    layers: list[torch.nn.Module] = [torch.nn.Linear(n, 1) for n in (300, 49, 49, 49, 400, 9)]
+    units = sharding._units(layers)
+    assert [len(unit) for unit in units] == [1, 2, 2, 1]
+    assert [layer for unit in units for layer in unit] == layers
 
 
 def test_a_compiled_and_checkpointed_layer_has_one_graph_for_all_batches_and_passes(
