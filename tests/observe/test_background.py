@@ -10,7 +10,7 @@ import pytest
 
 from millrace.observe import trackers
 from millrace.observe.background import Background, text_of
-from tests.observe.waiting import until
+from tests.waiting import until
 
 
 @pytest.fixture

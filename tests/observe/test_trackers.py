@@ -22,7 +22,7 @@ from millrace.errors import MissingDependency
 from millrace.observe import trackers
 from millrace.observe.trackers import About
 from tests.listening import listeners, outside
-from tests.observe.waiting import until
+from tests.waiting import until
 
 ROWS = [
     (1, {"actor/grad_norm": math.nan, "reward/mean": 0.25}),
