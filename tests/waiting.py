@@ -50,3 +50,19 @@ def _check(end: float, process: subprocess.Popen[Any] | None, output: Path | Non
     ended = None if process is None else process.poll()
     assert ended is None, f"the process ended with {ended}:\n{shown()}"
     assert time.monotonic() < end, f"it did not come:\n{shown()}"
+
+
+def at_some_pace(scenario: Callable[[float], None], first_s: float) -> None:
+    """Run `scenario(seconds)`, with ever more seconds while it fails.
+
+    For deadlines of other processes, whose clock no test can turn. What must come in time comes in
+    time on a slow machine too, once the deadline is long enough. The scenario scales its own waits.
+    """
+    seconds = first_s
+    while True:
+        try:
+            return scenario(seconds)
+        except AssertionError:
+            if seconds > HANG_S / 5:
+                raise
+        seconds *= 4
