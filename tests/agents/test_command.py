@@ -315,4 +315,3 @@ def test_the_kill_of_the_driver_leaves_no_program(tmp_path: Path) -> None:
             driver.wait()
         until(lambda: not running(str(tmp_path)))
         until(lambda: not list(tmp_path.glob("millrace-agents-*")))
-

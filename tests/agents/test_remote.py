@@ -304,7 +304,9 @@ def test_a_claim_that_no_worker_received_is_claimed_again_at_once(tmp_path: Path
         begun = asyncio.ensure_future(r.at.play())
         await asyncio.sleep(0)
         head = {"authorization": f"Bearer {r.program.token}"}
-        lost = await r.at.endpoint.service.handle("POST", "/episodes/claim", head, b'{"wait_s": 30}')
+        lost = await r.at.endpoint.service.handle(
+            "POST", "/episodes/claim", head, b'{"wait_s": 30}'
+        )
         lost.settle(False)
         claim = await r.claim()
         assert await r.ask(claim) == 200

@@ -29,7 +29,9 @@ def http() -> Iterator[str]:
 
 
 def stdio(**options: Any) -> McpServers:
-    return McpServers(McpOptions(mcp_command(), **{"deadline_s": HANG_S, "start_deadline_s": HANG_S, **options}))
+    return McpServers(
+        McpOptions(mcp_command(), **{"deadline_s": HANG_S, "start_deadline_s": HANG_S, **options})
+    )
 
 
 async def reset(servers: McpServers) -> tuple[Any, dict[str, Tool]]:

@@ -184,5 +184,7 @@ async def work():
 
 asyncio.run(work())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S
+    )
     assert done.stdout.strip() == "late" and "environment_deadline" in done.stderr

@@ -96,9 +96,7 @@ def test_a_leak_ends_a_worker_and_no_other_call(tmp_path: Path) -> None:
     ("end", "reason"),
     [("os._exit(3)", "worker_died"), ("while True: pass", "timeout")],
 )
-def test_what_a_worker_leaves_ends_with_it(
-    tmp_path: Path, end: str, reason: str
-) -> None:
+def test_what_a_worker_leaves_ends_with_it(tmp_path: Path, end: str, reason: str) -> None:
     source = f"{LEAVES}\n{end}"
     late = [source] if reason == "timeout" else []
     found, _ = run(tmp_path, source, "out = 2", late=late)

@@ -94,7 +94,9 @@ def prompt(**columns: Any) -> Prompt:
 async def pool_of(tmp_path: Path, name: str = "score", **changes: Any) -> Any:
     (tmp_path / "functions.py").write_text(CODE)
     pool = RewardPool(
-        RewardConfig(**{"function": f"{tmp_path}/functions.py:{name}", "timeout_s": HANG_S} | changes)
+        RewardConfig(
+            **{"function": f"{tmp_path}/functions.py:{name}", "timeout_s": HANG_S} | changes
+        )
     )
     try:
         yield pool

@@ -155,7 +155,10 @@ def test_limits_end_a_call_and_the_next_one_is_answered(tmp_path: Path) -> None:
             leak = "x = bytearray(10**9); out = 1"
             forks = "for _ in '12345': os.fork() or (bytearray(9*10**7), time.sleep(10**4))"
             assert await ends(reward, leak, "out = 1") == ["out_of_memory", 1]
-            assert await ends(reward, f"{forks}\ntime.sleep(10**4)", "out = 1") == ["worker_died", 1]
+            assert await ends(reward, f"{forks}\ntime.sleep(10**4)", "out = 1") == [
+                "worker_died",
+                1,
+            ]
             assert await ends(reward, "while True: pass", "out = 1") == ["timeout", 1]
 
     at_some_pace(lambda seconds: asyncio.run(run(seconds)), 3.0)

@@ -15,6 +15,7 @@ from tests.waiting import HANG_S
 
 ENDLESS = "while True: pass"
 
+
 def with_tool(work: Callable[[Any], Awaitable[None]], *, state: bool) -> None:
     """Only code that never ends has a short limit."""
 

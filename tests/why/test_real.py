@@ -104,8 +104,10 @@ def test_ranks_in_an_all_reduce_whose_partner_sleeps(tmp_path: Path) -> None:
                 each = waiting("trainer-0", "engine.step"), waiting("trainer-1", "engine.step")
                 with acting("trainer"), each[0], each[1]:
                     await until_async(
-                        lambda: [a.progress.get("passes", (0, 0))[0] for a in ask(tmp_path)[1:]]
-                        == [6, 6]
+                        lambda: (
+                            [a.progress.get("passes", (0, 0))[0] for a in ask(tmp_path)[1:]]
+                            == [6, 6]
+                        )
                     )
                     return await named(tmp_path, side, "trainer-1/engine.step", "all_reduce")
             finally:
@@ -131,7 +133,9 @@ def test_a_reward_that_loops(tmp_path: Path) -> None:
     )
 
     async def run() -> Verdict:
-        config = RewardConfig(function=f"{tmp_path}/loops.py:score", num_workers=1, timeout_s=10_000)
+        config = RewardConfig(
+            function=f"{tmp_path}/loops.py:score", num_workers=1, timeout_s=10_000
+        )
         pool = RewardPool(config)
         await pool.start()
         prompt = Prompt(17, tokens_of([1]), "p", "d", "4", {}, {})
