@@ -268,7 +268,7 @@ def test_a_claim_without_work_ends_and_a_closed_claim_takes_nothing(tmp_path: Pa
             finally:
                 ended.set()
 
-        at.program.answer = watched  # type: ignore[method-assign]
+        at.program.answer = watched  # type: ignore[method-assign, assignment]
         gone = asyncio.create_task(at.claim())
         await began.wait()
         gone.cancel()

@@ -134,7 +134,11 @@ def test_a_tracker_does_not_rest_while_many_rows_wait(said: list[str]) -> None:
 
 def test_a_tracker_that_hangs_takes_no_time_and_the_close_names_it(said: list[str]) -> None:
     """A row or a close that waited for it would wait for ever."""
-    fake = Fake(lambda version: threading.Event().wait())
+
+    def hang(version: int) -> None:
+        threading.Event().wait()
+
+    fake = Fake(hang)
     sink = Background("fake", lambda: fake, said.append, most_rows=100, close_s=0.3)
     for version in range(1000):
         sink.write(version, {})

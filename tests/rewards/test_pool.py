@@ -360,8 +360,8 @@ def test_close_answers_waiting_calls_and_leaves_no_process(tmp_path: Path) -> No
                 await waiting
             return worker, child
 
-    for pid in asyncio.run(run()):
-        until(lambda pid=pid: not alive(pid))
+    left = asyncio.run(run())
+    until(lambda: not any(map(alive, left)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
