@@ -228,6 +228,7 @@ def configure(
             config,
             scored=not keep_warm_up,
             inspect=(lambda t: lines.extend(described(agents, t))) if agents.player else None,
+            note=lambda text: typer.echo(f"note: {text}", err=True),
         )
         check_shape(config.model, config.actor, config.trainer)
         _print_dry_run(config, rows, json_, lines)
