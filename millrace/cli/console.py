@@ -242,16 +242,15 @@ def _print_dry_run(
 
     `rows` is the number of training prompts, and `agents` describes who plays.
     """
-    from millrace.run.memory import estimate, largest_batch, size_of
+    from millrace.run.memory import estimate, size_of
 
     derived, limits = asdict(config.derived(rows)), config.limits(rows)
     size = size_of(config.model)
-    batch = largest_batch(config)
+    batch = config.largest_batch
     memory = estimate(config, size, **batch) if size is not None else {}
     if json_:
         whole = {"config": config.model_dump(mode="json"), "derived": derived, "memory": memory}
-        whole |= {"limits": limits, "memory_assumes": batch}
-        whole["agents"] = dict(agents)
+        whole |= {"limits": limits, "memory_assumes": batch, "agents": dict(agents)}
         print_json({**whole, "translated": list(config.translated)})
         return
     typer.echo(recipe.dump(config))
@@ -312,10 +311,10 @@ def run_async(
 async def _with_signals(
     work: Coroutine[Any, Any, T], progress: Progress, request_stop: Callable[[], bool]
 ) -> T:
-    """Run `work`. The first Ctrl-C, SIGTERM or SIGHUP asks it to save and end.
+    """Run `work`. The first Ctrl-C, SIGTERM or SIGHUP asks it to save and end, a second ends it.
 
-    A second one ends the process at once, except SIGHUP. nohup ignores SIGHUP, which then stays
-    ignored. A signal that a supervisor passes on counts once, also if it reached both processes.
+    A second SIGHUP does not, and nohup's ignored SIGHUP stays ignored. A signal that a supervisor
+    passes on counts once, also if it reached both processes.
     """
     loop = asyncio.get_running_loop()
     task = loop.create_task(work)

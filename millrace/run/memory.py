@@ -131,24 +131,6 @@ def _size_of_shape(s: ModelShape) -> Size | None:
     )
 
 
-def largest_batch(config: Config) -> dict[str, int]:
-    """Return the tokens of the largest micro-batch on a device, and the micro-batches of a step.
-
-    It is full, with actor.ppo_max_token_len_per_gpu tokens, unless all rows of an optimizer step
-    fit when they are as long as they can be. Rows of a sample share their prompt. Agents have any
-    number of rows. Two micro-batches stand for several.
-    """
-    rollout, limit = config.rollout, config.actor.ppo_max_token_len_per_gpu
-    if config.agents.player:
-        return {"tokens": limit, "micro_batches": 2}
-    ranks, context = config.data_ranks, config.context_size
-    samples = -(-config.actor.ppo_mini_batch_size // ranks)
-    if samples * rollout.n * rollout.max_len > limit * context:
-        return {"tokens": limit, "micro_batches": 2}
-    read = rollout.max_prompt_length + rollout.n * rollout.max_response_length
-    return {"tokens": -(-samples * read // context), "micro_batches": 1}
-
-
 def estimate(
     config: Config, size: Size, *, micro_batches: int = 2, tokens: int = 0
 ) -> dict[str, dict[str, int]]:
