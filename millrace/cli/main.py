@@ -209,7 +209,7 @@ def _validate(config: Config, json_: bool) -> None:
         lambda progress: work(config, progress),
         lambda: False,
     )
-    report(json_, result, shown(result["val"]))
+    report(json_, result, f"{shown(result['val'])}\nsamples: {result['samples']}")
 
 
 @app.command()

@@ -203,11 +203,16 @@ async def open_engines(
     config: Config,
     run: RunDir,
     rollout: bool,
-    restarts: bool,
+    trains: bool,
     progress: Progress,
 ) -> AsyncIterator[Engines]:
-    """Build every engine, and keep the replicas going while the body runs."""
-    engines = await build_engines(runtime, config, run, rollout=rollout, restarts=restarts)
+    """Build every engine, and keep the replicas going while the body runs.
+
+    A run that `trains` has lost ranks started anew too.
+    """
+    engines = await build_engines(
+        runtime, config, run, rollout=rollout, restarts=True, trains=trains
+    )
     engines.keeper.news.note = engines.train.ranks.note = progress.note
     engines.train.folder = run.path
     scaler = engines.scaler
@@ -224,13 +229,14 @@ async def build_engines(
     *,
     rollout: bool = True,
     restarts: bool = False,
+    trains: bool = True,
 ) -> Engines:
     """Build every engine and connect the weight sync.
 
     All workers start at once, and all engines are built at once. vLLM on shared devices is the
     exception: it allocates the memory that is free. So the train engine is built first and frees
     its memory. With `restarts`, a lost replica is started anew, and a later sync must bring it the
-    weights.
+    weights. If the run also `trains`, so are lost ranks, and replicas may join and leave.
     """
     ranks, replicas = range(config.trainer_ranks), range(config.replicas if rollout else 0)
     peers = await asyncio.gather(
@@ -242,7 +248,9 @@ async def build_engines(
     tree, folder = config.model_dump(mode="json"), weights_folder(config.model, run.model)
     shared = config.schedule.colocated and rollout
     starter = Workers(runtime, tree, folder, len(ranks), address)
-    engines = engines_of(config, trainers, rollouts, shared, restarts=restarts, starter=starter)
+    engines = engines_of(
+        config, trainers, rollouts, shared, restarts=restarts, trains=trains, starter=starter
+    )
 
     def build_trainers() -> list[Coroutine[Any, Any, None]]:
         return [_build(p, tree, folder, r, address) for r, p in enumerate(trainers)]
@@ -271,6 +279,7 @@ def engines_of(
     *,
     restarts: bool,
     starter: Starter,
+    trains: bool = True,
 ) -> Engines:
     """Return the engines in these workers. The sides take turns on `shared` devices.
 
@@ -278,7 +287,8 @@ def engines_of(
     not start anew there.
     """
     c, deadline_s = config.rollout, config.trainer.wait_deadline_s
-    ranks = Ranks(trainers, starter, max_restarts=config.trainer.max_restarts if restarts else 0)
+    again = config.trainer.max_restarts if restarts and trains else 0
+    ranks = Ranks(trainers, starter, max_restarts=again)
     restarts = restarts and not (shared and c.engine == "vllm")
     roster = Roster(len(rollouts), max_restarts=c.max_restarts if restarts else 0)
     ranks.moved = roster.renew  # A replica waits for the ranks until it has their weights.
@@ -288,7 +298,7 @@ def engines_of(
     sync = RosterSync(ranks, replicas, roster, deadline_s=deadline_s)
     keeper = Keeper(roster, replicas, ranks, starter, heartbeat_s=c.heartbeat_s)
     alone = "replicas join and leave in a run of `millrace train` alone"
-    fixed = "" if restarts and rollouts else alone
+    fixed = "" if restarts and trains and rollouts else alone
     if shared:
         why = "in this mode the replicas share the trainer's devices"
         fixed = f"{why}. Fix: a mode with separate devices"

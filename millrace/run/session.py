@@ -161,6 +161,8 @@ async def open_session(
         except MillraceError:
             run.discard()
             raise
+        for note in problems.notes:
+            progress.note(note)
         if problems.train.filtered:
             found = f"left out {problems.train.filtered} prompts that are longer than "
             progress.note(f"{found}rollout.max_prompt_length")
