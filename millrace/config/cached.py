@@ -21,7 +21,7 @@ def cache_folder() -> Path:
 
 def model_folder(name: str) -> Path:
     """Return the folder of a model that `millrace get-model NAME` gets."""
-    return cache_folder() / "models" / name
+    return cache_folder() / name
 
 
 OmegaConf.register_resolver("model", lambda name: str(model_folder(name)), replace=True)

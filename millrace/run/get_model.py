@@ -68,7 +68,9 @@ def get_model(name: str, folder: Path | None, say: Say) -> dict[str, Any]:
     present = {p.name for p in folder.iterdir()} if folder.is_dir() else set[str]()
     foreign = present - ({MARKER, *marker.sha256} if marker else set())
     if foreign or (folder.exists() and not folder.is_dir()):
-        rule = f"has files that `millrace get-model` has not made ({', '.join(sorted(foreign)[:3])})"
+        rule = (
+            f"has files that `millrace get-model` has not made ({', '.join(sorted(foreign)[:3])})"
+        )
         rule = rule if foreign else "is a file"
         raise bad_value("FOLDER", str(folder), rule, "a new or an empty folder")
     if marker is not None:
