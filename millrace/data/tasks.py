@@ -66,21 +66,6 @@ class RowTask(Task, Protocol):
         ...
 
 
-class FiniteTask(Task, Protocol):
-    """A task with few problems: an epoch has each of them once.
-
-    Its problems are numbers whose order does not matter: 7 times 12 and 12 times 7 are one problem.
-    """
-
-    def problems(self) -> Sequence[tuple[int, int]]:
-        """Return all problems, of both splits."""
-        ...
-
-    def columns(self, rng: Random, numbers: Sequence[int]) -> dict[str, Any]:
-        """Return the columns of the row of a problem."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Digits:
     min_digits: int = field(default=4, metadata={"doc": "fewest digits"})
@@ -227,8 +212,11 @@ class FillIn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arithmetic:
-    """Two numbers as chat, for models that can talk."""
+class Arithmetic:
+    """A question about two numbers, as chat for models that can talk.
+
+    7 times 12 and 12 times 7 are one problem. An epoch has each problem of its split once.
+    """
 
     sign: ClassVar[str]
     larger: int = field(default=99, metadata={"doc": "the larger number is at most this"})
@@ -243,10 +231,12 @@ class _Arithmetic:
     def result(self, a: int, b: int) -> int:
         raise NotImplementedError
 
-    def problems(self) -> Sequence[tuple[int, int]]:
+    def problems(self) -> list[tuple[int, int]]:
+        """Return all problems, of both splits."""
         return [(a, b) for a in range(1, self.smaller + 1) for b in range(a, self.larger + 1)]
 
     def columns(self, rng: Random, numbers: Sequence[int]) -> dict[str, Any]:
+        """Return the columns of the row of a problem, with its numbers in some order."""
         a, b = rng.sample(numbers, 2)
         question = f"What is {a} {self.sign} {b}?"
         return {
@@ -265,7 +255,7 @@ class _Arithmetic:
         return f"What is 0123456789{self.sign}?"
 
 
-class Products(_Arithmetic):
+class Products(Arithmetic):
     """`What is 7 * 12?`, as a message of the user."""
 
     __slots__ = ()
@@ -275,7 +265,7 @@ class Products(_Arithmetic):
         return a * b
 
 
-class Sums(_Arithmetic):
+class Sums(Arithmetic):
     """`What is 7 + 12?`, as a message of the user."""
 
     __slots__ = ()
@@ -302,7 +292,7 @@ def task_row(name: str, task: Task, stream: Stream, i: int) -> dict[str, Any]:
     split, the row is the last draw.
     """
     row: dict[str, Any] = {}
-    if hasattr(task, "problems"):  # a FiniteTask
+    if isinstance(task, Arithmetic):
         order = _epoch(task, stream)
         rng = Random(f"{name}|{task!r}|{stream.seed}|{stream.split}|{i}")
         row = task.columns(rng, order[i % len(order)])
@@ -322,11 +312,11 @@ def task_row(name: str, task: Task, stream: Stream, i: int) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=16)
-def _epoch(task: FiniteTask, stream: Stream) -> list[tuple[int, int]]:
+def _epoch(task: Arithmetic, stream: Stream) -> list[tuple[int, int]]:
     """Return the problems of a split, in the order of the seed."""
     held_out = stream.split == "val"
     of_split = [p for p in task.problems() if (_hash(repr(p)) % 2 == 0) == held_out]
-    chosen = of_split or list(task.problems())  # so few problems that one split is empty
+    chosen = of_split or task.problems()  # so few problems that one split is empty
     return Random(f"{task!r}|{stream.seed}|{stream.split}").sample(chosen, len(chosen))
 
 
