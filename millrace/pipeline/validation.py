@@ -253,13 +253,19 @@ class Validator:
     @staticmethod
     def _transcript(prompt: Prompt, drawn: Response) -> Transcript:
         return Transcript(
-            prompt.text,
+            _question(prompt),
             drawn.conversation or drawn.text,
             drawn.answer,
             float("nan") if drawn.score is None else drawn.score.value,
             prompt.data_source,
             str(prompt.ground_truth),
         )
+
+
+def _question(prompt: Prompt) -> str:
+    """Return the last message of a chat without the marks of its template, else the whole text."""
+    messages = prompt.columns.get("prompt")
+    return str(messages[-1]["content"]) if messages else prompt.text
 
 
 def summarise(problems: Sequence[Sequence[Response]]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from millrace.data.tasks import TASKS
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
 SCORERS: dict[str, str] = {
     **dict.fromkeys(TASKS, "exact"),
+    **dict.fromkeys(("products", "sums"), "math"),  # the answer may be a sentence
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "math_reward",
     "DigitalLearningGmbH/MATH-lighteval": "math_reward",

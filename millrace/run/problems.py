@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from millrace.config import AgentConfig, Config, ModelConfig
+from millrace.config.cached import model_folder
 from millrace.data import hub
 from millrace.data.chat import Chat
 from millrace.data.demonstrations import Demonstrations
@@ -232,6 +233,8 @@ def _check_model(path: str, rollout_engine: str) -> None:
     if not folder.is_dir():
         rule = "is a file" if folder.exists() else f"no such folder (from {Path.cwd()})"
         fix = "the folder of a Hugging Face causal model, or a hub id (owner/name)"
+        if folder == model_folder(folder.name):
+            fix = f"`millrace get-model {folder.name}`"
         raise bad_value("model.path", path, rule, fix)
     _check_model_folder(folder, path, rollout_engine)
 
