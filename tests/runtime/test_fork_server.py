@@ -126,6 +126,8 @@ def test_a_server_that_dies_or_hangs_while_a_worker_waits_for_it_is_named(
         server._process.send_signal(number)  # before it is asked for a worker
         return server
 
+    monkeypatch.setattr(local, "ForkServer", signalled)
+
     async def main() -> None:
         nonlocal number
         workers = runtime(tmp_path)
