@@ -140,10 +140,9 @@ def folder_eos_ids(folder: str | Path, *, trust_remote_code: bool = False) -> tu
     except OSError:  # the folder has none
         generation = None
     ids = _first_eos(generation, config)
-    try:
-        own = load_tokenizer(folder, trust_remote_code=trust_remote_code).eos_token_id
-    except (OSError, ValueError):  # a folder of a model alone
-        own = None
+    if Path(folder).is_dir() and not (Path(folder) / "tokenizer_config.json").is_file():
+        return ids  # Without the file, transformers makes a tokenizer with ids of its own.
+    own = load_tokenizer(folder, trust_remote_code=trust_remote_code).eos_token_id
     return ids if own is None or own in ids else (*ids, int(own))
 
 

@@ -25,8 +25,12 @@ def prompt_notes(
 ) -> Iterator[str]:
     """Yield how prompts are read, and a warning for each scorer that does not fit a chat model.
 
+    The number of prompts that are left out comes first.
+
     `chosen` is data.chat, and `parts` are the rewards by section.
     """
+    if train.filtered:
+        yield f"left out {train.filtered} prompts that are longer than rollout.max_prompt_length"
     if player:
         if chosen != "auto":
             yield f"data.chat={chosen} is not read: agents make the messages"

@@ -163,9 +163,6 @@ async def open_session(
             raise
         for note in problems.notes:
             progress.note(note)
-        if problems.train.filtered:
-            found = f"left out {problems.train.filtered} prompts that are longer than "
-            progress.note(f"{found}rollout.max_prompt_length")
         if trains:
             progress.note(f"run folder: {run.path}")
         end = config.end_note(len(problems.train), trained_by(run.resume_from))
