@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+from millrace.types import Sample
 from tests.real.model import KEY, Reference, weights
+from tests.real.step import Update, exact_model, first_update, samples_of
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore = ["test_vllm.py"]
@@ -49,3 +52,20 @@ def smollm2() -> Path:
 @pytest.fixture(scope="session")
 def reference(smollm2: Path) -> Reference:
     return Reference(smollm2)
+
+
+@pytest.fixture(scope="session")
+def samples(reference: Reference) -> tuple[Sample, ...]:
+    return samples_of(reference)
+
+
+@pytest.fixture(scope="session")
+def updates(reference: Reference, samples: tuple[Sample, ...]) -> Callable[[str], Update]:
+    """A function from a path of the policy's loss to its first update in float64."""
+
+    @cache
+    def update(path: str) -> Update:
+        model = exact_model(reference)
+        return first_update(model, samples, path, dict(model.named_parameters()))
+
+    return update
