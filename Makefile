@@ -3,6 +3,7 @@
 # make test    Install the packages of the tests, then run lint, type checks and tests.
 #              The tests of vLLM's CPU build have their own environment, and so have verifiers and
 #              OpenEnv.
+# make test-real  Get SmolLM2's weights, then run the tests that need them.
 # make gpu     Install millrace with vLLM and Ray for NVIDIA GPUs into .venv-gpu.
 #              Needs Python 3.12, Linux x86-64 and a driver for CUDA 13.
 # make docs    Build the documentation into build/docs.
@@ -26,7 +27,7 @@ GPU_PIP := $(GPU)/python $(INSTALL) -c constraints-gpu.txt
 PEERS_PIP := .venv-peers/bin/python $(LAZY) -c constraints-peers.txt
 VLLM_PIP := $(VLLM)/python $(LAZY) -c constraints-vllm.txt
 
-.PHONY: run test test-vllm gpu lint docs bench-install clean
+.PHONY: run test test-real test-vllm gpu lint docs bench-install clean
 .DELETE_ON_ERROR:
 
 run: .venv/.run
@@ -37,8 +38,16 @@ run: .venv/.run
 # Many tests wait for processes, so four workers keep two cores busy.
 test:
 	@$(MAKE) --no-print-directory -j4 lint .venv/.collected .venv-vllm/.test .venv-peers/.test
-	$(BIN)/python -m pytest -n 4 --dist loadgroup
+	$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not real"
 	@$(MAKE) --no-print-directory test-vllm
+
+# Each test may wait for a fixture that loads and trains the model, so its limit is longer.
+test-real: .venv/.test .venv-vllm/.test
+	$(BIN)/millrace get-model smollm2
+	MILLRACE_SMOLLM2=$${MILLRACE_SMOLLM2:-$$($(BIN)/python -c "from tests.real.model import weights; print(weights()[0])")}; \
+	export MILLRACE_SMOLLM2; \
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 1800 tests/real && \
+	$(VLLM)/python -m pytest -n 0 --timeout 1800 tests/real/test_vllm.py
 
 test-vllm: .venv-vllm/.test
 	$(VLLM)/python -m pytest -n 2 --dist loadgroup tests/vllm

@@ -35,12 +35,12 @@ class Chat:
         """Return the prompt's text and its tokens. `where` names the row in errors.
 
         Messages go through the chat template. A string is tokenised
-        without a template and without added special tokens. Raise DataError if the template
-        refuses the messages. Raise it too if a message contains a special token's text and the
+        without a template, after the begin token if the tokenizer has one for plain text. Raise
+        DataError if the template refuses the messages. Raise it too if a message contains a special token's text and the
         template changes messages: the text and the token are then indistinguishable.
         """
         if isinstance(problem.prompt, str):
-            return problem.prompt, tokens_of(self.encode(problem.prompt))
+            return problem.prompt, tokens_of(self._begin + self.encode(problem.prompt))
         text = self._template(problem.prompt, where)
         if self._special is None or not any(
             self._special.search(m["content"]) for m in problem.prompt
@@ -55,6 +55,12 @@ class Chat:
     def decode(self, tokens: Tokens) -> str:
         """Return the text of `tokens`, without special tokens."""
         return self._decode(list(tokens))
+
+    @cached_property
+    def _begin(self) -> list[int]:
+        """The token that begins every plain text, as Llama 3, Mistral and Gemma have. Else none."""
+        bos = self.tokenizer.bos_token_id
+        return [bos] if bos is not None and self.tokenizer.encode("")[:1] == [bos] else []
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

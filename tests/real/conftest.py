@@ -32,6 +32,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all tests but the smoke, which `make test` runs."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.path.stem != "test_smoke":
+            item.add_marker("real")
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()

@@ -97,3 +97,14 @@ class Reference:
         """Return the largest distance of a segment's log-probs from transformers'."""
         exact = self.log_probs(context, segment.tokens, temperature)
         return float((exact - torch.tensor(segment.log_probs)).abs().max())
+
+
+def moved(reference: Reference, seed: int = 0) -> Reference:
+    """Return the reference with every tensor moved by a hundredth of its size."""
+    other = Reference(reference.folder)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in other.model.parameters():
+            noise = torch.randn(tensor.shape, generator=generator)
+            tensor.add_(noise, alpha=0.01 * float(tensor.square().mean().sqrt()))
+    return other

@@ -19,7 +19,7 @@ from millrace.models.model import load_model
 from millrace.testing import joined
 from millrace.types import SamplingParams, Segment, Stop, Tokens, tokens_of
 from tests.decode.helpers import turns
-from tests.real.model import EXACT, LONGEST, Reference
+from tests.real.model import EXACT, LONGEST, Reference, moved
 
 GREEDY = SamplingParams(LONGEST, temperature=0.0)
 END = 2
@@ -96,17 +96,6 @@ def test_interrupted_answers_go_on_to_the_same_texts(kept: int, reference: Refer
     assert (stats.reused_tokens > 0) == (kept > 0)
     for context, segment in (pair for each in found for pair in each):
         assert reference.error(context, segment) < EXACT
-
-
-def moved(reference: Reference, seed: int = 0) -> Reference:
-    """Return the reference with every tensor moved by a hundredth of its size."""
-    other = Reference(reference.folder)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in other.model.parameters():
-            noise = torch.randn(tensor.shape, generator=generator)
-            tensor.add_(noise, alpha=0.01 * float(tensor.square().mean().sqrt()))
-    return other
 
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
