@@ -34,10 +34,10 @@ class Chat:
     def render(self, problem: Problem, where: str = "prompt") -> tuple[str, Tokens]:
         """Return the prompt's text and its tokens. `where` names the row in errors.
 
-        Messages go through the chat template. A string is tokenised
-        without a template, after the begin token if the tokenizer has one for plain text. Raise
-        DataError if the template refuses the messages. Raise it too if a message contains a special token's text and the
-        template changes messages: the text and the token are then indistinguishable.
+        Messages go through the chat template. A string is tokenised without a template, after the
+        begin token if the tokenizer has one for plain text. Raise DataError if the template refuses
+        the messages. Raise it too if a message contains a special token's text and the template
+        changes messages: the text and the token are then indistinguishable.
         """
         if isinstance(problem.prompt, str):
             return problem.prompt, tokens_of(self._begin + self.encode(problem.prompt))

@@ -16,7 +16,7 @@ from tests.train import cases as train
 from tests.train import mixtures
 
 pytest.importorskip("megatron.core")
-from tests.train.megatron import cases as megatron  # noqa: E402
+from tests.train.megatron import cases as megatron
 
 
 def folders(path: Path) -> dict[str, Path]:

@@ -91,9 +91,7 @@ class Reference:
         log_p = (self.distribution(context, response) / temperature).log_softmax(-1)
         return log_p.gather(1, torch.tensor(list(response))[:, None])[:, 0]
 
-    def error(
-        self, context: Sequence[int], segment: Segment, temperature: float = 1.0
-    ) -> float:
+    def error(self, context: Sequence[int], segment: Segment, temperature: float = 1.0) -> float:
         """Return the largest distance of a segment's log-probs from transformers'."""
         exact = self.log_probs(context, segment.tokens, temperature)
         return float((exact - torch.tensor(segment.log_probs)).abs().max())

@@ -45,7 +45,9 @@ def update(engine: Any, samples: tuple[Sample, ...]) -> Got:
 
 def run(config: Config, folder: str, samples: tuple[Sample, ...], rank: int) -> Any:
     """Build an engine; return it, and what `update` returns."""
-    engine = train_engine(config, folder, rank=rank, world_size=config.sides.trainer.n_gpus_per_node)
+    engine = train_engine(
+        config, folder, rank=rank, world_size=config.sides.trainer.n_gpus_per_node
+    )
     return engine, update(engine, samples)
 
 

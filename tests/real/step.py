@@ -35,9 +35,7 @@ PATHS: dict[str, dict[str, Any]] = {
     "rollout": {"actor": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.12, "clip_ratio_c": 1.2}},
     "corrected": {
         "async_training": {"use_rollout_log_probs": False},
-        "algorithm": {
-            "rollout_correction": {"rollout_is": "token", "rollout_is_threshold": 1.1}
-        },
+        "algorithm": {"rollout_correction": {"rollout_is": "token", "rollout_is_threshold": 1.1}},
         "actor": {"entropy_coeff": 0.01},
     },
     "sequence": {
@@ -222,7 +220,9 @@ def _loss(
     low, high = 1 - actor["clip_ratio_low"], 1 + actor["clip_ratio_high"]
     if path == "sequence":
         ratio = (new - rollout).mean().exp()
-        return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(low, high)) / sequences, none
+        return torch.maximum(
+            -advantage * ratio, -advantage * ratio.clamp(low, high)
+        ) / sequences, none
     ratio = (new - rollout).exp()
     losses = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(low, high))
     if advantage < 0:

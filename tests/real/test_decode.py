@@ -50,8 +50,7 @@ def test_greedy_texts_and_log_probs_are_those_of_transformers(
         calls = [eng.generate(p, GREEDY, f"{i}/0") for i, p in enumerate(reference.prompts)]
         sampled = replace(GREEDY, temperature=0.8, max_tokens=12)
         calls += [
-            eng.generate(p, sampled.with_seed(i), f"{i}/1")
-            for i, p in enumerate(reference.prompts)
+            eng.generate(p, sampled.with_seed(i), f"{i}/1") for i, p in enumerate(reference.prompts)
         ]
         return await asyncio.gather(*calls)
 

