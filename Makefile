@@ -44,12 +44,16 @@ real: .venv/.real
 # Many tests wait for processes, so four workers keep two cores busy.
 test:
 	@$(MAKE) --no-print-directory -j4 lint .venv/.collected .venv-vllm/.test .venv-peers/.test
-	$(BIN)/python -m pytest -n 4 --dist loadgroup
+	$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not real"
 	@$(MAKE) --no-print-directory test-vllm
 
-test-real: .venv/.test
+# Each test may wait for a fixture that loads and trains the model, so its limit is longer.
+test-real: .venv/.test .venv-vllm/.test
 	$(BIN)/millrace get-model smollm2
-	$(BIN)/python -m pytest -n 0 tests/e2e/test_smollm2.py
+	MILLRACE_SMOLLM2=$${MILLRACE_SMOLLM2:-$$($(BIN)/python -c "from tests.real.model import weights; print(weights()[0])")}; \
+	export MILLRACE_SMOLLM2; \
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 1800 tests/real tests/e2e/test_smollm2.py && \
+	$(VLLM)/python -m pytest -n 0 --timeout 1800 tests/real/test_vllm.py
 
 test-vllm: .venv-vllm/.test
 	$(VLLM)/python -m pytest -n 2 --dist loadgroup tests/vllm

@@ -76,15 +76,18 @@ class Chat:
         """Return the prompt's text and its tokens. `where` names the row in errors.
 
         Messages go through the chat template, and so do strings where `reading` says so. Other
-        strings are tokenised without a template and without added special tokens. Only a string
-        that the template has rendered already may have special tokens. Raise DataError if the
-        template refuses the messages. Raise it too if a message contains a special token's text and
-        the template changes messages: the text and the token are then indistinguishable.
+        strings are tokenised without a template, after the begin token if the tokenizer has one for
+        plain text. Only a string that the template has rendered already may have special tokens.
+        Raise DataError if the template refuses the messages. Raise it too if a message contains a
+        special token's text and the template changes messages: the text and the token are then
+        indistinguishable.
         """
         problem = self.as_chat(problem)
         if isinstance(problem.prompt, str):
             split = self._split or not self._rendered(problem.prompt)
-            return problem.prompt, tokens_of(self._encode(problem.prompt, split))
+            tokens = self._encode(problem.prompt, split)
+            begin = self._begin if tokens[:1] != self._begin else []
+            return problem.prompt, tokens_of(begin + tokens)
         text = self._template(problem.prompt, where)
         if self._special is None or not any(
             self._special.search(m["content"]) for m in problem.prompt
@@ -99,6 +102,12 @@ class Chat:
     def decode(self, tokens: Tokens) -> str:
         """Return the text of `tokens`, without special tokens."""
         return self._decode(list(tokens))
+
+    @cached_property
+    def _begin(self) -> list[int]:
+        """The token that begins every plain text, as Llama 3, Mistral and Gemma have. Else none."""
+        bos = self.tokenizer.bos_token_id
+        return [bos] if bos is not None and self.tokenizer.encode("")[:1] == [bos] else []
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from millrace.config import Config, ModelShape
-from millrace.models.model import write_shape
 from millrace.ports import Replica
 from millrace.rollout.pool import RolloutPool
 from millrace.runtime.local import LocalRuntime
@@ -31,6 +30,7 @@ from millrace.testing import (
     check_sleeping_train_engine,
     check_train_engine,
 )
+from tests.random_models import write_random
 
 SHAPE = ModelShape(
     hidden_size=32,
@@ -46,7 +46,7 @@ CASE = RolloutCase(length=80)
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     folder = tmp_path / "model"
-    write_shape(folder, SHAPE, vocab_size=VOCABULARY, eos_token_id=1, max_position_embeddings=256)
+    write_random(folder, SHAPE, vocab_size=VOCABULARY, eos_token_id=1, max_position_embeddings=256)
     return str(folder)
 
 

@@ -15,8 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from millrace.config import ModelShape
 from millrace.decode.engine import TorchRolloutEngine
-from millrace.models.model import load_model, write_shape
+from millrace.models.model import load_model
 from millrace.types import SamplingParams, Segment, tokens_of
+from tests.random_models import sharp, write_random
 
 VOCABULARY = 24
 EOS = 1
@@ -39,7 +40,7 @@ Deterministic mode must remove this difference.
 @cache
 def folder(shape: ModelShape = SHAPE) -> Path:
     path = Path(mkdtemp())
-    write_shape(path, shape, vocab_size=VOCABULARY, eos_token_id=EOS, max_position_embeddings=256)
+    write_random(path, shape, vocab_size=VOCABULARY, eos_token_id=EOS, max_position_embeddings=256)
     return path
 
 
@@ -56,7 +57,7 @@ def llama() -> PreTrainedModel:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=16,
-        intermediate_size=64, max_position_embeddings=256, initializer_range=0.1,
+        intermediate_size=64, max_position_embeddings=256, initializer_range=sharp(48),
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from millrace.config import Config, ModelShape, OptimConfig
-from millrace.models.model import load_model, write_shape
+from millrace.models.model import load_model
 from millrace.ports import TrainBatch
 from millrace.train.fsdp import sharding
 from millrace.train.fsdp.engine import FsdpTrainEngine, build
@@ -25,6 +25,7 @@ from millrace.train.fsdp.sharding import mesh_of, shard
 from millrace.train.metrics import Meter
 from millrace.train.rows import rows_of_examples
 from millrace.types import Segment, Trajectory, floats_of, tokens_of
+from tests.random_models import write_random
 from tests.train.forks import start_ranks
 from tests.train.mixtures import routed, write_mixtures
 from tests.train.samples import VOCAB, random_samples
@@ -119,7 +120,7 @@ def write_models(folder: Any) -> None:
             num_attention_heads=4,
             tie_word_embeddings=tied,
         )
-        write_shape(f"{folder}/{name}", shape, vocab_size=VOCAB, eos_token_id=0)
+        write_random(f"{folder}/{name}", shape, vocab_size=VOCAB, eos_token_id=0)
 
 
 LAYOUTS = {"1": (1, 0, 1), "2": (2, 0, 1), "3": (3, 0, 1), "2 x 2": (4, 2, 1), "1 of 4": (4, 0, 4)}

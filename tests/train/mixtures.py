@@ -13,6 +13,7 @@ from torch import nn
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from millrace.types import Author, Sample, Thread, Trajectory
+from tests.random_models import sharp
 from tests.train.samples import VOCAB
 
 LAYERS, EXPERTS, K = 2, 4, 2
@@ -23,10 +24,13 @@ WIDTHS: dict[str, Any] = {
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "initializer_range": 0.1,
+    "initializer_range": sharp(32),
     "max_position_embeddings": 64,
     "eos_token_id": 0,
 }
+
+
+WRITTEN = ("qwen3_moe", "mixtral")
 
 
 def write_mixtures(folder: str) -> None:

@@ -25,6 +25,7 @@ from millrace.train.megatron import weights
 from millrace.train.metrics import Meter
 from millrace.train.packing import Outputs
 from millrace.train.rows import Rows, rows_of_samples
+from tests.random_models import sharp
 from tests.train.megatron import shim
 from tests.train.mixtures import routed
 from tests.train.samples import VOCAB, random_samples
@@ -39,7 +40,7 @@ WIDTHS: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "initializer_range": 0.1,
+    "initializer_range": sharp(32),
     "max_position_embeddings": 64,
 }
 EXPERTS = WIDTHS | {"num_hidden_layers": 2}

@@ -1,0 +1,65 @@
+"""Prompts of five families of chat templates: their tokens are those of transformers' pipeline.
+
+The templates are those of tests/agents/families.py. A tokenizer of a family that has a token for
+the begin of text adds it to plain text, as the public ones do, and the template writes it too.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from millrace.data.chat import Chat
+from millrace.data.rows import Problem
+from tests.agents.families import FAMILIES, tokenizer_of
+
+NAMES = ("qwen2.5", "llama3", "mistral-v0.3", "gemma", "phi3")
+USER = [{"role": "user", "content": "hello world,  a lookup\n"}]
+TALKS = {
+    "a user": USER,
+    "three turns": [
+        *USER,
+        {"role": "assistant", "content": "12 degrees"},
+        {"role": "user", "content": "the weather in Paris is é漢?"},
+    ],
+    "a system": [{"role": "system", "content": "says 12"}, *USER],
+}
+
+
+@cache
+def real_like(name: str) -> Any:
+    """Return a family's tokenizer, which begins plain text with the begin token if it has one."""
+    tokenizer = tokenizer_of(name)
+    if tokenizer.bos_token:
+        bos = (tokenizer.bos_token, tokenizer.bos_token_id)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{bos[0]} $A", pair=f"{bos[0]} $A $B", special_tokens=[bos]
+        )
+    return tokenizer
+
+
+CASES = [(n, t) for n in NAMES for t in TALKS if FAMILIES[n].system or t != "a system"]
+"""The families and the talks. The others' templates refuse a system message."""
+
+
+@pytest.mark.parametrize(("name", "talk"), CASES)
+def test_a_prompt_has_the_tokens_of_transformers_pipeline(name: str, talk: str) -> None:
+    messages = TALKS[talk]
+    tokenizer = real_like(name)
+    _, tokens = Chat(tokenizer).render(Problem(messages, "x"))
+    want = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+    assert list(tokens) == want["input_ids"]
+    if bos := tokenizer.bos_token_id:
+        assert tokens[0] == bos and list(tokens).count(bos) == 1, "not doubled, and not lost"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_string_has_the_tokens_of_transformers_pipeline(name: str) -> None:
+    """A model that reads a begin token before every text gets one before a string, too."""
+    tokenizer = real_like(name)
+    _, tokens = Chat(tokenizer).render(Problem("hello world", "x"))
+    assert list(tokens) == tokenizer("hello world")["input_ids"]
+    assert tokens[0] == (tokenizer.bos_token_id or tokens[0])
