@@ -31,6 +31,7 @@ from millrace.runtime.replica import RemoteRolloutEngine
 from millrace.runtime.roster_sync import RosterSync
 from millrace.runtime.rpc import Limit, Peer, Runtime
 from millrace.types import PolicyVersion
+from millrace.waits.registry import Start, starting
 from millrace.waits.side import FOLDER
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class Engines:
     sync: RosterSync
     keeper: Keeper
     scaler: Scaler
+    replicas: list[RemoteRolloutEngine]
 
     def watched(self, watch: Watch) -> WatchedEngines:
         """Return the engines of a run that `watch` sees. Replica i is the track `rollout-i`."""
@@ -63,6 +65,13 @@ class Engines:
         self.scaler.tell(lambda i, engine: pool.add(WatchedReplica(engine, f"rollout-{i}", watch)))
         turns = turns_of(isinstance(self.turns, SharedTurns), pool, self.train)
         return WatchedEngines(watch, self.train, pool, turns, WatchedSync(self.sync, watch))
+
+    async def starts(self) -> dict[str, list[Start]]:
+        """Return the parts of the start of every process of every worker."""
+        found: dict[str, list[Start]] = {}
+        for peer in [*self.train.ranks.peers, *(e.peer for e in self.replicas)]:
+            found |= await peer.call("starts", (), dict[str, list[Start]])
+        return found
 
     async def publish(self, version: PolicyVersion) -> tuple[TransferReport, float]:
         """Make the train engine's weights live on every replica, in a turn of the trainer.
@@ -202,12 +211,13 @@ async def open_engines(
     runtime: Runtime,
     config: Config,
     run: RunDir,
-    rollout: bool,
+    peers: list[Peer],
     restarts: bool,
     progress: Progress,
 ) -> AsyncIterator[Engines]:
     """Build every engine, and keep the replicas going while the body runs."""
-    engines = await build_engines(runtime, config, run, rollout=rollout, restarts=restarts)
+    with starting("engines"):
+        engines = await build_engines(runtime, config, run, peers, restarts=restarts)
     engines.keeper.news.note = engines.train.ranks.note = progress.note
     engines.train.folder = run.path
     scaler = engines.scaler
@@ -217,27 +227,43 @@ async def open_engines(
         yield engines
 
 
+async def start_workers(
+    runtime: Runtime, config: Config, run: RunDir, rollout: bool = True
+) -> list[Peer]:
+    """Start every worker at once, those of the trainer first. Each imports its engine."""
+    folder = weights_folder(config.model, run.model)
+
+    async def start(name: str, role: str, index: int, engine: str) -> Peer:
+        peer = await runtime.start(f"{name}-{index}", role, index)
+        await peer.call("load", (engine, folder))
+        return peer
+
+    ranks, replicas = range(config.trainer_ranks), range(config.replicas if rollout else 0)
+    with starting("workers"):
+        return await asyncio.gather(
+            *(start("trainer", "trainer", r, config.trainer.engine) for r in ranks),
+            *(start("rollout", "rollout", r, config.rollout.engine) for r in replicas),
+        )
+
+
 async def build_engines(
     runtime: Runtime,
     config: Config,
     run: RunDir,
+    peers: list[Peer] | None = None,
     *,
-    rollout: bool = True,
     restarts: bool = False,
 ) -> Engines:
-    """Build every engine and connect the weight sync.
+    """Build the engine of every worker and connect the weight sync. `peers` are started workers.
 
-    All workers start at once, and all engines are built at once. vLLM on shared devices is the
-    exception: it allocates the memory that is free. So the train engine is built first and frees
-    its memory. With `restarts`, a lost replica is started anew, and a later sync must bring it the
-    weights.
+    All engines are built at once. vLLM on shared devices is the exception: it allocates the memory
+    that is free. So the train engine is built first and frees its memory. With `restarts`, a lost
+    replica is started anew, and a later sync must bring it the weights.
     """
-    ranks, replicas = range(config.trainer_ranks), range(config.replicas if rollout else 0)
-    peers = await asyncio.gather(
-        *(runtime.start(f"trainer-{r}", "trainer", r) for r in ranks),
-        *(runtime.start(f"rollout-{r}", "rollout", r) for r in replicas),
-    )
+    ranks = range(config.trainer_ranks)
+    peers = await start_workers(runtime, config, run) if peers is None else peers
     trainers, rollouts = peers[: len(ranks)], peers[len(ranks) :]
+    rollout = bool(rollouts)
     address = await trainers[0].call("listen", (), tuple[str, int])
     tree, folder = config.model_dump(mode="json"), weights_folder(config.model, run.model)
     shared = config.schedule.colocated and rollout
@@ -294,7 +320,7 @@ def engines_of(
         fixed = f"{why}. Fix: a mode with separate devices"
     scaler = Scaler(keeper, replicas, most=max(len(rollouts), c.max_replicas), fixed=fixed)
     scaler.tell(lambda i, engine: pool.add(engine))
-    return Engines(train, pool, turns, sync, keeper, scaler)
+    return Engines(train, pool, turns, sync, keeper, scaler, replicas)
 
 
 async def _build(worker: Peer, tree: dict[str, Any], *where: Any) -> None:
