@@ -25,7 +25,7 @@ from millrace.models.tokenizer import text_of
 from millrace.ports import RolloutStats
 from millrace.rollout.requests import check_kv, check_request, completes_stop, stop_window
 from millrace.types import PolicyVersion, SamplingParams, Segment, Stop, Tokens, tokens_of
-from millrace.waits.registry import Start, gauge
+from millrace.waits.registry import gauge
 
 
 class TorchRolloutEngine:
@@ -184,10 +184,6 @@ class TorchRolloutEngine:
             self._decoder.kept.evicted_tokens,
             self._cancelled_tokens,
         )
-
-    async def starts(self) -> dict[str, list[Start]]:
-        """Return the parts of the start of the engine's own processes. It has none."""
-        return {}
 
     async def sleep(self, keep_weights: bool = True) -> None:
         """Free the KV cache; the weights stay in place.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from millrace.config import Config
+from millrace.config import Config, Sides
 from millrace.errors import MillraceError, SyncError
 from millrace.observe.progress import Progress
 from millrace.observe.watch import Watch
@@ -228,21 +228,24 @@ async def open_engines(
 
 
 async def start_workers(
-    runtime: Runtime, config: Config, run: RunDir, rollout: bool = True
+    runtime: Runtime, sides: Sides, folder: str, rollout: bool = True
 ) -> list[Peer]:
-    """Start every worker at once, those of the trainer first. Each imports its engine."""
-    folder = weights_folder(config.model, run.model)
+    """Start every worker at once, those of the trainer first. Each imports its engine.
 
-    async def start(name: str, role: str, index: int, engine: str) -> Peer:
-        peer = await runtime.start(f"{name}-{index}", role, index)
+    The model's `folder` need not be written yet.
+    """
+
+    async def start(role: str, index: int, engine: str) -> Peer:
+        peer = await runtime.start(f"{role}-{index}", role, index)
         await peer.call("load", (engine, folder))
         return peer
 
-    ranks, replicas = range(config.trainer_ranks), range(config.replicas if rollout else 0)
+    trainer, replicas = sides.trainer, sides.rollout
+    counts = trainer.ranks, replicas.replicas if rollout else 0
     with starting("workers"):
         return await asyncio.gather(
-            *(start("trainer", "trainer", r, config.trainer.engine) for r in ranks),
-            *(start("rollout", "rollout", r, config.rollout.engine) for r in replicas),
+            *(start("trainer", r, trainer.engine) for r in range(counts[0])),
+            *(start("rollout", r, replicas.engine) for r in range(counts[1])),
         )
 
 
@@ -260,12 +263,12 @@ async def build_engines(
     that is free. So the train engine is built first and frees its memory. With `restarts`, a lost
     replica is started anew, and a later sync must bring it the weights.
     """
-    ranks = range(config.trainer_ranks)
-    peers = await start_workers(runtime, config, run) if peers is None else peers
+    ranks, folder = range(config.trainer_ranks), weights_folder(config.model, run.model)
+    peers = await start_workers(runtime, config.sides, folder) if peers is None else peers
     trainers, rollouts = peers[: len(ranks)], peers[len(ranks) :]
     rollout = bool(rollouts)
     address = await trainers[0].call("listen", (), tuple[str, int])
-    tree, folder = config.model_dump(mode="json"), weights_folder(config.model, run.model)
+    tree = config.model_dump(mode="json")
     shared = config.schedule.colocated and rollout
     starter = Workers(runtime, tree, folder, len(ranks), address)
     engines = engines_of(config, trainers, rollouts, shared, restarts=restarts, starter=starter)

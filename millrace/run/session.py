@@ -151,38 +151,25 @@ async def open_session(
         if trains:
             progress.note(f"run folder: {run.path}")
         async with AsyncExitStack() as stack:
-            watchman = await stack.enter_async_context(
-                watched(run.path, config.trainer, progress.note)
-            )
+            watching = watched(run.path, config.trainer, progress.note)
+            watchman = await stack.enter_async_context(watching)
             await stack.enter_async_context(shown(progress, watchman.ask))
             opened = open_runtime(config, run, rollout=rollout, note=progress.note)
             runtime = await stack.enter_async_context(opened)
             watchman.side.more = runtime.answers
+            folder = problems_.weights_folder(config.model, run.model)
             async with (
                 beside(part("rewards", reward.start() if rollout else asyncio.sleep(0))) as rewards,
-                beside(start_workers(runtime, config, run, rollout)) as workers,
+                beside(start_workers(runtime, config.sides, folder, rollout)) as workers,
             ):
                 if rollout:
                     open_caches(reward, run.path, progress.note)
-                with starting("prompts"):
-                    problems = await abandonable(problems_.prepare, config, sources, run.model)
-                if run.resume_from is not None:
-                    config = config.with_warm_up_of(read_manifest(run.resume_from).counts)
-                problems_.copy_config(config.model, run.model)
-                folder = problems_.weights_folder(config.model, run.model)
-                check_shape(config.model, config.actor, config.trainer, folder)
-                if trains:
-                    check_end(config, len(problems.train), run.resume_from)
-                if problems.train.filtered:
-                    found = f"left out {problems.train.filtered} prompts that are longer than "
-                    progress.note(f"{found}rollout.max_prompt_length")
-                end = config.end_note(len(problems.train), trained_by(run.resume_from))
-                if end and trains and rollout:
-                    progress.note(end)
-                tokens = problems.chat.tokenizer
-                agent = await stack.enter_async_context(
-                    open_agent(config.agents, config.rollout, tokens, run.path, progress.note)
-                )
+                opening = _Opening(config, run, progress, trains, rollout)
+                problems = await opening.prepare(sources, folder)
+                config = opening.config
+                where = problems.chat.tokenizer, run.path, progress.note
+                player = open_agent(config.agents, config.rollout, *where)
+                agent = await stack.enter_async_context(player)
                 await rewards
                 refusable = False
                 peers = await workers
@@ -198,6 +185,38 @@ async def open_session(
         await reward.close()
         if run is not None:
             release(run.path)
+
+
+@dataclass
+class _Opening:
+    """A session whose problems are prepared."""
+
+    config: Config
+    """Changed by what a checkpoint has."""
+    run: RunDir
+    progress: Progress
+    trains: bool
+    rollout: bool
+
+    async def prepare(self, sources: problems_.Sources, folder: str) -> Problems:
+        """Return the problems, and check what they decide. `folder` has the model's weights."""
+        config, run, note = self.config, self.run, self.progress.note
+        with starting("prompts"):
+            problems = await abandonable(problems_.prepare, config, sources, run.model)
+        if run.resume_from is not None:
+            config = config.with_warm_up_of(read_manifest(run.resume_from).counts)
+        problems_.copy_config(config.model, run.model)
+        check_shape(config.model, config.actor, config.trainer, folder)
+        if self.trains:
+            check_end(config, len(problems.train), run.resume_from)
+        if problems.train.filtered:
+            found = f"left out {problems.train.filtered} prompts that are longer than "
+            note(f"{found}rollout.max_prompt_length")
+        end = config.end_note(len(problems.train), trained_by(run.resume_from))
+        if end and self.trains and self.rollout:
+            note(end)
+        self.config = config
+        return problems
 
 
 def trained_by(checkpoint: Path | None) -> Trained:

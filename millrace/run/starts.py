@@ -25,6 +25,7 @@ import msgspec
 from millrace.observe.progress import Progress
 from millrace.observe.watch import Watch
 from millrace.run.engines import Engines
+from millrace.runtime.caches import cache_folder
 from millrace.sync.background import abandonable
 from millrace.waits.answer import Answer
 from millrace.waits.graph import DRIVER
@@ -114,6 +115,8 @@ async def report(
     note(f"start {seconds:.1f} s. Its parts, in seconds since the command:")
     for text in lines(parts):
         note(text)
+    if any(p.what == "compile" for each in parts.values() for p in each):
+        note(f"  compiled code is kept in {cache_folder()}")
 
 
 def seconds_of(parts: Parts) -> float:

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from millrace.config import Config, ModelConfig, Sides
+from millrace.runtime.caches import keep_compiled_code
 from millrace.waits.kernel import cpu_s
 from millrace.waits.registry import PROCESS, Start, measuring, starting, take_starts, waiting
 
@@ -105,6 +106,7 @@ class TrainWorker(Worker):
     sender: Sender | Silent | IpcSender
 
     async def load(self, engine: str, model_folder: str) -> None:
+        keep_compiled_code()
         with _importing():
             import millrace.models.device
             import millrace.sync.store  # noqa: F401
@@ -180,13 +182,18 @@ class RolloutWorker(Worker):
         return resolved.model_dump(mode="json")
 
     async def load(self, engine: str, model_folder: str) -> None:
+        keep_compiled_code()
         if engine == "vllm":
             _vllm_environment(model_folder)
         with _importing():
             _engine_module(engine)
 
     async def starts(self) -> dict[str, list[Start]]:
-        return await super().starts() | await self.engine.starts()
+        found = await super().starts()
+        if call := getattr(self.engine, "call_workers", None):  # vLLM has processes of its own
+            for rank, parts in enumerate(await call("start_times")):
+                found[f"{PROCESS.name}-core-{rank}"] = [Start(*part) for part in parts]
+        return found
 
     async def connect(self, config: dict[str, Any], replica: int, address: tuple[str, int]) -> None:
         """Build this replica's end of the weight sync. Its `regroup` joins the trainer ranks.
