@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from millrace.config import Config, Sides
-from millrace.errors import MillraceError, SyncError
+from millrace.errors import DeadlineError, MillraceError, SyncError, WorkerError
 from millrace.observe.progress import Progress
 from millrace.observe.watch import Watch
 from millrace.observe.watched import WatchedReplica, WatchedSync
@@ -36,6 +36,8 @@ from millrace.waits.side import FOLDER
 
 T = TypeVar("T")
 Address = tuple[str, int]
+_ANSWER_S = 10.0
+"""Time limit for a worker to say how it started, in seconds."""
 
 
 class Starter(keeper.Starter, ranks_.Starter, Protocol):
@@ -67,11 +69,16 @@ class Engines:
         return WatchedEngines(watch, self.train, pool, turns, WatchedSync(self.sync, watch))
 
     async def starts(self) -> dict[str, list[Start]]:
-        """Return the parts of the start of every process of every worker."""
-        found: dict[str, list[Start]] = {}
-        for peer in [*self.train.ranks.peers, *(e.peer for e in self.replicas)]:
-            found |= await peer.call("starts", (), dict[str, list[Start]])
-        return found
+        """Return the parts of the start of every process of every worker that answers."""
+
+        async def of(peer: Peer) -> dict[str, list[Start]]:
+            kind, found = dict[str, list[Start]], dict[str, list[Start]]()
+            with suppress(WorkerError, DeadlineError):  # a report does not end a run
+                found = await peer.call("starts", (), kind, deadline_s=_ANSWER_S)
+            return found
+
+        peers = [*self.train.ranks.peers, *(e.peer for e in self.replicas)]
+        return {k: v for each in await asyncio.gather(*map(of, peers)) for k, v in each.items()}
 
     async def publish(self, version: PolicyVersion) -> tuple[TransferReport, float]:
         """Make the train engine's weights live on every replica, in a turn of the trainer.
