@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from millrace.observe.files import Appender
 from millrace.observe.progress import Progress
 from millrace.observe.watch import Watch
 from millrace.run.engines import Engines
@@ -109,9 +110,11 @@ async def report(
     }
     seconds = seconds_of(parts)
     watch.at("run", "started", seconds=seconds, **{n: shown_parts(e) for n, e in parts.items()})
-    with (run / FILE).open("ab") as file:
-        line = {"version": version, "seconds": seconds, "parts": parts}
-        file.write(msgspec.json.encode(line) + b"\n")
+    line = {"version": version, "seconds": seconds, "parts": parts}
+    try:
+        Appender(run / FILE, durable=False).add(msgspec.json.encode(line) + b"\n")
+    except OSError as error:  # a full disk delays other files, and ends no run either
+        note(f"{run / FILE} is not written: {error}")
     note(f"start {seconds:.1f} s. Its parts, in seconds since the command:")
     for text in lines(parts):
         note(text)
