@@ -1,8 +1,11 @@
 # make run     Install the packages of a run, then train quickstart.
 #              Options: SEED=k and ARGS="--json key=value ...".
+# make real    Install the packages of a run, get SmolLM2's weights, then train them on products.
+#              Options: the same.
 # make test    Install the packages of the tests, then run lint, type checks and tests.
 #              The tests of vLLM's CPU build have their own environment, and so have verifiers and
 #              OpenEnv.
+# make test-real  Get SmolLM2's weights, then run the tests that need them.
 # make gpu     Install millrace with vLLM and Ray for NVIDIA GPUs into .venv-gpu.
 #              Needs Python 3.12, Linux x86-64 and a driver for CUDA 13.
 # make docs    Build the documentation into build/docs.
@@ -26,11 +29,15 @@ GPU_PIP := $(GPU)/python $(INSTALL) -c constraints-gpu.txt
 PEERS_PIP := .venv-peers/bin/python $(LAZY) -c constraints-peers.txt
 VLLM_PIP := $(VLLM)/python $(LAZY) -c constraints-vllm.txt
 
-.PHONY: run test test-vllm gpu lint docs bench-install clean
+.PHONY: run real test test-real test-vllm gpu lint docs bench-install clean
 .DELETE_ON_ERROR:
 
 run: .venv/.run
 	$(BIN)/millrace train quickstart trainer.seed=$(SEED) $(ARGS)
+
+real: .venv/.real
+	$(BIN)/millrace get-model smollm2
+	$(BIN)/millrace train smollm2 trainer.seed=$(SEED) $(ARGS)
 
 # The environments download their packages at the same time, and lint runs as soon as it can.
 # millrace itself is built in this folder, so it is installed into one environment after the other.
@@ -39,6 +46,10 @@ test:
 	@$(MAKE) --no-print-directory -j4 lint .venv/.collected .venv-vllm/.test .venv-peers/.test
 	$(BIN)/python -m pytest -n 4 --dist loadgroup
 	@$(MAKE) --no-print-directory test-vllm
+
+test-real: .venv/.test
+	$(BIN)/millrace get-model smollm2
+	$(BIN)/python -m pytest -n 0 tests/e2e/test_smollm2.py
 
 test-vllm: .venv-vllm/.test
 	$(VLLM)/python -m pytest -n 2 --dist loadgroup tests/vllm
@@ -64,11 +75,15 @@ endef
 	@$(PIP) -e .
 	@touch $@
 
+.venv/.real: .venv/.run
+	@$(PIP) -e '.[real]'
+	@touch $@
+
 # pip looks at every package again in each call, so the tests need no call for .venv/.run.
 .venv/.test: pyproject.toml constraints.txt | $(if $(filter run docs,$(MAKECMDGOALS)),.venv/.run)
 	@echo "installing millrace and the packages of the tests into .venv (a few minutes the first time) ..."
 	$(torch_first)
-	@$(PIP) -e '.[test,clients,megatron,mcp,games,browser,wandb,mlflow,trackio,prometheus,query,serve]'
+	@$(PIP) -e '.[test,clients,megatron,mcp,games,browser,wandb,mlflow,trackio,prometheus,query,real,serve]'
 	@touch .venv/.run $@
 
 # Four workers would compile every module that the tests import, each for itself.

@@ -156,6 +156,7 @@ INSTALL = {
     "aiohttp": "pip install 'aiohttp>=3.14'",
     "duckdb": "pip install 'duckdb>=1.1'",
     "fastapi": "pip install 'fastapi>=0.115' 'uvicorn>=0.30'",
+    "gguf": "pip install 'gguf>=0.17'",
     "gymnasium": "pip install 'gymnasium>=1'",
     "mcp": "pip install 'mcp>=2'",
     "megatron-core": "pip install 'megatron-core==0.16.1'",

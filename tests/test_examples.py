@@ -22,6 +22,7 @@ import yaml
 from millrace.config import recipe
 from millrace.runtime.placement import choose
 from tests.e2e import runs
+from tests.waiting import HANG_S
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPT = EXAMPLES / "slurm" / "millrace.sbatch"
@@ -92,15 +93,15 @@ def job(
     )
 
 
-def ended(process: subprocess.Popen[str], timeout_s: float = 60.0) -> tuple[int, str]:
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Return exit code and output, once all processes that the job started are gone."""
     started: list[psutil.Process] = []
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + HANG_S
     while process.poll() is None and time.monotonic() < deadline:
         started = list({*started, *psutil.Process(process.pid).children(recursive=True)})
         time.sleep(0.1)
-    output, _ = process.communicate(timeout=60)
-    _, left = psutil.wait_procs(started, timeout=60)
+    output, _ = process.communicate(timeout=HANG_S)
+    _, left = psutil.wait_procs(started, timeout=HANG_S)
     for one in left:
         one.kill()
     assert not left, f"still there after the job: {left}"
@@ -140,9 +141,7 @@ def test_a_job_whose_nodes_do_not_start_fails_and_says_so(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_command_runs_on_a_cluster_that_the_job_makes(tmp_path: Path) -> None:
     few = ["sft.steps=2", "sft.batch_size=8", f"trainer.run_dir={tmp_path / 'run'}"]
-    code, output = ended(
-        job(tmp_path, "sft", str(runs.RECIPE), *few, "--json", real=True), timeout_s=150
-    )
+    code, output = ended(job(tmp_path, "sft", str(runs.RECIPE), *few, "--json", real=True))
     assert code == 0, output
     assert (tmp_path / "run" / "sft" / "model.safetensors").is_file()
     assert "runtime: ray" in (tmp_path / "run" / "config.yaml").read_text()

@@ -101,11 +101,12 @@ class LiveEpisode:
         """The turns behind each response's nonce."""
         self._in_flight = 0
         self._refused = 0
-        self._last = time.monotonic()
+        self._last = asyncio.get_running_loop().time()
 
     def quiet_s(self) -> float:
         """Return the seconds since the last request or answer. 0 while a request waits."""
-        return 0.0 if self._in_flight else time.monotonic() - self._last
+        now = asyncio.get_running_loop().time()
+        return 0.0 if self._in_flight else now - self._last
 
     def join(self, digest: bytes, retry: bool, asked: Asked) -> Draw:
         """Return the draw that answers a request: a running or recorded one, or a new one.
@@ -233,7 +234,7 @@ class LiveEpisode:
         """Note that a client got the answer of a draw, or that it is gone without it."""
         draw.waiters -= 1
         self._in_flight -= 1
-        self._last = time.monotonic()
+        self._last = asyncio.get_running_loop().time()
         if delivered:
             if not draw.delivered and draw.task.done() and not draw.failed:
                 draw.delivered = True

@@ -18,7 +18,6 @@ import hmac
 import json
 import os
 import secrets
-import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -49,7 +48,7 @@ class _Episode:
         """Return the seconds since the last sign of life, here or by a request to the policy."""
         if self.signed_at is None:
             return 0.0
-        return min(self.task.quiet_s(), time.monotonic() - self.signed_at)
+        return min(self.task.quiet_s(), asyncio.get_running_loop().time() - self.signed_at)
 
 
 class RemoteProgram:
@@ -113,7 +112,7 @@ class RemoteProgram:
         if route not in ("/episodes/heartbeat", "/episodes/finish"):
             raise RequestError("no such route", status=404, code="not_found")
         episode = self._of(body.get("api_key"))
-        episode.signed_at = time.monotonic()
+        episode.signed_at = asyncio.get_running_loop().time()
         if route == "/episodes/finish":
             del body["api_key"]
             self._leased.pop(episode.task.key)
@@ -135,7 +134,7 @@ class RemoteProgram:
         episode = self._waiting.popleft()
         self._leased[episode.task.key] = episode
         episode.task.begin()
-        episode.signed_at = time.monotonic()
+        episode.signed_at = asyncio.get_running_loop().time()
         return {
             "episode": episode.task.name,
             "task": episode.task.data,

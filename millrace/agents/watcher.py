@@ -18,7 +18,8 @@ from pathlib import Path
 
 MARK = "MILLRACE_AGENTS"
 """The variable that each program of a run has, and each process that it starts."""
-_TRIES = 20
+_KILL_S = 10.0
+"""Seconds in which killed processes end, also on a busy machine."""
 
 
 def marked(text: str) -> list[int]:
@@ -35,9 +36,8 @@ def marked(text: str) -> list[int]:
 
 def kill_marked(text: str) -> None:
     """Kill the processes with `text` in their environment, until there are none."""
-    for _ in range(_TRIES):
-        if not (left := marked(text)):
-            return
+    end = time.monotonic() + _KILL_S
+    while (left := marked(text)) and time.monotonic() < end:
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

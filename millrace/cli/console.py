@@ -131,8 +131,6 @@ def overrides_on(address: str | None, overrides: list[str] | None) -> list[str]:
 
     Raises ConfigError if --address is empty, because a script may have passed an unset variable.
     """
-    from millrace.errors import bad_value
-
     if address is None:
         return overrides or []
     if not address.strip():
@@ -144,8 +142,6 @@ def overrides_on(address: str | None, overrides: list[str] | None) -> list[str]:
 
 def refuse_keys(arguments: Sequence[str]) -> None:
     """Raise ConfigError for a key, or one of TRL's names, that is written as an option."""
-    from millrace.errors import bad_value
-
     command = next(iter(arguments), "-")
     if command not in ("train", "sft", "eval", "bench") and not command.startswith("-"):
         return  # It takes no keys.
@@ -176,7 +172,6 @@ def base_of(
     Raises ConfigError if the name is not one of verl's, or if --config-path stands alone.
     """
     from millrace.config.packaged import packaged
-    from millrace.errors import bad_value
 
     if name is None and folder is None:
         return path, overrides
@@ -215,9 +210,9 @@ def configure(
         try:
             check_machine(config)
         except (ConfigError, MissingDependency) as lack:  # another machine may run it
-            typer.echo(f"note: this machine cannot run it: {lack}", err=True)
+            _note(f"this machine cannot run it: {lack}")
         for note in config.notes:
-            typer.echo(f"note: {note}", err=True)
+            _note(note)
         for line in config.translated:
             typer.echo(f"  {line}", err=True)
         from millrace.run.agents import described
@@ -229,11 +224,16 @@ def configure(
             config,
             scored=not keep_warm_up,
             inspect=(lambda t: lines.extend(described(agents, t))) if agents.player else None,
+            note=_note,
         )
         check_shape(config.model, config.actor, config.trainer)
         _print_dry_run(config, rows, json_, lines)
         raise typer.Exit
     return config
+
+
+def _note(text: str) -> None:
+    typer.echo(f"note: {text}", err=True)
 
 
 def _print_dry_run(
@@ -247,11 +247,11 @@ def _print_dry_run(
 
     derived, limits = asdict(config.derived(rows)), config.limits(rows)
     size = size_of(config.model)
-    memory = estimate(config, size) if size is not None else {}
+    batch = config.largest_batch
+    memory = estimate(config, size, **batch) if size is not None else {}
     if json_:
         whole = {"config": config.model_dump(mode="json"), "derived": derived, "memory": memory}
-        whole["limits"] = limits
-        whole["agents"] = dict(agents)
+        whole |= {"limits": limits, "memory_assumes": batch, "agents": dict(agents)}
         print_json({**whole, "translated": list(config.translated)})
         return
     typer.echo(recipe.dump(config))
@@ -261,6 +261,9 @@ def _print_dry_run(
     for key, samples in limits.items():
         ends = " (ends the run)" if key == config.end(rows)[0] else ""
         table.add_row(f"samples by {key}", f"{samples:,}{ends}")
+    if memory:
+        filled = "a full micro-batch" if batch["micro_batches"] > 1 else "all rows at their longest"
+        table.add_row("trainer tokens a device, assumed", f"{batch['tokens']:,}: {filled}")
     for side, parts in memory.items():
         for name, count in {**parts, "sum": sum(parts.values())}.items():
             table.add_row(f"{side} GiB a device, estimate: {name}", f"{count / 2**30:,.1f}")
@@ -310,10 +313,10 @@ def run_async(
 async def _with_signals(
     work: Coroutine[Any, Any, T], progress: Progress, request_stop: Callable[[], bool]
 ) -> T:
-    """Run `work`. The first Ctrl-C, SIGTERM or SIGHUP asks it to save and end.
+    """Run `work`. The first Ctrl-C, SIGTERM or SIGHUP asks it to save and end, a second ends it.
 
-    A second one ends the process at once, except SIGHUP. nohup ignores SIGHUP, which then stays
-    ignored. A signal that a supervisor passes on counts once, also if it reached both processes.
+    A second SIGHUP does not, and nohup's ignored SIGHUP stays ignored. A signal that a supervisor
+    passes on counts once, also if it reached both processes.
     """
     loop = asyncio.get_running_loop()
     task = loop.create_task(work)

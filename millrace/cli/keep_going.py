@@ -56,7 +56,8 @@ FAILED = 1
 _LONGEST_S = 60.0
 _LEAVE_S = 30.0
 """Seconds that the workers of a dead driver have to end. After that, they are killed."""
-_KILLED_S = 5.0
+_KILLED_S = 30.0
+"""The same for those that were killed, also on a busy machine."""
 _POLL_S = 0.1
 _SET_CHILD_SUBREAPER = 36
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

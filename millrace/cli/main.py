@@ -46,6 +46,7 @@ from millrace.cli.console import (
     stopped_by,
     unwrap_help,
 )
+from millrace.cli.get_model import get_model
 from millrace.cli.import_verl import import_verl
 from millrace.cli.keep_going import KeepGoing, Restarts, keep_going
 from millrace.cli.query import query
@@ -209,7 +210,7 @@ def _validate(config: Config, json_: bool) -> None:
         lambda progress: work(config, progress),
         lambda: False,
     )
-    report(json_, result, shown(result["val"]))
+    report(json_, result, f"{shown(result['val'])}\nsamples: {result['samples']}")
 
 
 @app.command()
@@ -237,6 +238,7 @@ def export(
 for _command in (import_verl, watch, why, scale, serve):
     app.command()(_command)
 app.command("report")(report_page)
+app.command("get-model")(get_model)
 app.command()(query)
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from millrace.cli.console import Json, check_run, print_json
 from millrace.errors import bad_value
+from millrace.pipeline import ownership
 from millrace.report import query as asking
 
 _ROWS = 200
@@ -46,7 +47,10 @@ def query(
 
     Example: millrace query runs/quickstart-1 'select version, "reward/mean" from metrics'
     """
-    check_run(run)
+    if not (
+        ownership.is_ours(run) and (run / "samples").is_dir()
+    ):  # `millrace eval` has no history
+        check_run(run)
     if sql is None:
         if csv_ is not None:
             raise bad_value("SQL", "", "--csv needs a query", f"for example {asking.EXAMPLES[0]}")

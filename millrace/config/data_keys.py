@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from millrace.config.reward_keys import MixedReward, OneReward, check_mix
@@ -27,6 +29,13 @@ class DataConfig(Section):
     """Samples that are admitted at a time. millrace admits them one by one, so this must be 1."""
     prompt_key: str = "prompt"
     """Column of the prompt. A prompt is a list of messages, or a string."""
+    chat: Literal["auto", "always", "never"] = "auto"
+    """Whether a prompt that is a string goes through the chat template, as one message of the user.
+
+    auto: if model.path has a chat template that millrace has not written. A string that begins with
+    the template's markup is read as it is, with its special tokens. always refuses a model without
+    a template, and never refuses messages. Where agents play, they make the messages.
+    """
     shuffle: bool = True
     """Whether to shuffle the data in each epoch. trainer.seed decides the order."""
     filter_overlong_prompts: bool = False

@@ -184,6 +184,21 @@ class Config(Section):
         return self.actor.ppo_max_token_len_per_gpu * self.context_size
 
     @property
+    def largest_batch(self) -> dict[str, int]:
+        """The tokens of the largest micro-batch on a device, and the micro-batches of a step.
+
+        It is full, with actor.ppo_max_token_len_per_gpu tokens, unless all rows of an optimizer
+        step fit when they are as long as they can be. Rows of a sample share their prompt. Agents
+        have any number of rows. Two micro-batches stand for several.
+        """
+        rollout, actor = self.rollout, self.actor
+        samples = -(-actor.ppo_mini_batch_size // self.data_ranks)
+        if self.agents.player or samples * rollout.n * rollout.max_len > self.max_tokens:
+            return {"tokens": actor.ppo_max_token_len_per_gpu, "micro_batches": 2}
+        read = rollout.max_prompt_length + rollout.n * rollout.max_response_length
+        return {"tokens": -(-samples * read // self.context_size), "micro_batches": 1}
+
+    @property
     def rollout_devices(self) -> int:
         return self.rollout.devices
 

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
+from millrace.config import cached  # noqa: F401 - ${model:NAME} of recipes
 from millrace.config.explain import all_keys, example, section_of
 from millrace.config.packaged import find, hides
 from millrace.config.verl.translate import Note, Setting, translate

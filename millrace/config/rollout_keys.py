@@ -130,9 +130,9 @@ class RolloutConfig(Section):
     stall_s: float = Field(10.0, gt=0)
     """Seconds without a token after which a replica that has requests is lost.
 
-    Tokens of any request count, and so do tokens of prompts. A sync, sleep and the first token
-    after a start, which may wait for compiled kernels, may take longer. Raise it for steps that
-    take seconds. During a transfer of weights, vLLM's workers must answer in this time too.
+    Tokens of any request count, and so do tokens of prompts. On a slow or busy device the limit is
+    four times the replica's longest step of late, if that is longer. A sync, sleep and the first
+    token after a start, which may wait for compiled kernels, may take longer. During a transfer of weights, vLLM's workers must answer in this time too.
     """
     max_restarts: int = Field(5, ge=0)
     """How often in a row a lost replica is started anew, after 1, 2, 4 and more seconds.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from millrace.data import template
 from millrace.data.rows import Messages, Problem
+from millrace.data.tokenizer import TEMPLATES
 from millrace.errors import bad_row
 from millrace.types import Tokens, tokens_of
 
@@ -21,6 +23,16 @@ _METHODS = (
     *("_convert_encoding", "decode", "_decode", "backend_tokenizer"),
 )
 """The methods of a tokenizer that turn text into tokens and back."""
+_MARK = "\ue000"
+
+
+class Reading(StrEnum):
+    """How a prompt becomes tokens."""
+
+    MESSAGES = "messages through the chat template"
+    WRAPPED = "strings through the chat template, each as one message of the user"
+    RENDERED = "strings with the template's markup already, read as they are"
+    PLAIN = "strings as plain text"
 
 
 @dataclass(frozen=True)
@@ -30,17 +42,49 @@ class Chat:
     tokenizer: PreTrainedTokenizerBase
     generation_prompt: bool = True
     """End with the head of the next message of the model. A reward model reads whole messages."""
+    strings: Literal["auto", "always", "never"] = "never"
+    """When a string is a message of the user. auto: if the template is not one of millrace."""
+
+    def reading(self, problem: Problem) -> Reading:
+        """Return how `render` reads the prompt."""
+        if not isinstance(problem.prompt, str):
+            return Reading.MESSAGES
+        if self._rendered(problem.prompt):
+            return Reading.RENDERED
+        own = self.template in TEMPLATES
+        wraps = self.strings == "always" or (self.strings == "auto" and not own)
+        return Reading.WRAPPED if wraps and self.template is not None else Reading.PLAIN
+
+    def as_chat(self, problem: Problem) -> Problem:
+        """Return the problem with its string prompt as messages, where strings are chat."""
+        if self.reading(problem) is not Reading.WRAPPED:
+            return problem
+        messages = [{"role": "user", "content": problem.prompt}]
+        return replace(problem, prompt=messages, columns=problem.columns | {"prompt": messages})
+
+    def described(self, readings: Mapping[Reading, int]) -> str:
+        """Return one line on how prompts are read. It is empty if all of them are messages."""
+        if not set(readings) - {Reading.MESSAGES}:
+            return ""
+        parts = [f"{count} {reading}" for reading, count in readings.items()]
+        why = ""
+        if Reading.PLAIN in readings and self.strings != "never":
+            why = f" ({'no' if self.template is None else 'a plain'} chat template)"
+        return f"data.chat={self.strings}: of the prompts checked, {', '.join(parts)}{why}"
 
     def render(self, problem: Problem, where: str = "prompt") -> tuple[str, Tokens]:
         """Return the prompt's text and its tokens. `where` names the row in errors.
 
-        Messages go through the chat template. A string is tokenised
-        without a template and without added special tokens. Raise DataError if the template
-        refuses the messages. Raise it too if a message contains a special token's text and the
-        template changes messages: the text and the token are then indistinguishable.
+        Messages go through the chat template, and so do strings where `reading` says so. Other
+        strings are tokenised without a template and without added special tokens. Only a string
+        that the template has rendered already may have special tokens. Raise DataError if the
+        template refuses the messages. Raise it too if a message contains a special token's text and
+        the template changes messages: the text and the token are then indistinguishable.
         """
+        problem = self.as_chat(problem)
         if isinstance(problem.prompt, str):
-            return problem.prompt, tokens_of(self.encode(problem.prompt))
+            split = self._split or not self._rendered(problem.prompt)
+            return problem.prompt, tokens_of(self._encode(problem.prompt, split))
         text = self._template(problem.prompt, where)
         if self._special is None or not any(
             self._special.search(m["content"]) for m in problem.prompt
@@ -118,13 +162,43 @@ class Chat:
         special = [t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special]
         return re.compile("|".join(re.escape(t) for t in special)) if special else None
 
+    @cached_property
+    def template(self) -> str | None:
+        """The chat template, or None if there is none."""
+        return template.source(self.tokenizer)
+
+    @cached_property
+    def _scaffold(self) -> str:
+        """What the template writes around a message of the user, with a mark in its place."""
+        try:
+            user = [{"role": "user", "content": _MARK}]
+            return template.render(self.tokenizer, user, head=True)
+        except template.Refused:
+            return ""
+
+    def _rendered(self, text: str) -> bool:
+        """Whether a string begins as the template's text does."""
+        start = text.lstrip()
+        if self.template is None or self._special is None:
+            return False
+        if (found := self._special.match(start)) is not None:
+            return found[0] in self._scaffold.replace(_MARK, "")
+        if self.strings == "never":  # the text of special tokens aside, nothing depends on it
+            return False
+        head = self._special.sub("", self._scaffold.partition(_MARK)[0]).strip()
+        return bool(head) and start.startswith(head)
+
     def _template(self, messages: Messages, where: str) -> str:
+        if self.template is None:
+            rule = "the model's folder has no chat template, which messages need"
+            fix = "chat_template.jinja in model.path, an instruct model, or a string prompt"
+            raise bad_row(where, messages, rule, fix)
         try:
             return template.render(self.tokenizer, messages, head=self.generation_prompt)
         except template.Refused as error:
             rule = f"the chat template refuses the messages: {error}"
-            fix = "other messages, a string prompt, or another chat template in the model folder"
-            raise bad_row(where, messages, rule, fix) from error
+            fix = "other messages, a string prompt with data.chat=never, or another chat template"
+            raise bad_row(where, messages, rule, f"{fix} in the model folder") from error
 
     def _render_apart(self, messages: Messages, where: str) -> Tokens:
         """Encode the template's text and the messages' text separately.

@@ -5,11 +5,12 @@ A resume therefore needs i alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from millrace.data.chat import Chat
+from millrace.data.chat import Chat, Reading
 from millrace.data.rows import Problem, problem
 from millrace.data.sources import Rows
 from millrace.errors import DataError, bad_row
@@ -43,6 +44,8 @@ class PromptStream:
 
     Large generated sources are not counted: the next row that fits replaces a long one.
     """
+    readings: Mapping[Reading, int] = field(default_factory=dict)
+    """How the rows that were checked become tokens."""
 
     @classmethod
     def open(
@@ -63,6 +66,7 @@ class PromptStream:
         tokenizer does not know.
         """
         kept: list[int] = []
+        readings: Counter[Reading] = Counter()
         at = 0
         for part, end in zip(rows.parts, rows.ends, strict=True):
             checked = (
@@ -72,6 +76,7 @@ class PromptStream:
             )
             for i in range(at, min(end, at + checked)):
                 entry = problem(rows, i, prompt_key=prompt_key, need_ground_truth=need_ground_truth)
+                readings[chat.reading(entry)] += 1
                 tokens = _tokens(rows, chat, i, entry)[1]
                 if len(tokens) <= max_prompt_length or (
                     part.generated and part.size > _COUNTED and filter_overlong
@@ -100,6 +105,7 @@ class PromptStream:
             prompt_key,
             used,
             filtered,
+            readings,
         )
 
     def __len__(self) -> int:
@@ -131,7 +137,7 @@ class PromptStream:
         """
         for tried in range(row, row + (1000 if self.filter_overlong else 1)):
             at = tried % len(self.rows)
-            entry = problem(self.rows, at, prompt_key=self.prompt_key)
+            entry = self.chat.as_chat(problem(self.rows, at, prompt_key=self.prompt_key))
             text, tokens = _tokens(self.rows, self.chat, at, entry)
             if len(tokens) <= self.max_prompt_length:
                 return at, entry, text, tokens

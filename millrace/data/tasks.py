@@ -2,17 +2,20 @@
 
 Row i is a pure function of (task and its parameters, seed, split, i): random access and no state.
 Training and validation share no problem, unless a task has so few problems that one split is empty.
-The hash of a problem alone decides its split: one in eight belongs to validation, for any seed.
+The hash of a problem alone decides its split, for any seed: one in eight belongs to validation, or
+every other one of a task with few problems.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from random import Random
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 from zlib import crc32
 
 UNLIMITED = 1_000_000
@@ -208,11 +211,77 @@ class FillIn:
         return "0123456789f()= >x+-*"
 
 
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """A question about two numbers, as chat for models that can talk.
+
+    7 times 12 and 12 times 7 are one problem. An epoch has each problem of its split once.
+    """
+
+    sign: ClassVar[str]
+    larger: int = field(default=99, metadata={"doc": "the larger number is at most this"})
+    smaller: int = field(default=12, metadata={"doc": "the smaller number is at most this"})
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.smaller <= self.larger <= 999:
+            raise ValueError(
+                f"1 <= smaller={self.smaller} <= larger={self.larger} <= 999 must hold"
+            )
+
+    def result(self, a: int, b: int) -> int:
+        raise NotImplementedError
+
+    def problems(self) -> list[tuple[int, int]]:
+        """Return all problems, of both splits."""
+        return [(a, b) for a in range(1, self.smaller + 1) for b in range(a, self.larger + 1)]
+
+    def columns(self, rng: Random, numbers: Sequence[int]) -> dict[str, Any]:
+        """Return the columns of the row of a problem, with its numbers in some order."""
+        a, b = rng.sample(numbers, 2)
+        question = f"What is {a} {self.sign} {b}?"
+        return {
+            "prompt": [{"role": "user", "content": question}],
+            "answer": str(self.result(a, b)),
+        }
+
+    def problem(self, rng: Random) -> tuple[str, str]:
+        row = self.columns(rng, rng.choice(self.problems()))
+        return row["prompt"][0]["content"], row["answer"]
+
+    def corrupt(self, rng: Random, prompt: str, answer: str) -> str:
+        return corrupt_answer(rng, answer)
+
+    def alphabet(self) -> str:
+        return f"What is 0123456789{self.sign}?"
+
+
+class Products(Arithmetic):
+    """`What is 7 * 12?`, as a message of the user."""
+
+    __slots__ = ()
+    sign = "*"
+
+    def result(self, a: int, b: int) -> int:
+        return a * b
+
+
+class Sums(Arithmetic):
+    """`What is 7 + 12?`, as a message of the user."""
+
+    __slots__ = ()
+    sign = "+"
+
+    def result(self, a: int, b: int) -> int:
+        return a + b
+
+
 TASKS: dict[str, type[Task]] = {
     "sort_digits": SortDigits,
     "copy": Copy,
     "chase": Chase,
     "fill_in": FillIn,
+    "products": Products,
+    "sums": Sums,
 }
 
 
@@ -223,6 +292,11 @@ def task_row(name: str, task: Task, stream: Stream, i: int) -> dict[str, Any]:
     split, the row is the last draw.
     """
     row: dict[str, Any] = {}
+    if isinstance(task, Arithmetic):
+        order = _epoch(task, stream)
+        rng = Random(f"{name}|{task!r}|{stream.seed}|{stream.split}|{i}")
+        row = task.columns(rng, order[i % len(order)])
+        return row | {"data_source": name, "extra_info": {"index": i, "split": stream.split}}
     for attempt in range(_TRIES):
         rng = Random(f"{name}|{task!r}|{stream.seed}|{stream.split}|{i}|{attempt}")
         if hasattr(task, "row"):  # a RowTask. isinstance takes as long as the row itself.
@@ -231,10 +305,23 @@ def task_row(name: str, task: Task, stream: Stream, i: int) -> dict[str, Any]:
         else:
             problem, answer = task.problem(rng)
             row = {"prompt": problem, "answer": answer}
-        if (crc32(problem.encode()) % 8 == 0) == (stream.split == "val"):
+        if (_hash(problem) % 8 == 0) == (stream.split == "val"):
             break
     extra = {"index": i, "split": stream.split} | row.get("extra_info", {})
     return row | {"data_source": name, "extra_info": extra}
+
+
+@lru_cache(maxsize=16)
+def _epoch(task: Arithmetic, stream: Stream) -> list[tuple[int, int]]:
+    """Return the problems of a split, in the order of the seed."""
+    held_out = stream.split == "val"
+    of_split = [p for p in task.problems() if (_hash(repr(p)) % 2 == 0) == held_out]
+    chosen = of_split or task.problems()  # so few problems that one split is empty
+    return Random(f"{task!r}|{stream.seed}|{stream.split}").sample(chosen, len(chosen))
+
+
+def _hash(problem: str) -> int:
+    return crc32(problem.encode())
 
 
 _WORD = re.compile(r"\w+(?:\.\w+)*")

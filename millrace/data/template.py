@@ -31,6 +31,23 @@ class Refused(Exception):
     """A template raised: it does not support these messages."""
 
 
+def source(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the chat template's text. It is None if there is none, and "" if it is code."""
+    if _is_code(tokenizer):
+        return ""
+    try:
+        return str(tokenizer.get_chat_template(None, None))
+    except ValueError:
+        return None
+
+
+def _is_code(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer's class renders messages itself."""
+    from transformers import PreTrainedTokenizerBase
+
+    return type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+
+
 def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
@@ -43,15 +60,12 @@ def render(
 
     Raise Refused if the template raises, and ConfigError if it goes beyond a limit.
     """
-    from transformers import PreTrainedTokenizerBase
-
     try:
         source = tokenizer.get_chat_template(None, [dict(t) for t in tools] or None)
     except ValueError as error:
         raise Refused(f"{error}") from error
     settings = dict(options or {})
-    own = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
-    if own or source in TEMPLATES:  # code of a library, or a template of millrace
+    if _is_code(tokenizer) or source in TEMPLATES:  # code of a library, or a template of millrace
         return _here(tokenizer, messages, tools, settings | {"add_generation_prompt": head})
     variables = {
         **tokenizer.special_tokens_map,

@@ -20,7 +20,7 @@ from millrace.config import ModelConfig, Sides
 from millrace.decode.decoder import PREFILL_TOKENS, Decoder
 from millrace.decode.slots import Request
 from millrace.errors import SyncError, WorkerError
-from millrace.models.model import eos_ids, load_model
+from millrace.models.model import folder_eos_ids, load_model
 from millrace.models.tokenizer import text_of
 from millrace.ports import RolloutStats
 from millrace.rollout.requests import check_kv, check_request, completes_stop, stop_window
@@ -354,7 +354,7 @@ def build(sides: Sides, model: ModelConfig, model_folder: str) -> TorchRolloutEn
     )
     return TorchRolloutEngine(
         loaded,
-        eos_ids=eos_ids(loaded),
+        eos_ids=folder_eos_ids(model_folder, trust_remote_code=trust),
         slots=rollout.max_num_seqs,
         max_len=rollout.max_len,
         deterministic=trainer.deterministic,

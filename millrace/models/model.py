@@ -21,6 +21,7 @@ from transformers import (
 from millrace.config import ModelConfig
 from millrace.errors import bad_value
 from millrace.models.shape import write_shape as write_shape
+from millrace.models.tokenizer import load_tokenizer
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -89,13 +90,21 @@ def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def folder_eos_ids(folder: str | Path, *, trust_remote_code: bool = False) -> tuple[int, ...]:
-    """Return `eos_ids` of the model in `folder` (or of a hub id), without loading its weights."""
+    """Return the ids that end a response of the model in `folder` (or of a hub id).
+
+    They are those of `eos_ids`, and the tokenizer's own one, which a fine-tuned chat model may have
+    changed alone. No weights are loaded.
+    """
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     try:
         generation = GenerationConfig.from_pretrained(str(folder))
     except OSError:  # the folder has none
         generation = None
-    return _first_eos(generation, config)
+    ids = _first_eos(generation, config)
+    if Path(folder).is_dir() and not (Path(folder) / "tokenizer_config.json").is_file():
+        return ids  # Without the file, transformers makes a tokenizer with ids of its own.
+    own = load_tokenizer(folder, trust_remote_code=trust_remote_code).eos_token_id
+    return ids if own is None or own in ids else (*ids, int(own))
 
 
 def _first_eos(*sources: Any) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -48,6 +48,17 @@ class Response:
         """Return the answer that the reward found. None if the response has no answer."""
         found = None if self.score is None else self.score.answer
         return self.text.strip() if found is None else found.strip() or None
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One episode of a validation: its prompt, its trajectory and its response."""
+
+    prompt: Prompt
+    trajectory: Trajectory | None
+    """None if the episode failed."""
+    response: Response
+    greedy: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +135,27 @@ class Validator:
     limits: Limits = NO_LIMITS
     retries: int = 0
     """How often a failed episode begins again before it counts as failed."""
+    waits: bool = False
+    """Whether a request waits for another replica with the same weights once its own is lost.
 
-    async def run(self, version: PolicyVersion, on_scored: OnScored | None = None) -> Result:
+    In a training run, the live weights may be others by then.
+    """
+
+    async def run(
+        self,
+        version: PolicyVersion,
+        on_scored: OnScored | None = None,
+        played: dict[int, Played] | None = None,
+    ) -> Result:
         """Validate the live weights. They must stay those of `version` until this returns.
+
+        `played` gets each response once it is scored, by its number. So a validation that fails
+        leaves what it has.
 
         Raises SampleError once more than `max_error_share` of the responses have no score, where
         fewer than 50 count as 50, or once all have none.
         """
+        played = {} if played is None else played
         asked = [(p, self._sampling(p, k)) for p in self.prompts for k in range(self.n)]
         sampled = len(asked)
         if self.greedy:
@@ -139,25 +164,36 @@ class Validator:
         draws = [asyncio.ensure_future(self._draw(p, params)) for p, params in asked]
         size = self.n if self.whole_group else 1
         starts = [*range(0, sampled, size), *range(sampled, len(asked))]
-        calls = [
-            asyncio.ensure_future(self._scored(tally, asked[i][0], draws[i:j]))
-            for i, j in pairwise((*starts, len(asked)))
-        ]
+
+        async def score(i: int, j: int) -> None:
+            prompt, greedy = asked[i][0], i >= sampled
+            ended = await self._scored(tally, prompt, draws[i:j])
+            for n, (trajectory, response) in enumerate(ended, start=i):
+                played[n] = Played(prompt, trajectory, response, greedy)
+
+        calls = [asyncio.ensure_future(score(i, j)) for i, j in pairwise((*starts, len(asked)))]
         try:
             await asyncio.gather(*draws, *calls)
         finally:
             for task in (*draws, *calls):
                 task.cancel()
-        responses = [response for call in calls for response in call.result()]
-        drawn = [responses[i : i + self.n] for i in range(0, sampled, self.n)]
+        return self.result(version, played)
+
+    def result(self, version: PolicyVersion, played: Mapping[int, Played]) -> Result:
+        """Return the values over the responses in `played`, by their numbers."""
+        n, sampled = self.n, len(self.prompts) * self.n
+        drawn = [
+            [played[j].response for j in range(i, i + n) if j in played]
+            for i in range(0, sampled, n)
+        ]
         values: dict[str, float] = {}
         for source, rows in _by_source(self.prompts).items():
-            found = summarise([drawn[i] for i in rows])
-            if self.greedy:
-                found |= _greedy([responses[sampled + i] for i in rows])
+            found = summarise([drawn[i] for i in rows]) if any(drawn[i] for i in rows) else {}
+            greedy = [played[sampled + i].response for i in rows if sampled + i in played]
+            found |= _greedy(greedy) if greedy else {}
             values |= {f"val/{source}/{name}": value for name, value in found.items()}
-        shown = zip(self.prompts[:3], drawn, strict=False)
-        return Result(version, values, tuple(self._transcript(p, d[0]) for p, d in shown))
+        shown = [(p, d[0]) for p, d in zip(self.prompts[:3], drawn, strict=False) if d]
+        return Result(version, values, tuple(self._transcript(p, d) for p, d in shown))
 
     def _sampling(self, prompt: Prompt, k: int) -> SamplingParams:
         """Return the settings of the k-th sampled response."""
@@ -171,7 +207,7 @@ class Validator:
                 self.pool.generate,
                 self.agent,
                 prompt,
-                replace(params, interruptible=False),
+                replace(params, interruptible=self.waits),
                 f"val/{prompt.index}/{params.seed}",
                 limits=self.limits,
                 retries=self.retries,
@@ -184,26 +220,29 @@ class Validator:
         tally: Tally,
         prompt: Prompt,
         draws: Sequence[asyncio.Future[Trajectory | SampleError]],
-    ) -> list[Response]:
+    ) -> list[tuple[Trajectory | None, Response]]:
         """Return the responses to one prompt with their scores, from one call of the reward."""
         ended = [await draw for draw in draws]
-        played = [t for t in ended if isinstance(t, Trajectory)]
+        drawn = [t for t in ended if isinstance(t, Trajectory)]
         failure: SampleError | None = None
         try:
-            played = await scored(prompt, played, self.reward, self.decode)
+            drawn = await scored(prompt, drawn, self.reward, self.decode)
         except SampleError as error:
             failure = error
-        responses, given = [], iter(played)
+        responses: list[tuple[Trajectory | None, Response]] = []
+        given = iter(drawn)
         for one in ended:
             if isinstance(one, SampleError):
                 tally.failed(one)
-                responses.append(Response("", None))
+                responses.append((None, Response("", None)))
                 continue
             if failure is not None:
                 tally.failed(failure)
             else:
                 tally.scored()
-            responses.append(self._response(next(given), failed=failure is not None))
+            trajectory = next(given)
+            response = self._response(trajectory, failed=failure is not None)
+            responses.append((trajectory, response))
         return responses
 
     def _response(self, trajectory: Trajectory, *, failed: bool) -> Response:
@@ -214,13 +253,19 @@ class Validator:
     @staticmethod
     def _transcript(prompt: Prompt, drawn: Response) -> Transcript:
         return Transcript(
-            prompt.text,
+            _question(prompt),
             drawn.conversation or drawn.text,
             drawn.answer,
             float("nan") if drawn.score is None else drawn.score.value,
             prompt.data_source,
             str(prompt.ground_truth),
         )
+
+
+def _question(prompt: Prompt) -> str:
+    """Return the last message of a chat without the marks of its template, else the whole text."""
+    messages = prompt.columns.get("prompt")
+    return str(messages[-1]["content"]) if messages else prompt.text
 
 
 def summarise(problems: Sequence[Sequence[Response]]) -> dict[str, float]:

@@ -7,6 +7,7 @@ the wrong thing silently.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from millrace.data.spec import nearest
@@ -15,6 +16,7 @@ from millrace.data.tasks import TASKS
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
 SCORERS: dict[str, str] = {
     **dict.fromkeys(TASKS, "exact"),
+    **dict.fromkeys(("products", "sums"), "math"),  # the answer may be a sentence
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "math_reward",
     "DigitalLearningGmbH/MATH-lighteval": "math_reward",
@@ -26,6 +28,7 @@ SCORERS: dict[str, str] = {
 }
 """The built-in scorer of each data source. verl's prime_math is math-verify here."""
 
+_NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(/\d+)?%?")
 _AIME = "aime"
 """verl scores every data source whose name starts with this by math_dapo."""
 
@@ -54,6 +57,40 @@ def scorer_of(data_source: str, extra_info: dict[str, Any]) -> str | None:
     metadata = extra_info.get("metadata")
     name = metadata.get("source_dataset") if isinstance(metadata, dict) else None
     return "reasoning_gym" if isinstance(name, str) and _generated(name) else None
+
+
+_BARE: dict[str, tuple[str, str]] = {
+    "exact": (
+        "it pays a response that is the answer and nothing else",
+        "a prompt that asks for the answer alone",
+    ),
+    "reasoning_gym": (
+        "for a right answer inside a sentence it mostly pays len(answer) / len(response)",
+        "a prompt that asks for the answer alone, or between <answer> and </answer>",
+    ),
+    "gsm8k_flexible": (
+        "it takes a full stop after the last number as part of it, so '4.' is not 4",
+        "a prompt that asks for the number alone",
+    ),
+}
+"""Scorers that pay little for the sentences of a chat model: the reason, and what helps."""
+
+
+def advice_for_chat(
+    section: str, function: str, data_source: str, extra_info: dict[str, Any], truth: Any
+) -> str:
+    """Return a warning if the scorer of a row does not fit the answers of a chat model, else "".
+
+    `section` is the reward's section, and `function` its function, "" for the scorer of the source.
+    """
+    name = function or scorer_of(data_source, extra_info) or ""
+    if name not in _BARE:
+        return ""
+    why, fix = _BARE[name]
+    if _NUMBER.fullmatch(str(truth).split("####")[-1].strip()):
+        fix = f"{section}.function=math, which finds the number in a sentence, or {fix}"
+    rule = f"the scorer {name!r} and a model with a chat template: {why}"
+    return f"warning: {section}.function = {function!r}, {data_source}: {rule}. Fix: {fix}."
 
 
 def _generated(name: str) -> bool:

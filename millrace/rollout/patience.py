@@ -61,6 +61,18 @@ async def wait_for_replicas(
         events.discard(changed)
 
 
+async def sleep_until(roster: Roster, ready: Callable[[], bool]) -> None:
+    """Return once `ready()`, which is evaluated after each change of the roster.
+
+    Nobody waits for this: it is for tasks that act on a change, and may never have to.
+    """
+    changed = asyncio.Event()
+    with roster.told(lambda change: changed.set()):
+        while not ready():
+            changed.clear()
+            await changed.wait()
+
+
 def check(roster: Roster) -> None:
     """Raise ReplicaLost if every replica is given up, unless the run saves first."""
     if roster.over and not roster.saves:

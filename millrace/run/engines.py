@@ -219,12 +219,15 @@ async def open_engines(
     config: Config,
     run: RunDir,
     peers: list[Peer],
-    restarts: bool,
+    trains: bool,
     progress: Progress,
 ) -> AsyncIterator[Engines]:
-    """Build every engine, and keep the replicas going while the body runs."""
+    """Build every engine, and keep the replicas going while the body runs.
+
+    A run that `trains` has lost ranks started anew too.
+    """
     with starting("engines"):
-        engines = await build_engines(runtime, config, run, peers, restarts=restarts)
+        engines = await build_engines(runtime, config, run, peers, restarts=True, trains=trains)
     engines.keeper.news.note = engines.train.ranks.note = progress.note
     engines.train.folder = run.path
     scaler = engines.scaler
@@ -263,12 +266,14 @@ async def build_engines(
     peers: list[Peer] | None = None,
     *,
     restarts: bool = False,
+    trains: bool = True,
 ) -> Engines:
     """Build the engine of every worker and connect the weight sync. `peers` are started workers.
 
     All engines are built at once. vLLM on shared devices is the exception: it allocates the memory
     that is free. So the train engine is built first and frees its memory. With `restarts`, a lost
-    replica is started anew, and a later sync must bring it the weights.
+    replica is started anew, and a later sync must bring it the weights. If the run also `trains`,
+    so are lost ranks, and replicas may join and leave.
     """
     ranks, folder = range(config.trainer_ranks), weights_folder(config.model, run.model)
     peers = await start_workers(runtime, config.sides, folder) if peers is None else peers
@@ -278,7 +283,9 @@ async def build_engines(
     tree = config.model_dump(mode="json")
     shared = config.schedule.colocated and rollout
     starter = Workers(runtime, tree, folder, len(ranks), address)
-    engines = engines_of(config, trainers, rollouts, shared, restarts=restarts, starter=starter)
+    engines = engines_of(
+        config, trainers, rollouts, shared, restarts=restarts, trains=trains, starter=starter
+    )
 
     def build_trainers() -> list[Coroutine[Any, Any, None]]:
         return [_build(p, tree, folder, r, address) for r, p in enumerate(trainers)]
@@ -307,6 +314,7 @@ def engines_of(
     *,
     restarts: bool,
     starter: Starter,
+    trains: bool = True,
 ) -> Engines:
     """Return the engines in these workers. The sides take turns on `shared` devices.
 
@@ -314,7 +322,8 @@ def engines_of(
     not start anew there.
     """
     c, deadline_s = config.rollout, config.trainer.wait_deadline_s
-    ranks = Ranks(trainers, starter, max_restarts=config.trainer.max_restarts if restarts else 0)
+    again = config.trainer.max_restarts if restarts and trains else 0
+    ranks = Ranks(trainers, starter, max_restarts=again)
     restarts = restarts and not (shared and c.engine == "vllm")
     roster = Roster(len(rollouts), max_restarts=c.max_restarts if restarts else 0)
     ranks.moved = roster.renew  # A replica waits for the ranks until it has their weights.
@@ -324,7 +333,7 @@ def engines_of(
     sync = RosterSync(ranks, replicas, roster, deadline_s=deadline_s)
     keeper = Keeper(roster, replicas, ranks, starter, heartbeat_s=c.heartbeat_s)
     alone = "replicas join and leave in a run of `millrace train` alone"
-    fixed = "" if restarts and rollouts else alone
+    fixed = "" if restarts and trains and rollouts else alone
     if shared:
         why = "in this mode the replicas share the trainer's devices"
         fixed = f"{why}. Fix: a mode with separate devices"

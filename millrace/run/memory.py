@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.config import (
-    ActorConfig,
     Config,
     MegatronConfig,
     ModelConfig,
@@ -23,8 +22,8 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 _OPTIMIZER = 12
 """Bytes of a trained parameter: float32 weight and both moments of AdamW."""
 _GRADIENT = 4
-_CHUNK = 1 << 27
-"""Logits in one chunk on a GPU, as in millrace.train.log_probs."""
+_CHUNK = {"cpu": 1 << 26, "cuda": 1 << 27}
+"""Logits in one chunk, as in millrace.train.log_probs. A device that is not named counts as GPU."""
 _WHOLE_GRADIENTS = 1 << 30
 """Bytes of gradients that ranks of FSDP2 keep whole until the last micro-batch."""
 
@@ -132,7 +131,9 @@ def _size_of_shape(s: ModelShape) -> Size | None:
     )
 
 
-def estimate(config: Config, size: Size, *, micro_batches: int = 2) -> dict[str, dict[str, int]]:
+def estimate(
+    config: Config, size: Size, *, micro_batches: int = 2, tokens: int = 0
+) -> dict[str, dict[str, int]]:
     """Return the bytes on one device of each side, by their use.
 
     trainer   all at the moment of the peak. It is the start of a backward pass, with all
@@ -143,17 +144,19 @@ def estimate(config: Config, size: Size, *, micro_batches: int = 2) -> dict[str,
               rollout.max_num_seqs + session_kv_slots full sequences, divided by tensor_model_parallel_size.
 
     With pipeline parallelism, it is the first or the last stage. It assumes that experts get
-    equally many tokens. Adapters are not counted.
+    equally many tokens. Adapters are not counted. A micro-batch has `tokens` on each device. 0
+    means a full one.
     """
+    tokens = tokens or config.actor.ppo_max_token_len_per_gpu
     width = _BYTES[config.model.dtype]
     rollout = _rollout(config.rollout, size, width)
     if config.async_training.colocated:  # both sides have one copy of the next weights
         rollout["staged weights"] = 0
     trainer, models = config.trainer, (config.needs_reference, config.needs_critic)
     if trainer.engine == "megatron":
-        parts = _megatron(config.model, config.actor, trainer, size, reference=models[0])
+        parts = _megatron(config.model, tokens, trainer, size, reference=models[0])
     else:
-        parts = _fsdp(config.model, config.actor, trainer, size, *models)
+        parts = _fsdp(config.model, tokens, trainer, size, *models)
     passing = parts["activations"] + parts["logits"]
     if trainer.engine != "megatron" and micro_batches == 1 and parts["gradients"] <= passing:
         parts["gradients"] = 0
@@ -164,13 +167,13 @@ def estimate(config: Config, size: Size, *, micro_batches: int = 2) -> dict[str,
 
 def _fsdp(
     model: ModelConfig,
-    actor: ActorConfig,
+    tokens: int,
     trainer: TrainerConfig,
     size: Size,
     reference: bool,
     critic: bool,
 ) -> dict[str, int]:
-    width, tokens = _BYTES[model.dtype], actor.ppo_max_token_len_per_gpu
+    width = _BYTES[model.dtype]
     adapted = model.lora_rank > 0
     base = width if adapted else _OPTIMIZER
     # With adapters, the reference is the same base with other adapters.
@@ -187,7 +190,8 @@ def _fsdp(
     recomputing = round(size.layers * share)
     whole = layer_bytes(size, width, compiled=model.compile)
     values = whole * (size.layers - recomputing) + width * size.hidden * recomputing
-    logits = _logits(size, width, tokens, 1, frozen=adapted)
+    chunk = _CHUNK["cpu" if trainer.device == "cpu" else "cuda"]
+    logits = _logits(size, width, tokens, 1, frozen=adapted, chunk=chunk)
     again = tokens * (whole + _mlp_gradients(size, width))
     again += (not adapted) * _GRADIENT * size.embeddings  # the gradient of the head is there too
     return {
@@ -228,22 +232,30 @@ def _norms(size: Size, width: int) -> int:
     return 2 * (4 + 2 * width) * size.hidden + heads
 
 
-def _logits(size: Size, width: int, tokens: int, ranks: int, *, frozen: bool = False) -> int:
+def _logits(
+    size: Size,
+    width: int,
+    tokens: int,
+    ranks: int,
+    *,
+    frozen: bool = False,
+    chunk: int = _CHUNK["cuda"],
+) -> int:
     """Return the bytes of a chunk of logits in the backward pass, and of the head's gradient.
 
     There are three float32 chunks and one in the dtype of the passes. The gradient is float32, and
     the product that is added to it has the same size.
     """
     rows = size.vocabulary // ranks
-    return min(_CHUNK, tokens * rows) * (12 + width) + (0 if frozen else 8 * rows * size.hidden)
+    return min(chunk, tokens * rows) * (12 + width) + (0 if frozen else 8 * rows * size.hidden)
 
 
 def _megatron(
-    model: ModelConfig, actor: ActorConfig, trainer: TrainerConfig, size: Size, *, reference: bool
+    model: ModelConfig, tokens: int, trainer: TrainerConfig, size: Size, *, reference: bool
 ) -> dict[str, int]:
     """Return the bytes of a rank on the stage that needs the most."""
     first, last = (
-        _stage(model, actor, trainer, size, last=last, reference=reference)
+        _stage(model, tokens, trainer, size, last=last, reference=reference)
         for last in (False, True)
     )
     if trainer.megatron.pipeline_model_parallel_size == 1:
@@ -253,7 +265,7 @@ def _megatron(
 
 def _stage(
     model: ModelConfig,
-    actor: ActorConfig,
+    tokens: int,
     trainer: TrainerConfig,
     size: Size,
     *,
@@ -279,7 +291,7 @@ def _stage(
     moments += state * experts // (copies // per_expert if spread else 1)
     weights = dense + experts
     owned = moments // state * _GRADIENT
-    tokens, layers = actor.ppo_max_token_len_per_gpu, size.layers // stages
+    layers = size.layers // stages
     kept, recomputed = _kept(model, own, size, width, layers)
     logits = _logits(size, width, tokens, tensor) if last else 0
     # The first stage begins one micro-batch for each stage before the first backward pass.

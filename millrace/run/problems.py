@@ -15,20 +15,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from millrace.config import Config, ModelConfig
+from millrace.config import AgentConfig, Config, ModelConfig
+from millrace.config.cached import model_folder
 from millrace.data import hub
 from millrace.data.chat import Chat
 from millrace.data.demonstrations import Demonstrations
 from millrace.data.prompts import PromptStream
-from millrace.data.rows import check_rows, texts
+from millrace.data.rows import Problem, check_rows, texts
 from millrace.data.sources import Rows, load_sources
-from millrace.errors import bad_value
+from millrace.errors import bad_row, bad_value
 from millrace.models import checks as model_checks
 from millrace.models.shape import write_shape
 from millrace.rewards.builtin import NEEDS_TRUTH
 from millrace.rewards.functions import check_name
 from millrace.rewards.sources import refusal
 from millrace.run.agents import check_player, row_check
+from millrace.run.prompt_notes import prompt_notes
 from millrace.types import Prompt, Tokens, tokens_of
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ def load(config: Config, *, scored: bool = True) -> Sources:
         prompt_key=data.prompt_key,
         need_ground_truth=any(name in NEEDS_TRUTH for name in functions),
         refusal=refusal if scored and "" in functions else None,
-        inspect=row_check(config.agents),
+        inspect=_row_check(data.chat, config.agents),
     )
     train = load_sources(data.train_files, seed=seed, max_rows=data.train_max_samples)
     check(train)
@@ -94,6 +96,20 @@ def load(config: Config, *, scored: bool = True) -> Sources:
     return Sources(train, val, sft)
 
 
+def _row_check(chat: str, agents: AgentConfig) -> Callable[[Problem, str], None]:
+    """Return the check of each row's prompt, and of the columns that agents read."""
+    of_agents = row_check(agents)
+
+    def check(row: Problem, where: str) -> None:
+        if chat == "never" and not agents.player and not isinstance(row.prompt, str):
+            rule = "data.chat=never reads strings, and these are messages for a chat template"
+            raise bad_row(where, row.prompt, rule, "data.chat=auto, or a prompt that is a string")
+        if of_agents is not None:
+            of_agents(row, where)
+
+    return check
+
+
 @dataclass(frozen=True, slots=True)
 class Problems:
     """Prompts in the model's tokens."""
@@ -102,6 +118,8 @@ class Problems:
     train: PromptStream
     val: Sequence[Prompt]
     demonstrations: Demonstrations
+    notes: tuple[str, ...] = ()
+    """Lines on how the prompts are read, and warnings of scorers that do not fit them."""
 
     def examples(self, start: int, count: int) -> list[tuple[Tokens, ...]]:
         """Return (prompt, answer with end of sequence) of demonstrations start .. start + count."""
@@ -117,8 +135,8 @@ class Problems:
         found = []
         for i in range(start, start + count):
             d = self.demonstrations[i]
-            text, tokens = self.chat.render(d.problem)
-            p = d.problem
+            p = self.chat.as_chat(d.problem)
+            text, tokens = self.chat.render(p)
             prompt = Prompt(i, tokens, text, p.data_source, p.ground_truth, p.extra_info, p.columns)
             found.append((prompt, d.turns))
         return found
@@ -136,7 +154,12 @@ def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
         if made
         else _tokenizer(model, sources, key, roles=bool(config.agents.player))
     )
-    chat = Chat(tokenizer)
+    player = config.agents.player
+    chat = Chat(tokenizer, strings="never" if player else config.data.chat)
+    if chat.strings == "always" and chat.template is None:
+        fix = "chat_template.jinja in the folder, an instruct model, or data.chat=auto"
+        rule = f"model.path = {model.path!r} has no chat template"
+        raise bad_value("data.chat", "always", rule, fix)
     if config.sft.steps and not made and not chat.eos_ids:
         rule = (
             "its tokenizer has no eos_token, so no demonstration of the warm-up would have an end"
@@ -158,21 +181,37 @@ def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
         val = [stream[i] for i in range(len(stream))]
     if not made:
         _write_model(model, tokenizer, model_folder, config.rollout.max_len)
-    return Problems(
-        chat, train, val, Demonstrations(sources.sft, seed, config.sft.messiness, prompt_key=key)
+    demonstrations = Demonstrations(sources.sft, seed, config.sft.messiness, prompt_key=key)
+    notes = prompt_notes(
+        chat,
+        train,
+        chosen=config.data.chat,
+        player=player,
+        new_model=not model.path,
+        parts=config.reward.parts,
     )
+    return Problems(chat, train, val, demonstrations, tuple(notes))
 
 
-def prompts_of_an_epoch(config: Config, *, scored: bool = True, inspect: Inspect = None) -> int:
+def prompts_of_an_epoch(
+    config: Config,
+    *,
+    scored: bool = True,
+    inspect: Inspect = None,
+    note: Callable[[str], None] = lambda text: None,
+) -> int:
     """Check the data without a run, and return the number of its training prompts.
 
-    Prompts that a run leaves out do not count. `inspect` gets the tokenizer.
+    Prompts that a run leaves out do not count. `inspect` gets the tokenizer, and `note` each line
+    on how prompts are read.
     """
     sources = load(config, scored=scored)
     if not (config.model.path or config.data.filter_overlong_prompts or inspect):
         return len(sources.train)
     with TemporaryDirectory() as folder:
         prepared = prepare(config, sources, Path(folder) / "model")
+    for line in prepared.notes:
+        note(line)
     if inspect:
         inspect(prepared.chat.tokenizer)
     return len(prepared.train)
@@ -195,6 +234,8 @@ def _check_model(path: str, rollout_engine: str) -> None:
     if not folder.is_dir():
         rule = "is a file" if folder.exists() else f"no such folder (from {Path.cwd()})"
         fix = "the folder of a Hugging Face causal model, or a hub id (owner/name)"
+        if folder == model_folder(folder.name):
+            fix = f"`millrace get-model {folder.name}`"
         raise bad_value("model.path", path, rule, fix)
     _check_model_folder(folder, path, rollout_engine)
 

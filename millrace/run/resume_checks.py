@@ -88,6 +88,13 @@ RULES = (
         ("trainer.seed", *(f"data.{key}" for key in _STREAM)),
         "it identifies each prompt by its position in the data",
     ),
+    Rule(
+        ("data.chat",),
+        "its prompts in flight were read with it",
+        lambda now, before: (
+            not now.model.path and "always" not in (now.data.chat, before.data.chat)
+        ),
+    ),
     Rule(("rollout.n",), "its samples in flight have that many trajectories"),
     Rule(("rollout.temperature",), "its tokens in flight have log-probs at that temperature"),
     Rule(

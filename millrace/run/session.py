@@ -209,6 +209,8 @@ class _Opening:
         check_shape(config.model, config.actor, config.trainer, folder)
         if self.trains:
             check_end(config, len(problems.train), run.resume_from)
+        for text in problems.notes:
+            note(text)
         if problems.train.filtered:
             found = f"left out {problems.train.filtered} prompts that are longer than "
             note(f"{found}rollout.max_prompt_length")

@@ -71,6 +71,9 @@ def _comparison(first: Result | None, last: Result) -> Table:
         table.add_column(name, justify="left" if not name else "right")
     for name, value in last.values.items():
         before = first.values.get(name) if first else None
+        score = name.replace("/acc/", "/")
+        if score != name and value == last.values[score]:
+            continue  # the accuracy is the score
         table.add_row(
             Text(name.removeprefix("val/")),
             "-" if before is None else f"{before:.3f}",

@@ -35,6 +35,9 @@ from millrace.waits.side import FOLDER, NAME, VARIABLE
 
 START_DEADLINE_S = 180.0
 GOODBYE_S = 5.0
+"""Seconds in which a worker ends by itself."""
+KILLED_S = 30.0
+"""Seconds in which a killed process ends, also on a busy machine. A failed GPU may keep it."""
 _POLL_S = 0.01
 
 
@@ -241,7 +244,7 @@ class LocalRuntime:
                 process.kill()
         worker.writer.close()
         polls: list[Callable[[], int | None]] = [partial(_exit_code, p) for p in processes]
-        if not await _wait_for_end([worker.process.poll, *polls], GOODBYE_S):
+        if not await _wait_for_end([worker.process.poll, *polls], KILLED_S):
             _warn_of([p.pid for p, poll in zip(processes, polls, strict=True) if poll() is None])
         _deafen(worker)
 
@@ -278,13 +281,13 @@ class LocalRuntime:
         for process in processes:
             with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
                 process.kill()
-        if not await _wait_for_end(polls, GOODBYE_S):
+        if not await _wait_for_end(polls, KILLED_S):
             _warn_of([p.pid for p, poll in zip(processes, polls, strict=True) if poll() is None])
         servers = [server.close() for server in self._servers]
         if not await _wait_for_end([server.poll for server in servers], GOODBYE_S):
             for server in servers:
                 server.kill()
-            await _wait_for_end([server.poll for server in servers], GOODBYE_S)
+            await _wait_for_end([server.poll for server in servers], KILLED_S)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=GOODBYE_S)
         for worker in self._workers:

@@ -12,7 +12,7 @@ from millrace.ports import Phase, StepReport, TrainBatch
 from millrace.runtime.rpc import Peer
 from millrace.types import Sample, Tokens
 
-_DEATH_REPORT_S = 3.0
+_DEATH_REPORT_S = 10.0
 """How long to wait, after a failed call, for a worker to be reported dead.
 
 A killed process first frees its memory, and only then is its death reported.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from dataclasses import fields
 from typing import Any
 
@@ -20,6 +21,10 @@ _POLLS = 8
 """How often a replica is asked for its progress within the time that it may stand still."""
 _FIRST_S = 180.0
 """How long a worker may stand still before its first token: kernels may be compiled first."""
+_PACE = 4.0
+"""A worker may stand still for this many times its longest step of late, such as a prefill."""
+_STEPS = 64
+"""The newest moves whose longest step counts. So the compilation of kernels is forgotten."""
 _EXCUSES = ("receiver.activate", "engine.sleep", "engine.wake_weights", "engine.wake")
 """A replica draws nothing while it serves one of these calls."""
 
@@ -28,8 +33,9 @@ class RemoteRolloutEngine:
     """A Replica in a worker.
 
     Any call raises ReplicaLost if the worker dies, fails or misses a deadline. While the replica
-    has requests, it must draw or read tokens of any of them: after `stall_s` seconds without
-    progress it is lost. A long queue, as in a validation, is progress.
+    has requests, it must draw or read tokens of any of them. Without progress it is lost after
+    `stall_s` seconds, or after four times its longest step of late, if that is longer. So a slow
+    device is slow and not lost. A long queue, as in a validation, is progress.
     """
 
     def __init__(self, peer: Peer, *, stall_s: float = math.inf) -> None:
@@ -40,12 +46,15 @@ class RemoteRolloutEngine:
         self._earlier = RolloutStats()
         """The totals of earlier workers. A lost one's last tokens are unknown."""
         self._newest = RolloutStats()
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        """Seconds between the newest moves of the worker."""
         self._follower: asyncio.Task[None] | None = None
 
     def renew(self, peer: Peer) -> None:
         """Take a new worker in place of a lost one."""
         self._earlier = _sum(self._earlier, self._newest)
         self._newest = RolloutStats()
+        self._steps.clear()
         self.peer = peer
 
     async def generate(
@@ -81,19 +90,24 @@ class RemoteRolloutEngine:
                 continue  # the requests themselves raise the error
             progress = await self._progress(peer)
             if progress not in (None, last) or peer.is_in(*_EXCUSES):
+                if not peer.is_in(*_EXCUSES):
+                    self._steps.append(clock() - since)
                 since, last = clock(), progress
                 peer.progressed("engine.generate")
             elif clock() - since >= self._limit_s(peer):
+                slowest = max(self._steps, default=0.0)
                 peer.mark_dead(
                     f"worker {peer.name} stood still: {clock() - since:.0f} s without a token, "
-                    f"with {self.requests} requests (rollout.stall_s)"
+                    f"with {self.requests} requests. Limit: rollout.stall_s = {self.stall_s:g}, or "
+                    f"{_PACE:g} times its longest step of late ({slowest:.1f} s)"
                 )
 
     def _limit_s(self, peer: Peer) -> float:
         """Return how long the worker may stand still now."""
+        pace = max(self.stall_s, _PACE * max(self._steps, default=0.0))
         if self._newest.tokens:
-            return self.stall_s
-        return max(self.stall_s, min(_FIRST_S, peer.deadline_s / 2))
+            return min(pace, max(self.stall_s, peer.deadline_s / 2))
+        return max(pace, min(_FIRST_S, peer.deadline_s / 2))
 
     async def _progress(self, peer: Peer) -> tuple[int, int] | None:
         """Return the tokens that the worker has drawn and read. None if it does not answer."""

@@ -42,8 +42,8 @@ class RolloutCase:
     """Whether a *sampled* response that resumes with its offset equals an uninterrupted one."""
     poll_s: float = 0.0005
     """Seconds between two calls of stats(). Several calls must fit in one long response."""
-    timeout_s: float = 60.0
-    """Time limit of each check, in seconds."""
+    timeout_s: float = 300.0
+    """Time limit of each check, in seconds. It bounds hangs alone."""
 
 
 async def check_rollout_engine(

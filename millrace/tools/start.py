@@ -21,7 +21,7 @@ _START = (
     "main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 SILENT = "its watcher ended without a word"
-GRACE_S = 5.0
+GRACE_S = 30.0
 """Seconds that building the walls and ending the program may take beyond the wall limit."""
 _MB = 1024 * 1024
 

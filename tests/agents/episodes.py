@@ -14,8 +14,7 @@ from millrace.types import Trajectory
 from tests.agents.adversary import Engine, differences, episode_of, finish
 from tests.agents.clients import Program
 from tests.agents.talks import options
-
-EPISODE_DEADLINE_S = 60.0
+from tests.waiting import HANG_S
 
 
 @dataclass(slots=True)
@@ -53,7 +52,7 @@ async def play(
     live = served.service.open(talk, session)
     raised = "deadline"
     with suppress(TimeoutError):
-        async with asyncio.timeout(EPISODE_DEADLINE_S):
+        async with asyncio.timeout(HANG_S):
             (result,) = await asyncio.gather(
                 program(served.url, live.key, stream), return_exceptions=True
             )

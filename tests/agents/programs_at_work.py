@@ -31,6 +31,7 @@ from millrace.rollout.session import Limits
 from millrace.types import Prompt, SamplingParams, Segment, Tokens, Trajectory, tokens_of
 from tests.agents.adversary import Engine, tokenizer
 from tests.agents.talks import options
+from tests.waiting import HANG_S
 
 ASK = """
 import json, os, sys, time, urllib.error, urllib.request
@@ -40,7 +41,7 @@ def ask(text="hello", route="/chat/completions", **more):
     head = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     url = os.environ["OPENAI_BASE_URL"] + route
     request = urllib.request.Request(url, json.dumps(body).encode(), head)
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         return json.load(answer)
 
 task = json.load(open(os.environ["MILLRACE_TASK"]))
@@ -58,20 +59,22 @@ def program(folder: Path, source: str, name: str = "agent.py") -> str:
 class Table:
     """One program, and the episodes that it plays."""
 
-    agent: ProgramAgent
+    program: Program
     service: Service
     endpoint: Endpoint
     limits: Limits
     engine: Engine = field(default_factory=lambda: Engine(calls=0))
     draw: Any = None
 
-    async def play(self, number: int = 0, *, retries: int = 0) -> Trajectory:
+    async def play(
+        self, number: int = 0, *, retries: int = 0, deadline_s: float = HANG_S
+    ) -> Trajectory:
         """Play one episode, and score it as a run without a reward function does."""
         start = tokens_of(tokenizer().encode("hello", add_special_tokens=False))
         prompt = Prompt(number, start, "hello", "test", columns={"extra": number})
         done = await run_episode(
             self.draw or self._drawn,
-            self.agent,
+            ProgramAgent(self.program, self.service, _conversation, deadline_s),
             prompt,
             SamplingParams(max_tokens=64, seed=number),
             f"{number}/0",
@@ -88,10 +91,10 @@ class Table:
             self.engine.log.get(name, {}).pop(params.seed, None)
         return await self.engine.draw(tokens, params, name)
 
-    async def fails(self, number: int = 0) -> str:
+    async def fails(self, number: int = 0, *, deadline_s: float = HANG_S) -> str:
         """Play one episode, and return the reason of its error with the text."""
         with pytest.raises(EpisodeError) as caught:
-            await self.play(number)
+            await self.play(number, deadline_s=deadline_s)
         return str(caught.value)
 
 
@@ -103,7 +106,6 @@ def _conversation(session: PolicySession) -> Conversation:
 async def table(
     make: Callable[[Service, Endpoint], Program],
     *,
-    deadline_s: float = 20.0,
     max_turns: int = 4,
     **changes: Any,
 ) -> AsyncIterator[Table]:
@@ -115,8 +117,7 @@ async def table(
     limits = Limits(max_len=4000, max_turns=max_turns, max_tokens_per_turn=64)
     try:
         await one.start()
-        agent = ProgramAgent(one, service, _conversation, deadline_s)
-        yield Table(agent, service, endpoint, limits)
+        yield Table(one, service, endpoint, limits)
         assert not service.live
     finally:
         await one.close()
@@ -152,10 +153,10 @@ def running(mark: str) -> list[str]:
 
 
 def plays(work: Callable[[], Awaitable[None]], folder: Path) -> None:
-    """Run the work of a test in a loop of its own, for a minute at most. It must leave nothing."""
+    """Run the work of a test in a loop of its own. It must leave nothing."""
 
     async def checked() -> None:
-        await asyncio.wait_for(work(), 60)
+        await asyncio.wait_for(work(), HANG_S)
         await asyncio.sleep(0)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, left

@@ -27,6 +27,7 @@ from millrace.types import (
     floats_of,
     tokens_of,
 )
+from tests.waiting import HANG_S
 
 LETTERS = (
     "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;?!=>_{}[]()'\"\\/<|+-*`\n"
@@ -49,7 +50,7 @@ def agent_of(
     return ChatAgent(
         make,
         lambda session: Conversation(session, Renderer(TOKENIZER), FORMATS[form]),
-        options or ChatOptions(CallLimits(deadline_s=5)),
+        options or ChatOptions(CallLimits(deadline_s=HANG_S)),
     )
 
 

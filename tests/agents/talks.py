@@ -14,28 +14,41 @@ from millrace.agents.request import ChatRequest, ChatTurn, Finish
 from millrace.agents.service import Answer, Service
 from millrace.agents.wire import json_text
 from millrace.ports import PolicySession
+from millrace.simulate import clock
 from millrace.types import Message, Tokens, Turn, floats_of, tokens_of
+from tests.waiting import HANG_S
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an async test in an event loop of its own, for a minute at most."""
+    """Run an async test in an event loop of its own."""
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), HANG_S))
+
+    return run
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test without sockets on the virtual clock."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        clock.run(test(*args, **kwargs))
 
     return run
 
 
 def options(**changes: Any) -> ServiceOptions:
-    """Return options for tests, with short waits."""
+    """Return options for tests, without a wait that ends."""
     given: dict[str, Any] = {
         "model": "policy",
         "max_model_len": 4096,
         "temperature": 1.0,
         "strict": False,
-        "turn_deadline_s": 20.0,
-        "retry_grace_s": 5.0,
+        "turn_deadline_s": HANG_S,
+        "retry_grace_s": HANG_S,
+        "body_deadline_s": HANG_S,
     }
     return ServiceOptions(**{**given, **changes})
 

@@ -20,8 +20,10 @@ from tests.agents.adversary import Engine, differences, episode_of, finish, trai
 from tests.agents.clients import QUESTION, TOOL
 from tests.agents.episodes import endpoint
 from tests.agents.talks import in_loop
+from tests.waiting import HANG_S
 
 TIMEOUT_S = 0.4
+"""A client waits as long at first. With each try it waits longer, until the machine is as fast."""
 LATE_S = 0.7
 
 
@@ -89,7 +91,8 @@ async def broken_wire(port: int, rng: random.Random) -> AsyncIterator[tuple[str,
 
 async def ask(client: Any, stream: bool, **asked: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
     """Return the message and its token ids. A program asks again if its client gave up."""
-    for _ in range(20):
+    for attempt in range(20):
+        client = client.with_options(timeout=TIMEOUT_S * 1.5**attempt)
         with suppress(openai.APIConnectionError, httpx2.HTTPError):
             if not stream:
                 answer = await client.chat.completions.create(**asked)
@@ -119,7 +122,7 @@ async def program(url: str, key: str, stream: bool) -> list[tuple[int, ...]]:
     """Play an episode, and return the token ids of each answer that it read."""
     received = []
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
-    client = openai.AsyncOpenAI(base_url=url + "/v1", api_key=key, timeout=TIMEOUT_S, max_retries=3)
+    client = openai.AsyncOpenAI(base_url=url + "/v1", api_key=key, max_retries=3)
     async with client:
         for _ in range(4):
             more = {"return_token_ids": True}
@@ -149,7 +152,7 @@ async def test_what_is_trained_is_what_the_client_read(
             async def episode(k: int) -> Counter[str]:
                 session, talk = episode_of(engine, f"{k}", k, max_turns=100)
                 live = served.service.open(talk, session)
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(HANG_S):
                     received = await program(url, live.key, stream)
                 await served.service.end(live)
                 one = finish(session, talk)

@@ -19,6 +19,7 @@ from millrace.rollout.demonstration import demonstration
 from millrace.rollout.session import Limits
 from millrace.types import Author, Message, Prompt, Score, Trajectory
 from tests.agents.scripts import CHAT, EOS, agent_of, play, prompt_of
+from tests.waiting import HANG_S
 
 CHASE = prompt_of("c3:7>", ground_truth="4", extra_info={"table": "0000400100"})
 
@@ -39,8 +40,8 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def tools_agent(*functions: Any, **options: Any) -> Any:
-    made = ChatOptions(CallLimits(deadline_s=0.2, max_parallel=2), **options)
+def tools_agent(*functions: Any, deadline_s: float = HANG_S, **options: Any) -> Any:
+    made = ChatOptions(CallLimits(deadline_s, max_parallel=2), **options)
     return agent_of(
         lambda prompt: TaskWithTools(lambda _: [FunctionTool(f) for f in functions]), made, "hermes"
     )
@@ -116,10 +117,10 @@ def test_what_a_tool_does_wrong_is_text_for_the_policy() -> None:
         Args:
             a: seconds
         """
-        await asyncio.sleep(60)
+        await asyncio.sleep(10_000)
         return a
 
-    def broken(a: int) -> int:
+    async def broken(a: int) -> int:
         """Raise.
 
         Args:
@@ -128,7 +129,7 @@ def test_what_a_tool_does_wrong_is_text_for_the_policy() -> None:
         raise ZeroDivisionError("by zero")
 
     said = [call("slow", a=1), call("broken", a=1), call("none"), call("add", a="x", b=1), "end"]
-    done = play(tools_agent(slow, broken, add), prompt_of("x"), said)
+    done = play(tools_agent(slow, broken, add, deadline_s=0.2), prompt_of("x"), said)
     assert results(done) == [
         "Error: the call took longer than 0.2 s",
         "Error: ZeroDivisionError: by zero",

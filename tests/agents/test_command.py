@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ import pytest
 from millrace.agents.command import CommandProgram
 from millrace.agents.endpoint import Endpoint
 from millrace.agents.process import Launcher
+from millrace.agents.programs import Task
 from millrace.agents.service import Service
 from millrace.errors import ConfigError
 from tests.agents.programs_at_work import Table, nothing_left, plays, program, running, table
+from tests.waiting import HANG_S, until, until_async
 
 
 def made(command: str, **options: Any) -> Any:
@@ -40,14 +42,14 @@ def one(folder: Path, source: str, check: Any, **options: Any) -> None:
     plays(work, folder)
 
 
-def reason(folder: Path, source: str, **options: Any) -> str:
+def reason(folder: Path, source: str, deadline_s: float = HANG_S) -> str:
     """Return the error of an episode of the program."""
     found = []
 
     async def check(at: Table) -> None:
-        found.append(await at.fails())
+        found.append(await at.fails(deadline_s=deadline_s))
 
-    one(folder, source, check, **options)
+    one(folder, source, check)
     return str(found[0])
 
 
@@ -125,7 +127,7 @@ def test_a_deadline_after_a_limit_is_a_failure(tmp_path: Path) -> None:
     try:
         while True: ask()
     except urllib.error.HTTPError:
-        time.sleep(100)
+        time.sleep(10_000)
     """
     assert reason(tmp_path, source, deadline_s=1.0).startswith("agent_deadline")
 
@@ -160,7 +162,7 @@ def test_a_dead_engine_ends_the_program_at_once(tmp_path: Path) -> None:
         try: ask()
         except urllib.error.HTTPError as error: assert error.code in (400, 500)
     """
-    one(tmp_path, source, check, deadline_s=50.0)
+    one(tmp_path, source, check)
 
 
 def test_a_reward_before_other_lines_is_not_lost_without_a_word(tmp_path: Path) -> None:
@@ -200,7 +202,7 @@ def test_children_do_not_outlive_the_run(tmp_path: Path, how: str) -> None:
 
     source = f"""
     import subprocess
-    line = [sys.executable, "-S", "-c", "import time; time.sleep(100)", {str(tmp_path)!r}]
+    line = [sys.executable, "-S", "-c", "import time; time.sleep(10_000)", {str(tmp_path)!r}]
     {CHILDREN[how]}
     ask()
     print(json.dumps({{"reward": 1}}))
@@ -211,22 +213,43 @@ def test_children_do_not_outlive_the_run(tmp_path: Path, how: str) -> None:
 def test_a_cancelled_episode_leaves_nothing(tmp_path: Path) -> None:
     async def check(at: Table) -> None:
         playing = asyncio.create_task(at.play())
-        await asyncio.to_thread(wait_for, lambda: running(str(tmp_path)))
+        await until_async(lambda: running(str(tmp_path)))
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
         assert not running(str(tmp_path))
 
-    one(tmp_path, "ask(); time.sleep(100)", check)
+    one(tmp_path, "ask(); time.sleep(10_000)", check)
 
 
 def test_the_wait_for_a_place_is_not_in_the_deadline(tmp_path: Path) -> None:
-    async def check(at: Table) -> None:
-        many = await asyncio.gather(*(at.play(k) for k in range(4)))
-        assert all(done.ended == "done" for done in many)
+    go = tmp_path / "go"
+    waiting, begun = list[str](), list[str]()
 
-    source = "ask(); time.sleep(0.7); print(json.dumps({'reward': 1}))"
-    one(tmp_path, source, check, concurrent=1, deadline_s=2.0)
+    async def check(at: Table) -> None:
+        run = at.program.run
+
+        async def noted(task: Task) -> Any:
+            def begin() -> None:
+                begun.append(task.name)
+                task.begin()
+
+            waiting.append(task.name)
+            return await run(replace(task, begin=begin))
+
+        at.program.run = noted  # type: ignore[method-assign]
+        many = [asyncio.create_task(at.play(k)) for k in range(2)]
+        await until_async(lambda: len(waiting) == 2 and running(str(tmp_path)))
+        assert len(begun) == 1, "the deadline of the one that waits has not begun"
+        go.touch()
+        assert all([(await one).ended == "done" for one in many]) and len(begun) == 2
+
+    source = f"""
+    ask()
+    while not os.path.exists({str(go)!r}): time.sleep(0.01)
+    print(json.dumps({{"reward": 1}}))
+    """
+    one(tmp_path, source, check, concurrent=1)
 
 
 def test_a_failed_try_begins_again(tmp_path: Path) -> None:
@@ -274,11 +297,11 @@ asyncio.run(work())
 def test_the_kill_of_the_driver_leaves_no_program(tmp_path: Path) -> None:
     source = f"""
     import subprocess
-    line = [sys.executable, "-S", "-c", "import time; time.sleep(100)", {str(tmp_path)!r}]
+    line = [sys.executable, "-S", "-c", "import time; time.sleep(10_000)", {str(tmp_path)!r}]
     subprocess.Popen(line, start_new_session=True)
     subprocess.Popen(line)
     ask()
-    time.sleep(100)
+    time.sleep(10_000)
     """
     with nothing_left(tmp_path):
         driver = subprocess.Popen(
@@ -286,17 +309,9 @@ def test_the_kill_of_the_driver_leaves_no_program(tmp_path: Path) -> None:
             env={**os.environ, "TMPDIR": str(tmp_path)},
         )
         try:
-            wait_for(lambda: len(running(str(tmp_path))) == 7)
+            until(lambda: len(running(str(tmp_path))) == 7)
         finally:
             os.kill(driver.pid, signal.SIGKILL)
             driver.wait()
-        wait_for(lambda: not running(str(tmp_path)))
-        wait_for(lambda: not list(tmp_path.glob("millrace-agents-*")))
-
-
-def wait_for(done: Any) -> None:
-    for _ in range(1000):
-        if done():
-            return
-        time.sleep(0.02)
-    raise AssertionError("it did not come")
+        until(lambda: not running(str(tmp_path)))
+        until(lambda: not list(tmp_path.glob("millrace-agents-*")))

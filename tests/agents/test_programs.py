@@ -20,6 +20,7 @@ from millrace.agents.service import Service
 from millrace.errors import ConfigError, EpisodeError
 from millrace.types import Prompt, tokens_of
 from tests.agents.programs_at_work import Table, plays, table
+from tests.waiting import HANG_S, until_async
 
 pytest.importorskip("openai", reason="the extra agents is not installed")
 
@@ -100,9 +101,9 @@ def test_each_failure_has_a_reason(tmp_path: Path, kind: str) -> None:
     source, wanted = FAILURES[kind]
 
     async def check(at: Table) -> None:
-        assert wanted in await at.fails()
+        assert wanted in await at.fails(deadline_s=1.0 if "deadline" in wanted else HANG_S)
 
-    one(tmp_path, source, check, deadline_s=1.0 if "deadline" in wanted else 20.0)
+    one(tmp_path, source, check)
 
 
 def test_a_function_that_raises_at_a_limit_is_scored_by_what_it_posted(tmp_path: Path) -> None:
@@ -134,16 +135,23 @@ def test_the_return_value_wins_over_a_posted_reward(tmp_path: Path) -> None:
 def test_a_function_that_blocks_the_loop_is_named_while_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(function, "STALL_S", 0.3)
+    monkeypatch.setattr(function, "STALL_S", HANG_S)
     notes: list[str] = []
 
     async def check(at: Table) -> None:
-        begin = len(notes)
         await at.play()
-        assert begin == 0 and len(notes) == 1 and "agent.py:play" in notes[0]
+        assert len(notes) == 1 and "agent.py:play" in notes[0]
 
-    # It goes on only when the warning is there: the warning cannot come from the event loop.
-    source = "import builtins\nwhile not builtins.notes: time.sleep(0.01)\nawait ask()\nreturn 1"
+    # It goes on only when the warning is there: the warning cannot come from the event loop. A busy
+    # machine stops the event loop for a while too, so the limit is low in the function alone.
+    source = """
+    import builtins
+    from millrace.agents import function
+    function.STALL_S = 0.3
+    while not builtins.notes: time.sleep(0.01)
+    await ask()
+    return 1
+    """
     import builtins
 
     monkeypatch.setattr(builtins, "notes", notes, raising=False)
@@ -154,20 +162,23 @@ def test_a_function_that_ignores_its_cancellation_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(function, "_GRACE_S", 0.2)
+    monkeypatch.setattr(function, "STALL_S", HANG_S)
     notes: list[str] = []
+    go = tmp_path / "go"
 
     async def check(at: Table) -> None:
-        assert "agent_deadline" in await at.fails()
+        assert "agent_deadline" in await at.fails(deadline_s=0.3)
         assert "still runs" in notes[0]
-        await asyncio.sleep(1.0)  # it ends by itself, later
+        go.touch()
+        await until_async(lambda: not any("play" in t.get_name() for t in asyncio.all_tasks()))
 
-    source = """
-    end = time.monotonic() + 1.0
-    while time.monotonic() < end:
-        try: await asyncio.sleep(0.1)
+    source = f"""
+    import os
+    while not os.path.exists({str(go)!r}):
+        try: await asyncio.sleep(0.01)
         except asyncio.CancelledError: pass
     """
-    one(tmp_path, source, check, notes, deadline_s=0.3)
+    one(tmp_path, source, check, notes)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import stat
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -16,7 +17,12 @@ import pytest
 from millrace.agents.endpoint import Endpoint
 from millrace.agents.remote import FILE, TOKEN_VARIABLE, RemoteProgram
 from millrace.agents.service import Service
+from millrace.errors import EpisodeError
+from millrace.rollout.session import Limits
+from millrace.simulate import clock
 from tests.agents.programs_at_work import Table, plays, table
+from tests.agents.talks import options
+from tests.waiting import HANG_S
 
 WORKER = """
 import json, sys, urllib.request
@@ -26,7 +32,7 @@ run = json.load(open(sys.argv[1]))
 def post(url, token, **body):
     head = {"authorization": "Bearer " + token, "content-type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), head)
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         return json.load(answer)
 
 while (claim := post(run["url"] + "/episodes/claim", run["token"], wait_s=1))["episode"]:
@@ -54,7 +60,7 @@ class Remote:
             return answer.status, await answer.json()
 
     async def claim(self) -> dict[str, Any]:
-        status, claim = await self.post("/episodes/claim", wait_s=5)
+        status, claim = await self.post("/episodes/claim", wait_s=30)
         assert status == 200 and claim["episode"]
         return dict(claim)
 
@@ -64,9 +70,25 @@ class Remote:
         return status
 
 
-def remote(folder: Path, check: Callable[[Remote], Any], lease_s: float = 20.0) -> None:
+class Called(Remote):
+    """The same without a socket."""
+
+    def __init__(self, at: Table, program: RemoteProgram) -> None:
+        super().__init__(at, program, cast(aiohttp.ClientSession, None))
+
+    async def post(self, route: str, token: str = "", **body: Any) -> tuple[int, Any]:
+        head = {"authorization": f"Bearer {token or self.program.token}"}
+        sent = json.dumps(body).encode()
+        answer = await self.at.service.handle("POST", route, head, sent)
+        answer.settle(True)
+        return answer.status, json.loads(answer.body)
+
+
+def remote(folder: Path, check: Callable[[Remote], Any]) -> None:
+    """Play with a remote program whose leases do not end."""
+
     async def work() -> None:
-        made = RemoteProgram(lease_s)
+        made = RemoteProgram(HANG_S)
 
         def make(service: Service, endpoint: Endpoint) -> RemoteProgram:
             service.claims = made
@@ -78,6 +100,14 @@ def remote(folder: Path, check: Callable[[Remote], Any], lease_s: float = 20.0) 
         assert not (folder / FILE).exists()
 
     plays(work, folder)
+
+
+def leased(check: Callable[[Remote], Any], lease_s: float) -> None:
+    """Play with a remote program on the virtual clock, without sockets."""
+    service, program = Service(options()), RemoteProgram(lease_s)
+    service.claims = program
+    at = Table(program, service, Endpoint(service, "127.0.0.1", 0), Limits(max_len=4000))
+    clock.run(check(Called(at, program)))
 
 
 def worker(folder: Path, *more: str) -> subprocess.Popen[bytes]:
@@ -96,20 +126,36 @@ def test_a_worker_of_twenty_lines_plays_the_episodes(tmp_path: Path) -> None:
     remote(tmp_path, check)
 
 
-def test_a_dead_worker_loses_its_episode_to_another(tmp_path: Path) -> None:
+def test_a_worker_may_die_with_an_episode(tmp_path: Path) -> None:
     async def check(at: Remote) -> None:
         playing = asyncio.create_task(at.at.play(3, retries=1))
         dead = worker(tmp_path, "dies")
         assert await asyncio.to_thread(dead.wait) == -9
+        (lost,) = at.program._leased.values()
+        lost.result.set_exception(EpisodeError("agent_lost", "as after the lease"))
         living = worker(tmp_path)
         done = await playing
         assert done.score is not None and done.score.value == 3 and done.counts["retries"] == 1
         assert await asyncio.to_thread(living.wait) == 0
 
-    remote(tmp_path, check, lease_s=0.5)
+    remote(tmp_path, check)
 
 
-def test_a_lost_lease_is_an_error_and_its_key_is_dead(tmp_path: Path) -> None:
+def test_a_silent_worker_loses_its_episode_to_another() -> None:
+    async def check(at: Remote) -> None:
+        playing = asyncio.create_task(at.at.play(3, retries=1))
+        first = await at.claim()
+        second = await at.claim()
+        assert first["episode"] == second["episode"] and first["api_key"] != second["api_key"]
+        await at.ask(second)
+        await at.post("/episodes/finish", api_key=second["api_key"], reward=3)
+        done = await playing
+        assert done.score is not None and done.score.value == 3 and done.counts["retries"] == 1
+
+    leased(check, 4.0)
+
+
+def test_a_lost_lease_is_an_error_and_its_key_is_dead() -> None:
     async def check(at: Remote) -> None:
         failing = asyncio.create_task(at.at.fails())
         claim = await at.claim()
@@ -119,29 +165,29 @@ def test_a_lost_lease_is_an_error_and_its_key_is_dead(tmp_path: Path) -> None:
         status, body = await at.post("/episodes/finish", api_key=claim["api_key"], reward=1)
         assert status == 400 and body["error"]["code"] == "lease_over"
 
-    remote(tmp_path, check, lease_s=0.4)
+    leased(check, 4.0)
 
 
-def test_requests_and_heartbeats_keep_a_lease(tmp_path: Path) -> None:
+def test_requests_and_heartbeats_keep_a_lease() -> None:
     async def check(at: Remote) -> None:
         playing = asyncio.create_task(at.at.play())
         claim = await at.claim()
-        for _ in range(3):  # 2.4 s in all, and the lease is 1.8 s
-            await asyncio.sleep(0.4)
+        for _ in range(3):  # 24 s in all, and the lease is 5 s
+            await asyncio.sleep(4.0)
             assert await at.ask(claim) == 200
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(4.0)
             status, _ = await at.post("/episodes/heartbeat", api_key=claim["api_key"])
             assert status == 200
         await at.post("/episodes/finish", api_key=claim["api_key"], reward=1)
         assert (await playing).ended == "done"
 
-    remote(tmp_path, check, lease_s=1.8)
+    leased(check, 5.0)
 
 
-def test_a_slow_turn_does_not_end_the_lease(tmp_path: Path) -> None:
+def test_a_slow_turn_does_not_end_the_lease() -> None:
     async def check(at: Remote) -> None:
         async def slow(*given: Any) -> Any:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(10.0)
             return await at.at.engine.draw(*given)
 
         at.at.draw = slow
@@ -151,7 +197,7 @@ def test_a_slow_turn_does_not_end_the_lease(tmp_path: Path) -> None:
         await at.post("/episodes/finish", api_key=claim["api_key"], reward=1)
         assert (await playing).ended == "done"
 
-    remote(tmp_path, check, lease_s=0.4)
+    leased(check, 4.0)
 
 
 def test_the_second_end_of_an_episode_is_refused(tmp_path: Path) -> None:
@@ -213,11 +259,20 @@ def test_no_token_opens_anything_but_its_own(tmp_path: Path) -> None:
 def test_a_claim_without_work_ends_and_a_closed_claim_takes_nothing(tmp_path: Path) -> None:
     async def check(at: Remote) -> None:
         assert await at.post("/episodes/claim", wait_s=0.05) == (200, {"episode": None})
+        began, ended, answer = asyncio.Event(), asyncio.Event(), at.program.answer
+
+        async def watched(*given: Any) -> Any:
+            began.set()
+            try:
+                return await answer(*given)
+            finally:
+                ended.set()
+
+        at.program.answer = watched  # type: ignore[method-assign, assignment]
         gone = asyncio.create_task(at.claim())
-        await asyncio.sleep(0.1)
+        await began.wait()
         gone.cancel()
-        await asyncio.wait({gone})
-        await asyncio.sleep(0.1)
+        await ended.wait()
         playing = asyncio.create_task(at.at.play())
         claim = await at.claim()
         await at.ask(claim)
@@ -249,7 +304,9 @@ def test_a_claim_that_no_worker_received_is_claimed_again_at_once(tmp_path: Path
         begun = asyncio.ensure_future(r.at.play())
         await asyncio.sleep(0)
         head = {"authorization": f"Bearer {r.program.token}"}
-        lost = await r.at.endpoint.service.handle("POST", "/episodes/claim", head, b'{"wait_s": 5}')
+        lost = await r.at.endpoint.service.handle(
+            "POST", "/episodes/claim", head, b'{"wait_s": 30}'
+        )
         lost.settle(False)
         claim = await r.claim()
         assert await r.ask(claim) == 200

@@ -9,8 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from millrace.tools.sandbox import Sandbox
 from tests.agents.programs_at_work import ASK, running
 from tests.e2e.runs import ROOT, audit, millrace, progress, rows, start_command
 from tests.environments.servers import PEERS, needs_peers, nothing_left, wire_server
+from tests.waiting import HANG_S, until
 
 TINY = [
     "sft.steps=0",
@@ -32,6 +31,8 @@ TINY = [
     "async_training.trigger_parameter_sync_step=5",
     "rollout.n=2",
     "rollout.test_freq=0",
+    f"rollout.heartbeat_s={HANG_S}",
+    f"rollout.stall_s={HANG_S}",
     "rollout.max_num_seqs=16",
     "trainer.save_freq=0",
     "trainer.val_before_train=false",
@@ -194,9 +195,9 @@ SLEEPER = (
     ASK
     + """
 import subprocess
-subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(300)", task["mark"]])
+subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(10_000)", task["mark"]])
 ask(text=task["messages"][0]["content"])
-time.sleep(300)
+time.sleep(10_000)
 """
 )
 
@@ -219,13 +220,13 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     output = tmp_path / "output.txt"
     process = start_command("train", "agents_quickstart", *said, output=output)
     try:
-        wait_for(lambda: len(programs(tmp_path)) >= 3, process, output)
+        until(lambda: len(programs(tmp_path)) >= 3, process, output)
         yield process
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    wait_for(lambda: not programs(tmp_path), None, output)
+    until(lambda: not programs(tmp_path))
 
 
 def programs(folder: Path) -> list[str]:
@@ -233,18 +234,10 @@ def programs(folder: Path) -> list[str]:
     return [c for c in running(str(folder)) if "millrace" not in c]
 
 
-def wait_for(done: Callable[[], bool], process: Any, output: Path) -> None:
-    end = time.monotonic() + 100
-    while not done():
-        assert process is None or process.poll() is None, output.read_text()
-        assert time.monotonic() < end, output.read_text()
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 def test_a_stop_saves_and_leaves_no_program(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
     live.send_signal(signal.SIGTERM)
-    assert live.wait(timeout=60) == 143, (tmp_path / "output.txt").read_text()
+    assert live.wait(timeout=HANG_S) == 143, (tmp_path / "output.txt").read_text()
     assert not programs(tmp_path)
     assert list(Checkpoints(tmp_path / "run", keep=9).all())
     assert not list(tmp_path.glob("millrace-agents-*"))

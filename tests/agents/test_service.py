@@ -11,7 +11,7 @@ import pytest
 from millrace.agents.request import ChatRequest, ChatTurn, RequestError
 from millrace.agents.service import Answer
 from millrace.errors import EpisodeError, LimitReached
-from tests.agents.talks import CHAT, USER, Desk, called, in_loop, said
+from tests.agents.talks import CHAT, USER, Desk, called, in_virtual_time, said
 
 BODY = {"model": "policy", "messages": [USER]}
 
@@ -34,7 +34,7 @@ async def stream_of(answer: Answer) -> str:
     return b"".join([chunk async for chunk in answer.chunks]).decode()
 
 
-@in_loop
+@in_virtual_time
 async def test_a_key_opens_its_own_episode_and_dies_with_it() -> None:
     desk = Desk(hello)
     answer = await desk.post(CHAT, BODY)
@@ -49,7 +49,7 @@ async def test_a_key_opens_its_own_episode_and_dies_with_it() -> None:
 
 
 @pytest.mark.parametrize("key", ["", "sk-123", "0" * 32, "\udc80", "ü"])
-@in_loop
+@in_virtual_time
 async def test_no_request_is_served_without_a_key(key: str) -> None:
     desk = Desk(hello)
     assert code_of(await desk.post(CHAT, BODY, key)) == (401, "invalid_api_key")
@@ -57,7 +57,7 @@ async def test_no_request_is_served_without_a_key(key: str) -> None:
     assert not desk.talk.requests
 
 
-@in_loop
+@in_virtual_time
 async def test_a_key_may_be_part_of_the_path_and_wins_over_the_header() -> None:
     desk = Desk(hello)
     key = desk.episode.key
@@ -79,7 +79,7 @@ async def test_a_key_may_be_part_of_the_path_and_wins_over_the_header() -> None:
         "/v1/models/../../reward",
     ],
 )
-@in_loop
+@in_virtual_time
 async def test_paths_are_compared_as_they_are(path: str) -> None:
     desk = Desk(hello)
     assert code_of(await desk.post(path, BODY))[0] in (404, 405)
@@ -100,7 +100,7 @@ async def test_paths_are_compared_as_they_are(path: str) -> None:
         (b"x" * 2001, "body_too_large"),
     ],
 )
-@in_loop
+@in_virtual_time
 async def test_a_bad_body_is_refused(raw: bytes, code: str) -> None:
     desk = Desk(hello, max_body=150_000 if code == "too_deep" else 2000)
     status, found = code_of(await desk.post(CHAT, raw))
@@ -116,7 +116,7 @@ async def test_a_bad_body_is_refused(raw: bytes, code: str) -> None:
         ("tokens", "max_episode_tokens_reached"),
     ],
 )
-@in_loop
+@in_virtual_time
 async def test_a_limit_is_a_400_that_nobody_tries_again(limit: str, code: str) -> None:
     desk = Desk(lambda _: LimitReached(limit, "no room"))
     assert code_of(await desk.post(CHAT, BODY)) == (400, code)
@@ -125,7 +125,7 @@ async def test_a_limit_is_a_400_that_nobody_tries_again(limit: str, code: str) -
     assert desk.episode.error is None
 
 
-@in_loop
+@in_virtual_time
 async def test_a_failure_is_kept_for_the_episode_and_ends_it() -> None:
     desk = Desk(lambda _: EpisodeError("engine", "lost"))
     assert code_of(await desk.post(CHAT, BODY)) == (400, "episode_failed")
@@ -134,7 +134,7 @@ async def test_a_failure_is_kept_for_the_episode_and_ends_it() -> None:
     assert len(desk.talk.requests) == 1
 
 
-@in_loop
+@in_virtual_time
 async def test_a_bug_is_a_500_that_names_no_detail() -> None:
     desk = Desk(lambda _: ZeroDivisionError("secret"))
     answer = await desk.post(CHAT, BODY)
@@ -142,14 +142,14 @@ async def test_a_bug_is_a_500_that_names_no_detail() -> None:
     assert isinstance(desk.episode.error, ZeroDivisionError)
 
 
-@in_loop
+@in_virtual_time
 async def test_a_request_that_the_conversation_refuses_is_a_400() -> None:
     desk = Desk(lambda _: RequestError("no such role"))
     assert code_of(await desk.post(CHAT, BODY)) == (400, "invalid_request")
     assert desk.episode.error is None
 
 
-@in_loop
+@in_virtual_time
 async def test_a_turn_that_misses_its_deadline_fails_the_episode() -> None:
     desk = Desk(hello, turn_deadline_s=0.01)
     desk.talk.gate.clear()
@@ -158,7 +158,7 @@ async def test_a_turn_that_misses_its_deadline_fails_the_episode() -> None:
     assert desk.episode.error.reason == "turn_deadline" and desk.talk.cancelled == 1
 
 
-@in_loop
+@in_virtual_time
 async def test_one_choice_that_fails_ends_the_others() -> None:
     desk = Desk(hello)
     rest = asyncio.Event()
@@ -178,7 +178,7 @@ async def test_one_choice_that_fails_ends_the_others() -> None:
     assert code_of(answer) == (400, "max_episode_tokens_reached") and desk.talk.cancelled == 2
 
 
-@in_loop
+@in_virtual_time
 async def test_too_many_requests_in_flight_are_refused() -> None:
     desk = Desk(hello, max_in_flight=3)
     desk.talk.gate.clear()
@@ -193,7 +193,7 @@ async def test_too_many_requests_in_flight_are_refused() -> None:
     assert (await desk.post(CHAT, BODY)).status == 200
 
 
-@in_loop
+@in_virtual_time
 async def test_a_retry_waits_for_the_same_turn() -> None:
     desk = Desk(hello)
     desk.talk.gate.clear()
@@ -213,7 +213,7 @@ async def test_a_retry_waits_for_the_same_turn() -> None:
     assert desk.talk.lost == []
 
 
-@in_loop
+@in_virtual_time
 async def test_an_answer_that_did_not_leave_is_given_again() -> None:
     desk = Desk(hello)
     lost = await desk.post(CHAT, BODY)
@@ -229,7 +229,7 @@ async def test_an_answer_that_did_not_leave_is_given_again() -> None:
     assert len(desk.talk.requests) == 2 and desk.talk.sent == [0, 1]
 
 
-@in_loop
+@in_virtual_time
 async def test_equal_requests_at_once_are_samples_of_their_own() -> None:
     desk = Desk(hello)
     desk.talk.gate.clear()
@@ -241,7 +241,7 @@ async def test_equal_requests_at_once_are_samples_of_their_own() -> None:
     assert sorted(desk.talk.sent) == [0, 1, 2, 3]
 
 
-@in_loop
+@in_virtual_time
 async def test_a_draw_without_a_client_ends_after_the_grace() -> None:
     desk = Desk(hello, retry_grace_s=0.02)
     desk.talk.gate.clear()
@@ -257,7 +257,7 @@ async def test_a_draw_without_a_client_ends_after_the_grace() -> None:
     assert desk.talk.sent == [1] and desk.session.counts["clients_gone"] == 1
 
 
-@in_loop
+@in_virtual_time
 async def test_the_end_of_an_episode_kills_what_nobody_received() -> None:
     desk = Desk(hello)
     (await desk.post(CHAT, {**BODY, "n": 2})).settle(False)
@@ -270,7 +270,7 @@ async def test_the_end_of_an_episode_kills_what_nobody_received() -> None:
     assert (desk.talk.sent, desk.talk.lost, desk.talk.cancelled) == ([2], [0, 1], 1)
 
 
-@in_loop
+@in_virtual_time
 async def test_a_stream_says_that_it_lives_and_ends_with_the_turn() -> None:
     desk = Desk(hello, keepalive_s=0.01)
     desk.talk.gate.clear()
@@ -284,7 +284,7 @@ async def test_a_stream_says_that_it_lives_and_ends_with_the_turn() -> None:
     assert desk.talk.sent == [0]
 
 
-@in_loop
+@in_virtual_time
 async def test_a_late_failure_is_an_event_of_the_stream() -> None:
     desk = Desk(lambda _: LimitReached("context", "no room"), keepalive_s=0.01)
     for path, more in [(CHAT, {}), ("/v1/messages", {"max_tokens": 9}), ("/v1/responses", {})]:
@@ -296,7 +296,7 @@ async def test_a_late_failure_is_an_event_of_the_stream() -> None:
         assert "context_length_exceeded" in text and "error" in text
 
 
-@in_loop
+@in_virtual_time
 async def test_rewards_of_the_episode_and_of_turns() -> None:
     desk = Desk(hello)
     found = body_of(await desk.post(CHAT, BODY))
@@ -311,7 +311,7 @@ async def test_rewards_of_the_episode_and_of_turns() -> None:
         assert code_of(await desk.post("/reward", bad)) == (400, "invalid_value")
 
 
-@in_loop
+@in_virtual_time
 async def test_parameters_of_sampling_are_counted_or_refused() -> None:
     hints = {
         "temperature": 0.2, "top_p": 1, "seed": 3, "tool_choice": "required",
@@ -330,7 +330,7 @@ async def test_parameters_of_sampling_are_counted_or_refused() -> None:
             assert body_of(answer)["error"]["param"] == name
 
 
-@in_loop
+@in_virtual_time
 async def test_models_are_listed() -> None:
     desk = Desk(hello)
     key = {"authorization": f"Bearer {desk.episode.key}"}
@@ -342,7 +342,7 @@ async def test_models_are_listed() -> None:
     assert code_of(none) == (404, "model_not_found")
 
 
-@in_loop
+@in_virtual_time
 async def test_a_previous_response_is_continued() -> None:
     desk = Desk(lambda r: said("again") if len(r.messages) > 2 else called(("c1", "add", "{}")))
     first = body_of(await desk.post("/v1/responses", {"instructions": "be kind", "input": "hello"}))

@@ -17,6 +17,7 @@ from millrace.agents.service import Service
 from millrace.agents.workers import WorkerProgram
 from millrace.errors import EpisodeError
 from tests.agents.programs_at_work import Table, plays, program, running, table
+from tests.waiting import HANG_S, until_async
 
 LOOP = """
 import threading
@@ -97,7 +98,7 @@ FAILURES = {
     "exit": ("print('bye'); sys.exit(3)", "exit code 3: bye"),
     "quiet exit": ("os._exit(0)", "agent_exit"),
     "signal": ("os.kill(os.getpid(), 9)", "signal 9"),
-    "closed input": ("os.close(0); os.close(1); time.sleep(100)", "agent_deadline"),
+    "closed input": ("os.close(0); os.close(1); time.sleep(10_000)", "agent_deadline"),
     "endless": ("while True: pass", "agent_deadline"),
 }
 
@@ -110,29 +111,40 @@ def test_each_failure_has_a_reason_and_the_next_episode_a_worker(
     body, wanted = FAILURES[kind]
 
     async def check(at: Table) -> None:
-        assert wanted in await at.fails()
-        while "deadline" in wanted and running(str(tmp_path)):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        late = "deadline" in wanted
+        assert wanted in await at.fails(deadline_s=1.0 if late else HANG_S)
+        if late:
+            await until_async(lambda: not running(str(tmp_path)))
         done = await at.play(1)
         assert done.score is not None and done.score.value == 1
 
     body = f'if task["extra"]: ask(); return {{"reward": 1}}\n{body}'
-    one(tmp_path, body, check, deadline_s=1.0 if "deadline" in wanted else 20.0)
+    one(tmp_path, body, check)
 
 
-def test_a_late_episode_that_ends_itself_keeps_its_worker(tmp_path: Path) -> None:
+def test_a_late_episode_that_ends_itself_keeps_its_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "GRACE_S", HANG_S)
+    go = tmp_path / "go"
+
     async def check(at: Table) -> None:
-        late, good = await asyncio.gather(at.fails(0), at.play(1))
-        again = await at.play(2)
+        assert isinstance(at.program, WorkerProgram)
+        late, good = await asyncio.gather(at.fails(0, deadline_s=1.0), at.play(1))
         assert late.startswith("agent_deadline")
+        (worker,) = at.program._workers
+        assert worker.load == 1, "it still plays the late episode"
+        go.touch()
+        await until_async(lambda: worker.load == 0)
+        again = await at.play(2)
         assert good.score and again.score and good.score.extra == again.score.extra
 
-    body = """
-    ask()
-    if task["extra"] == 0: time.sleep(1.5)
-    return {"reward": 1, "pid": os.getpid()}
+    body = f"""
+    while task["extra"] == 0 and not os.path.exists({str(go)!r}): time.sleep(0.01)
+    if task["extra"]: ask()
+    return {{"reward": 1, "pid": os.getpid()}}
     """
-    one(tmp_path, body, check, concurrent=2, threads=True, deadline_s=1.0)
+    one(tmp_path, body, check, concurrent=2, threads=True)
 
 
 def test_the_end_of_a_worker_fails_its_other_episodes_once(tmp_path: Path) -> None:

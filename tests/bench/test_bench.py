@@ -22,6 +22,7 @@ from millrace.models.model import load_model, write_shape
 from millrace.schedule.steady import counted
 from millrace.train.fsdp import lora
 from tests.e2e import runs
+from tests.waiting import HANG_S
 from tests.workers import workers_of
 
 
@@ -244,7 +245,7 @@ def test_bench_modes_whose_worker_dies_tells_what_it_has(tmp_path: Path) -> None
         time.sleep(0.1)
     try:
         workers_of(process.pid)["rollout-0"].kill()
-        assert process.wait(60) == 1, output.read_text()
+        assert process.wait(HANG_S) == 1, output.read_text()
     finally:
         process.terminate()
     lines = output.read_text().splitlines()

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 
 from millrace.cli.keep_going import Supervisor
 from millrace.errors import MillraceError
+from tests.waiting import until, until_async
 
 DRIVER = """
 import json, os, signal, socket, subprocess, sys, time
@@ -98,8 +98,7 @@ def test_processes_that_were_there_before_are_left_alone(tmp_path: Path) -> None
         subprocess.Popen(["true"]) as ended,
         subprocess.Popen(["cat"], stdin=subprocess.PIPE) as living,
     ):
-        while psutil.Process(ended.pid).status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)
+        until(lambda: psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE)
         assert run(supervised(tmp_path, "kill=9", "run exit=0")) == 0
         assert living.poll() is None
         assert os.waitpid(ended.pid, 0)[0] == ended.pid, "nobody else reaped it"
@@ -165,7 +164,7 @@ def test_a_restart_waits_for_the_workers_of_the_dead_driver(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = psutil.Process().children()  # what other tests left
-    assert run(supervised(tmp_path, "worker=0.2 kill=9", "worker=100 exit=1", "exit=0")) == 0
+    assert run(supervised(tmp_path, "worker=0.2 kill=9", "worker=10000 exit=1", "exit=0")) == 0
     first, second, third = (at for at, *_ in starts(tmp_path))
     assert second - first > 0.2 and third - second > 0.3
     assert "killing what the dead driver left: sleep (process" in capsys.readouterr().err
@@ -177,8 +176,7 @@ def stop(supervisor: Supervisor, ready: Callable[[], bool]) -> int:
 
     async def work() -> int:
         task = asyncio.ensure_future(supervisor.run())
-        while not ready():  # noqa: ASYNC110 - no event says it
-            await asyncio.sleep(0.01)
+        await until_async(ready)
         os.kill(os.getpid(), signal.SIGTERM)
         return await task
 
@@ -190,7 +188,7 @@ def test_a_stop_is_passed_on_and_ends_the_command(tmp_path: Path) -> None:
     assert stop(supervised(tmp_path, "stops"), begun.exists) == 143
     begun.unlink()
     waits = supervised(tmp_path, "exit=1")
-    waits.first_s = 60
+    waits.first_s = 10_000
     with pytest.raises(MillraceError, match="stopped by SIGTERM before the restart") as error:
         stop(waits, lambda: begun.exists() and waits._driver is None)
     assert error.value.exit_code == 143 and len(starts(tmp_path)) == 1

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.report.folders import Run
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,12 +89,12 @@ class Terminal:
 
     def until(self, text: str) -> None:
         with self._more:
-            assert self._more.wait_for(lambda: text in self._text.decode(errors="replace"), 60)
+            assert self._more.wait_for(lambda: text in self._text.decode(errors="replace"), HANG_S)
 
     def end(self) -> tuple[int, str]:
         """Wait for the end. Returns the exit code and what stays on the terminal."""
-        code = self.process.wait(60)
-        self._thread.join(10)
+        code = self.process.wait(HANG_S)
+        self._thread.join(HANG_S)
         os.close(self._ours)
         text = self._text.decode(errors="replace")
         assert text.count("\x1b[?25l") == text.count("\x1b[?25h"), "the cursor is shown again"

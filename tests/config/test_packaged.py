@@ -19,6 +19,7 @@ from millrace.config import recipe
 from millrace.config.packaged import FOLDER, find, named, packaged, summary
 from millrace.errors import ConfigError
 from tests.e2e.runs import millrace
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +31,7 @@ def cli(*arguments: str, cwd: Path, path: Path = ROOT) -> subprocess.CompletedPr
         env=os.environ | {"PYTHONPATH": str(path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
 
 
@@ -119,10 +120,10 @@ def test_an_installed_millrace_has_every_recipe_in_any_folder(tmp_path: Path) ->
     shutil.copytree(ROOT / "millrace", source / "millrace")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     build = ["wheel", str(source), "--no-deps", "--no-build-isolation", "-w", str(wheels)]
-    subprocess.run([*pip, *build], check=True, capture_output=True, timeout=200)
+    subprocess.run([*pip, *build], check=True, capture_output=True, timeout=HANG_S)
     (wheel,) = wheels.glob("*.whl")
     install = ["install", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
-    subprocess.run([*pip, *install], check=True, capture_output=True, timeout=200)
+    subprocess.run([*pip, *install], check=True, capture_output=True, timeout=HANG_S)
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,10 +97,8 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("name", STOPPED)
 def test_an_attack_on_time_or_memory_is_stopped(name: str, hurried: None) -> None:
     source, word = STOPPED[name]
-    begun = time.monotonic()
     with pytest.raises(MillraceError, match=rf"chat.template.*({word}).*Fix: "):
         chat_with(source).render(Problem(MESSAGES, "x"), "row 3")
-    assert time.monotonic() - begun < 60  # 2 s of a processor, on a busy machine
     text, _ = chat_with("{{ messages[0]['content'] }}").render(Problem(MESSAGES, "x"))
     assert text == "hello"  # the next template is rendered
 

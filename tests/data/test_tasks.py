@@ -7,6 +7,7 @@ wrong.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -42,6 +43,38 @@ def test_no_training_problem_is_a_validation_problem() -> None:
             for row in load_source("task:sort_digits?size=300&max_digits=4", seed=seed, split="val")
         }
         assert not train & held_out
+
+
+def test_products_and_sums_share_no_problem_also_with_swapped_numbers() -> None:
+    for name, sign in (("products", "*"), ("sums", "+")):
+        splits: dict[str, list[tuple[int, ...]]] = {}
+        for split in ("train", "val"):
+            rows = load_source(f"task:{name}?smaller=12&larger=30&size=128", seed=3, split=split)
+            splits[split] = []
+            for entry in (problem(rows, i) for i in range(len(rows))):
+                words = entry.text.removeprefix("What is ").removesuffix("?").split(f" {sign} ")
+                a, b = map(int, words)
+                assert int(entry.ground_truth) == (a * b if name == "products" else a + b)
+                assert min(a, b) <= 12 and max(a, b) <= 30
+                splits[split].append((min(a, b), max(a, b)))
+            asked = {entry.text for entry in (problem(rows, i) for i in range(len(rows)))}
+            assert any(int(t.split()[2]) > int(t.split()[4][:-1]) for t in asked)
+        assert len(set(splits["val"])) == len(set(splits["train"])) == 128
+        other = load_source(f"task:{name}?smaller=12&larger=30&size=128", seed=4, split="val")
+        held_out = {
+            tuple(sorted(map(int, re.findall(r"\d+", problem(other, i).text)))) for i in range(128)
+        }
+        assert not set(splits["train"]) & (set(splits["val"]) | held_out)
+
+
+def test_a_task_with_few_problems_asks_all_of_them_before_one_comes_again() -> None:
+    rows = load_source("task:products?smaller=2&larger=20&size=60", seed=0)
+    pairs = [tuple(sorted(map(int, re.findall(r"\d+", problem(rows, i).text)))) for i in range(60)]
+    count = len(set(pairs))
+    assert 1 < count < 40 and len(set(pairs[:count])) == count
+    assert pairs[count : 2 * count] == pairs[:count]
+    alone = load_source("task:products?smaller=1&larger=1&size=2", seed=0, split="val")
+    assert problem(alone, 0).text == problem(alone, 1).text == "What is 1 * 1?"
 
 
 def test_sort_digits_is_what_it_says() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs import pages
+from tests.waiting import HANG_S
 
 
 @pytest.mark.parametrize("page", pages.ALL, ids=pages.name)
@@ -26,7 +27,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="the extra docs is not installed")
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
-    done = subprocess.run(build, cwd=pages.ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(build, cwd=pages.ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     for page in (pages.ROOT / "docs").glob("*.md"):
         assert (tmp_path / f"{page.stem}.html").is_file()

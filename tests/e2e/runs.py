@@ -34,6 +34,7 @@ from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
 from millrace.run.train import Outcome, run_training
 from millrace.schedule.ledger import Ledger
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = ROOT / "millrace" / "recipes" / "quickstart.yaml"
@@ -44,6 +45,9 @@ SMALL = [
     "rollout.total_rollout_steps=64",
     "rollout.max_num_seqs=64",
     "rollout.test_freq=0",
+    # A busy machine is slow, and loses no worker.
+    f"rollout.heartbeat_s={HANG_S}",
+    f"rollout.stall_s={HANG_S}",
     "trainer.save_freq=0",
     "trainer.val_before_train=false",
     "data.val_files=['task:sort_digits?min_digits=4&max_digits=6&split=val&size=16']",

@@ -15,7 +15,6 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import pytest
 from millrace.pipeline.checkpoint import Checkpoints
 from tests.e2e import runs
 from tests.e2e.accounts import check_accounts
+from tests.waiting import HANG_S, until
 from tests.workers import workers_of
 
 LONG = [
@@ -49,21 +49,6 @@ def attempts(folder: Path) -> int:
     return sum(line["event"] == "start" for line in history(folder))
 
 
-def wait_for(
-    ready: Callable[[], bool],
-    process: subprocess.Popen[bytes],
-    output: Path,
-    seconds: float = 150.0,
-) -> None:
-    end = time.monotonic() + seconds
-    while not ready():
-        assert process.poll() is None, (
-            f"the run ended with {process.returncode}:\n{output.read_text()}"
-        )
-        assert time.monotonic() < end, f"still waiting:\n{output.read_text()}"
-        time.sleep(0.01)
-
-
 class Chain:
     """Attempts at one run."""
 
@@ -84,12 +69,12 @@ class Chain:
             starts = [i for i, line in enumerate(lines) if line["event"] == "start"]
             return len(starts) > before and len(lines) - starts[-1] > versions
 
-        wait_for(trained if versions else lambda: True, self.process, self.output)
+        until(trained if versions else lambda: True, self.process, self.output)
         return self.process
 
-    def end(self, seconds: float = 60.0) -> int:
+    def end(self) -> int:
         assert self.process is not None
-        return self.process.wait(timeout=seconds)
+        return self.process.wait(timeout=HANG_S)
 
     def said(self) -> list[str]:
         return self.output.read_text().strip().splitlines()
@@ -115,8 +100,8 @@ class Chain:
     def saves_after_a_signal_to_all(self) -> None:
         """Send SIGTERM to every process. The run saves, and leaves no process and no sample."""
         under = self.signal_all(signal.SIGTERM)
-        assert self.end(60) == 143, "\n".join(self.said())
-        assert not psutil.wait_procs(under, timeout=60)[1]
+        assert self.end() == 143, "\n".join(self.said())
+        assert not psutil.wait_procs(under, timeout=HANG_S)[1]
         assert Checkpoints(self.folder, keep=2).newest()[0] is not None
         found = runs.audit(self.folder)
         assert (found["lost"], found["trained_twice"], found["dropped"]) == (0, 0, {})
@@ -131,7 +116,7 @@ class Chain:
         for process in tree:
             process.kill()
         self.process.wait()
-        psutil.wait_procs(tree, timeout=60)
+        psutil.wait_procs(tree, timeout=HANG_S)
 
 
 HANGS = """
@@ -143,7 +128,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
     drawn = extra_info["split"] == "train"  # A failed score of a validation drops nothing.
     if drawn and len(others) < 3 and not mine.exists():
         mine.touch()
-        time.sleep(1000)
+        time.sleep(10_000)
     return float(solution_str == ground_truth)
 """
 
@@ -158,11 +143,11 @@ def interrupted(chain: Chain) -> None:
     workers = driver.children(recursive=True)
     driver.kill()
     done = {"event": "version", "attempt": 2}
-    wait_for(lambda: done.items() <= history(chain.folder)[-1].items(), process, chain.output)
-    assert not any(worker.is_running() for worker in workers)
+    until(lambda: done.items() <= history(chain.folder)[-1].items(), process, chain.output)
+    until(lambda: not any(worker.is_running() for worker in workers))
     under = chain.signal_all(signal.SIGINT)
     assert chain.end() == 130
-    assert not psutil.wait_procs(under, timeout=60)[1]
+    assert not psutil.wait_procs(under, timeout=HANG_S)[1]
     said = "\n".join(chain.said())
     why = "keep-going: the driver was killed by SIGKILL"
     assert f"{why}; restart 1 of 5 of {chain.folder} in 1 s" in said
@@ -181,7 +166,7 @@ def interrupted(chain: Chain) -> None:
 
 
 def interrupted_twice(chain: Chain) -> None:
-    """The second Ctrl-C ends the process and its workers at once."""
+    """The second Ctrl-C ends the process and its workers. Nothing else would: no wait ends here."""
     cut = history(chain.folder)[-1]["version"]
     process = chain.start()
     first = next(line for line in reversed(history(chain.folder)) if line["event"] == "start")
@@ -189,10 +174,10 @@ def interrupted_twice(chain: Chain) -> None:
     workers = psutil.Process(process.pid).children(recursive=True)
     chain.worker("trainer-0").send_signal(signal.SIGSTOP)  # the first Ctrl-C cannot complete
     process.send_signal(signal.SIGINT)
-    wait_for(lambda: "saving a checkpoint" in chain.output.read_text(), process, chain.output, 60)
+    until(lambda: "saving a checkpoint" in chain.output.read_text(), process, chain.output)
     process.send_signal(signal.SIGINT)
-    assert chain.end(6.0) == 130
-    _, left = psutil.wait_procs(workers, timeout=30)
+    assert chain.end() == 130
+    _, left = psutil.wait_procs(workers, timeout=HANG_S)
     assert not left
 
 
@@ -213,7 +198,7 @@ def lost_all_workers(chain: Chain) -> set[int]:
     assert server is not None and server.name() == "fork-server"
     before = len(history(chain.folder))
     server.kill()
-    wait_for(lambda: len(history(chain.folder)) > before + 2, process, chain.output, 120)
+    until(lambda: len(history(chain.folder)) > before + 2, process, chain.output)
     said = chain.output.read_text()
     assert "trainer-0 ended with its fork server, which was killed by SIGKILL" in said
     assert "serves again" in said and "the trainer is back" in said
@@ -227,7 +212,7 @@ def killed_while_writing(chain: Chain) -> int:
     """
     assert chain.process is not None
     writing = chain.folder / "checkpoints"
-    wait_for(lambda: any(writing.glob(".writing-*/engine/*")), chain.process, chain.output)
+    until(lambda: any(writing.glob(".writing-*/engine/*")), chain.process, chain.output)
     chain.kill_tree()
     path, passed = Checkpoints(chain.folder, keep=2).newest()
     assert path is not None and not passed
@@ -242,7 +227,7 @@ def lost_last_replica(chain: Chain) -> range:
     """
     chain.start("rollout.max_restarts=0")
     chain.worker("rollout-0").kill()
-    assert chain.end(40) == 1
+    assert chain.end() == 1
     said = chain.said()
     assert not any("Traceback" in line for line in said), (
         "an error of millrace's own is one message"
@@ -262,14 +247,13 @@ def lost_last_replica(chain: Chain) -> range:
 def completed_with_hanging_rewards(chain: Chain, tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
     chain.start(
-        f"reward.function={tmp_path}/hangs.py:score", "reward.timeout_s=0.3", "--json", versions=0
+        f"reward.function={tmp_path}/hangs.py:score", "reward.timeout_s=8", "--json", versions=0
     )
-    assert chain.end(90) == 0, "\n".join(chain.said())
+    assert chain.end() == 0, "\n".join(chain.said())
     result = json.loads(chain.said()[-1])
     assert result["complete"] and result["samples_trained"] == 800
 
 
-@pytest.mark.timeout(900)  # It takes 200 s alone, and longer beside other tests.
 def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_path: Path) -> None:
     chain = Chain(tmp_path)
     try:
@@ -323,7 +307,7 @@ def test_a_run_trains_to_its_end_on_a_full_disk_and_then_names_the_folder_and_th
     done = runs.command(
         *runs.small(tmp_path / "run", "trainer.save_freq=1", "trainer.threads=1"),
         preexec_fn=limit,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert done.returncode == 1, done.stderr
     folder = tmp_path / "run" / "checkpoints"

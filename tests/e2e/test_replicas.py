@@ -7,8 +7,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -24,6 +22,7 @@ from millrace.run.train import run_training
 from millrace.schedule.ledger import Ledger
 from tests.e2e import runs
 from tests.e2e.accounts import check_accounts
+from tests.waiting import HANG_S, until, until_async
 from tests.workers import workers_of
 
 
@@ -33,22 +32,17 @@ def replicas() -> list[psutil.Process]:
     return sorted(found, key=lambda p: p.create_time())
 
 
-async def until(ready: Callable[[], bool]) -> None:
-    while not ready():  # noqa: ASYNC110 - the engine has no event
-        await asyncio.sleep(0.01)
-
-
 async def hurt(s: Session, ledger: Ledger) -> None:
     """Kill one replica and stop the other one in the middle of requests. Then let the run end."""
     first, second = replicas()
     roster, engines = s.engines.pool.roster, s.engines.keeper._engines
-    await until(lambda: ledger.version >= 1 and engines[0].requests > 0)
+    await until_async(lambda: ledger.version >= 1 and engines[0].requests > 0)
     first.kill()
-    await until(lambda: roster.state(0) is Standing.LOST and engines[1].requests > 0)
+    await until_async(lambda: roster.state(0) is Standing.LOST and engines[1].requests > 0)
     assert roster.live == [1]
     second.send_signal(signal.SIGSTOP)
-    await until(lambda: roster.losses == 2 and len(roster.live) == 2)
-    assert len(replicas()) == 2 and not second.is_running()
+    await until_async(lambda: roster.losses == 2 and len(roster.live) == 2)
+    await until_async(lambda: len(replicas()) == 2 and not second.is_running())
     ledger.limit = ledger.retired + ledger.occupied + 8
 
 
@@ -67,6 +61,7 @@ def test_a_run_heals_a_replica_that_is_killed_and_one_that_stands_still(tmp_path
         progress = runs.progress()
         progress.note = notes.append  # type: ignore[method-assign, assignment]
         async with open_session(config, progress) as s:
+            s.engines.keeper._heartbeat_s = 3.0  # A worker on a busy machine misses some of 0.5 s.
             ledger = await start_state(s)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(hurt(s, ledger))
@@ -82,13 +77,13 @@ def test_a_run_heals_a_replica_that_is_killed_and_one_that_stands_still(tmp_path
     told = [note for note in notes if note.startswith("replica")]
     assert "rollout-0 was lost: worker rollout-0 was killed by SIGKILL" in told[0]
     assert "requests go on elsewhere; restart in 1 s" in told[0]
-    assert any("worker rollout-1 fell silent: no heartbeat for 1.5 s" in note for note in told)
+    assert any("worker rollout-1 fell silent: no heartbeat for 9 s" in note for note in told)
     assert sum("serves again" in note for note in told) == 2
     assert runs.rows(tmp_path / "run")[-1]["replicas/live"] == 2
 
 
 def scale(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return runs.command("scale", str(folder), *arguments, "--json", timeout=60)
+    return runs.command("scale", str(folder), *arguments, "--json", timeout=HANG_S)
 
 
 def test_replicas_join_and_leave_a_running_run(tmp_path: Path) -> None:
@@ -96,9 +91,8 @@ def test_replicas_join_and_leave_a_running_run(tmp_path: Path) -> None:
     folder, keys = tmp_path / "run", ["rollout.total_rollout_steps=100000", "trainer.threads=1"]
     train = runs.start_command(*runs.small(folder, *keys), output=tmp_path / "out")
     try:
-        while not (folder / "metrics.jsonl").exists() or not runs.rows(folder):
-            assert train.poll() is None, (tmp_path / "out").read_text()
-            time.sleep(0.05)
+        begun = folder / "metrics.jsonl"
+        until(lambda: begun.exists() and runs.rows(folder), train, tmp_path / "out")
         for refused, why in (("rollout=0", "from 1 to 9999"), ("trainer=2", "only the replicas")):
             done = scale(folder, refused)
             assert done.returncode == 2 and why in done.stderr and "Traceback" not in done.stderr
@@ -107,11 +101,9 @@ def test_replicas_join_and_leave_a_running_run(tmp_path: Path) -> None:
         shrunk = runs.last_json(scale(folder, "rollout=1").stdout)
         assert (shrunk["before"], shrunk["after"], shrunk["error"]) == (2, 1, "")
         version = runs.rows(folder)[-1]["version"]
-        while runs.rows(folder)[-1]["version"] < version + 2:
-            assert train.poll() is None
-            time.sleep(0.05)
+        until(lambda: runs.rows(folder)[-1]["version"] >= version + 2, train, tmp_path / "out")
         train.send_signal(signal.SIGTERM)
-        train.wait(60)
+        train.wait(HANG_S)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(train.pid, signal.SIGKILL)

@@ -15,6 +15,8 @@ from urllib.parse import quote
 import pyarrow.parquet as pq
 import pytest
 
+from tests.waiting import HANG_S
+
 pytestmark = pytest.mark.xdist_group("secrets")  # The tests share one run.
 NAMES = (
     *("WANDB_API_KEY", "OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"),
@@ -50,8 +52,8 @@ inherits: quickstart
 trainer: {save_freq: 1, val_before_train: false, logger: [tensorboard, wandb]}
 sft: {steps: 5, batch_size: 16}
 actor: {ppo_mini_batch_size: 8}
-rollout: {n: 4, total_rollout_steps: 96, test_freq: 0}
-reward: {max_error_share: 0.9, timeout_s: 120}
+rollout: {n: 4, total_rollout_steps: 96, test_freq: 0, stall_s: 10000}
+reward: {max_error_share: 0.9, timeout_s: 10000}
 data: {val_files: ['task:sort_digits?min_digits=4&max_digits=6&split=val&size=8']}
 """
 
@@ -110,7 +112,7 @@ def run(home: Path) -> Ended:
     while process.poll() is None and b"stack of rollout-0" not in asked:
         asked = millrace(home, "why", str(folder), "--full")
     (home / "rewards.py.asked").touch()
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=HANG_S)
     shown = [millrace(home, "report", str(folder)), millrace(home, "why", str(folder), "--full")]
     assert b"stack of rollout-0" in asked, asked.decode()
     return Ended(folder, process.returncode, b"".join([output, asked, *shown]))

@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ import pytest
 
 from millrace.types import Prompt, tokens_of
 from tests.fork_servers import POOL
+from tests.listening import reachable
+from tests.waiting import until
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -47,11 +48,7 @@ def started(*command: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        for _ in range(1200):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                break
-            assert process.poll() is None, f"{command} ended with {process.returncode}"
-            time.sleep(0.05)
+        until(lambda: reachable("127.0.0.1", port), process)
         yield process, f"http://127.0.0.1:{port}"
     finally:
         process.kill()
@@ -146,12 +143,12 @@ def nothing_left() -> Iterator[None]:
 
     before = left()
     yield
-    for _ in range(100):
-        after = left()
-        if after[0] <= before[0] and after[1] <= before[1]:
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"processes and files before {before}, after {after}")
+    until(lambda: (after := left())[0] <= before[0] and after[1] <= before[1])
+
+
+def allow(options: Any, seconds: float) -> None:
+    """Change the deadline of the calls that begin from now on, and not of the start before them."""
+    object.__setattr__(options, "deadline_s", seconds)
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:

@@ -14,13 +14,14 @@ from millrace.tools.sandbox import Limits, Sandbox
 from millrace.types import Prompt
 from tests.agents.scripts import agent_of, play, prompt_of
 from tests.agents.test_chat_agent import call, results
+from tests.waiting import HANG_S
 
 TESTS = {"tests": [["f(2)", "4"], ["f(5)", "25"], ["f('x')", "'no'"]]}
 
 
-def agent() -> ChatAgent:
+def agent(wall_s: float = HANG_S) -> ChatAgent:
     def make(prompt: Prompt) -> CodeTests:
-        sandbox = Sandbox(limits=Limits(wall_s=2))
+        sandbox = Sandbox(limits=Limits(wall_s))
         return CodeTests(sandbox, [PythonTool(sandbox)])
 
     return agent_of(make, None, "hermes")
@@ -41,7 +42,8 @@ def agent() -> ChatAgent:
 )
 def test_the_score_is_the_share_of_tests_that_pass(answer: str, score: float) -> None:
     """Code that knows the right values may print them: then it has solved these tests."""
-    done = play(agent(), prompt_of("x", extra_info=TESTS), [answer])
+    endless = answer.startswith("while")
+    done = play(agent(2.0 if endless else HANG_S), prompt_of("x", extra_info=TESTS), [answer])
     assert done.score.value == pytest.approx(score)
     assert done.score.extra == {"solved": float(score == 1)}
 

@@ -18,7 +18,8 @@ from millrace.environments.chat import Tool, ToolError
 from millrace.environments.mcp_connection import function_schema
 from millrace.environments.mcp_tools import McpOptions, McpServers
 from millrace.errors import EpisodeError
-from tests.environments.servers import HERE, mcp_command, prompt, run, started
+from tests.environments.servers import HERE, allow, mcp_command, prompt, run, started
+from tests.waiting import HANG_S
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,9 @@ def http() -> Iterator[str]:
 
 
 def stdio(**options: Any) -> McpServers:
-    return McpServers(McpOptions(mcp_command(), **{"deadline_s": 20.0, **options}))
+    return McpServers(
+        McpOptions(mcp_command(), **{"deadline_s": HANG_S, "start_deadline_s": HANG_S, **options})
+    )
 
 
 async def reset(servers: McpServers) -> tuple[Any, dict[str, Tool]]:
@@ -85,7 +88,7 @@ def test_a_killed_server_fails_its_episodes_and_the_next_one_has_another() -> No
         first, tools = await reset(servers)
         second, others = await reset(servers)
         pid = int(await tools["pid"].call({}))
-        call = asyncio.ensure_future(others["sleep"].call({"seconds": 60}))
+        call = asyncio.ensure_future(others["sleep"].call({"seconds": 10_000}))
         await asyncio.sleep(0.2)
         psutil.Process(pid).kill()
         for waiting in (call, tools["add"].call({"a": 1, "b": 1})):
@@ -103,13 +106,15 @@ def test_a_killed_server_fails_its_episodes_and_the_next_one_has_another() -> No
 
 def test_a_slow_call_fails_its_own_episode_alone() -> None:
     async def work() -> None:
-        servers = stdio(shared=True, deadline_s=3.0)
+        servers = stdio(shared=True)
         first, tools = await reset(servers)
         second, others = await reset(servers)
         pid = await tools["pid"].call({})
+        allow(servers.options, 0.5)
         with pytest.raises(EpisodeError) as caught:
-            await tools["wait"].call({"seconds": 60})
+            await tools["wait"].call({"seconds": 10_000})
         assert caught.value.reason == "tool_deadline"
+        allow(servers.options, HANG_S)
         third, new = await reset(servers)  # a server that may hang is for no new episode
         assert await others["pid"].call({}) == pid != await new["pid"].call({})
         await first.close()
@@ -137,8 +142,9 @@ def test_the_last_words_of_a_server_are_in_the_error() -> None:
 def test_a_silent_tool_misses_its_deadline(where: str, http: str) -> None:
     async def work() -> None:
         options = {"command": mcp_command()} if where == "stdio" else {"url": http}
-        servers = McpServers(McpOptions(**options, deadline_s=0.5))  # type: ignore[arg-type]
+        servers = McpServers(McpOptions(**options, start_deadline_s=HANG_S))  # type: ignore[arg-type]
         environment, tools = await reset(servers)
+        allow(servers.options, 0.5)
         with pytest.raises(EpisodeError) as caught:
             await tools["sleep"].call({"seconds": 3})
         assert caught.value.reason == "tool_deadline"
@@ -152,7 +158,7 @@ def test_a_server_that_prints_to_its_output_is_understood() -> None:
     code += f"import runpy; runpy.run_path({str(HERE / 'mcp_server.py')!r}, run_name='__main__')"
 
     async def work() -> None:
-        servers = McpServers(McpOptions((sys.executable, "-c", code)))
+        servers = McpServers(McpOptions((sys.executable, "-c", code), start_deadline_s=HANG_S))
         sys.argv, before = sys.argv[:1], sys.argv
         environment, tools = await reset(servers)
         sys.argv = before
@@ -167,7 +173,7 @@ def test_a_server_that_prints_to_its_output_is_understood() -> None:
     [
         (("no-such-command",), "lost"),
         (("python3", "-c", "import sys; sys.exit('bad luck')"), "lost"),
-        (("sleep", "60"), "deadline"),
+        (("sleep", "10000"), "deadline"),
         (("yes",), "deadline"),
         (("python3", "-c", "while True: print('x' * 65536)"), "deadline"),
         (("python3", "-c", "while True: print('x' * 65536, end='')"), "lost"),
@@ -180,7 +186,7 @@ def test_a_server_that_does_not_come_up(
     monkeypatch.setattr(mcp_connection, "_MOST_LINE", 2**20)
 
     async def work() -> None:
-        seconds = 0.5 if reason == "deadline" else 5.0
+        seconds = 0.5 if reason == "deadline" else HANG_S
         servers = McpServers(McpOptions(command, start_deadline_s=seconds))
         environment = servers.make()
         with pytest.raises(EpisodeError) as caught:
@@ -222,7 +228,7 @@ def test_an_http_server_that_fails(kind: str) -> None:
         port = server.sockets[0].getsockname()[1]
         if kind == "nobody":
             server.close()
-        seconds = 0.5 if kind == "silence" else 20.0
+        seconds = 0.5 if kind == "silence" else HANG_S
         servers = McpServers(
             McpOptions(url=f"http://127.0.0.1:{port}/mcp", start_deadline_s=seconds)
         )
@@ -238,7 +244,7 @@ def test_an_http_server_that_fails(kind: str) -> None:
 
 def test_a_cancelled_start_leaves_no_server() -> None:
     async def work() -> None:
-        environment = McpServers(McpOptions(("sleep", "60"))).make()
+        environment = McpServers(McpOptions(("sleep", "10000"))).make()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(environment.reset(prompt()), 0.3)
         await environment.close()

@@ -19,7 +19,8 @@ from millrace.environments.chat import ToolError
 from millrace.environments.openenv import OpenEnvironment, OpenEnvOptions, OpenEnvServer
 from millrace.errors import ConfigError, EpisodeError
 from millrace.types import Score
-from tests.environments.servers import needs_peers, openenv, prompt, run, wire_server
+from tests.environments.servers import allow, needs_peers, openenv, prompt, run, wire_server
+from tests.waiting import HANG_S
 
 Answer = Callable[[Any, dict[str, Any]], Awaitable[None]]
 
@@ -51,13 +52,13 @@ def said(text: str) -> dict[str, Any]:
 
 
 def make(url: str, **options: Any) -> OpenEnvironment:
-    return OpenEnvServer(OpenEnvOptions(url, **{"deadline_s": 20.0, **options})).make()
+    return OpenEnvServer(OpenEnvOptions(url, **{"deadline_s": HANG_S, **options})).make()
 
 
 def test_a_conversation_with_a_score(real_url: str | None) -> None:
     async def work() -> None:
         async with served(real_url) as url:
-            server = OpenEnvServer(OpenEnvOptions(url, deadline_s=20.0))
+            server = OpenEnvServer(OpenEnvOptions(url, deadline_s=HANG_S))
             first, other = server.make(), server.make()
             start = await first.reset(prompt("Play.", index=17))
             assert start.messages == ({"role": "user", "content": "Play.\n\nGuess a digit."},)
@@ -127,7 +128,7 @@ def test_tools_of_an_environment() -> None:
 def test_a_killed_server_fails_the_episode_and_the_next() -> None:
     async def work() -> None:
         with openenv("guess") as (process, url):
-            server = OpenEnvServer(OpenEnvOptions(url, deadline_s=20.0))
+            server = OpenEnvServer(OpenEnvOptions(url, deadline_s=HANG_S))
             environment, next_one = server.make(), server.make()
             await environment.reset(prompt())
             process.kill()
@@ -171,7 +172,7 @@ FAILURES: dict[str, tuple[Answer, str]] = {
     "a reward in words": (lambda ws, _: _text(ws, observation(reward="much")), "garbage"),
     "done in words": (lambda ws, _: _text(ws, observation(done="yes")), "garbage"),
     "a closed socket": (lambda ws, _: ws.close(), "lost"),
-    "silence": (lambda ws, _: asyncio.sleep(60), "deadline"),
+    "silence": (lambda ws, _: asyncio.sleep(10_000), "deadline"),
 }
 
 
@@ -181,8 +182,10 @@ def test_a_failure_is_an_error_with_a_reason_and_no_score(what: str) -> None:
 
     async def work() -> None:
         async with wire_server(step=answer) as url:
-            environment = make(url, deadline_s=2.0 if reason == "deadline" else 20.0)
+            server = OpenEnvServer(OpenEnvOptions(url, deadline_s=HANG_S))
+            environment = server.make()
             await environment.reset(prompt())
+            allow(server.options, 0.5 if reason == "deadline" else HANG_S)
             with pytest.raises(EpisodeError) as caught:
                 await environment.step(said("1"))
             assert caught.value.reason == f"environment_{reason}"
@@ -213,7 +216,7 @@ def test_a_cancelled_step_makes_the_socket_unusable() -> None:
     """Its answer is still to come. The next request must not take it for its own."""
 
     async def work() -> None:
-        async with wire_server(step=lambda ws, _: asyncio.sleep(60)) as url:
+        async with wire_server(step=lambda ws, _: asyncio.sleep(10_000)) as url:
             environment = make(url)
             await environment.reset(prompt())
             with pytest.raises(TimeoutError):

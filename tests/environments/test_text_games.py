@@ -6,7 +6,7 @@ import asyncio
 import random
 import subprocess
 import sys
-import time
+import threading
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from millrace.environments.text_games import TextGames
 from millrace.errors import ConfigError, EpisodeError
 from millrace.types import Prompt, Score
 from tests.environments.servers import prompt, run
+from tests.waiting import HANG_S
 
 
 def said(text: str) -> dict[str, Any]:
@@ -109,11 +110,13 @@ class Echo(gymnasium.Env[str, str]):
         if action == "raise":
             raise ZeroDivisionError("a bug of the game")
         if action == "hang":
-            time.sleep(10.0)
+            GO.wait()
         reward = float("nan") if action == "nan" else 0.5
         return f"You said {action}.", reward, action == "stop", self.words == 3, {}
 
 
+GO = threading.Event()
+"""Ends the step that hangs."""
 gymnasium.register("Echo-v0", Echo)  # type: ignore[arg-type]
 
 
@@ -141,13 +144,15 @@ def test_an_environment_of_gymnasium() -> None:
 @pytest.mark.parametrize("word", ["raise", "nan", "hang"])
 def test_a_failure_of_a_game_fails_its_episode_alone(word: str) -> None:
     async def work() -> None:
-        games = named_environments("gymnasium:Echo-v0", deadline_s=2.0 if word == "hang" else 60.0)
+        games = named_environments("gymnasium:Echo-v0", deadline_s=HANG_S)
         assert isinstance(games, TextGames)
         game, other = games.make(), games.make()
         await game.reset(prompt())
         await other.reset(prompt())
+        games.deadline_s = 0.5 if word == "hang" else HANG_S
         with pytest.raises(EpisodeError) as caught:
             await game.step(said(word))
+        games.deadline_s = HANG_S
         reason = "environment_deadline" if word == "hang" else "environment_error"
         assert caught.value.reason == reason
         assert not (await other.step(said("hello"))).done
@@ -155,7 +160,11 @@ def test_a_failure_of_a_game_fails_its_episode_alone(word: str) -> None:
         await other.close()
         await games.close()
 
-    run(work)
+    GO.clear()
+    try:
+        run(work)
+    finally:
+        GO.set()
 
 
 def test_an_endless_game_does_not_keep_the_process_alive() -> None:
@@ -175,5 +184,7 @@ async def work():
 
 asyncio.run(work())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S
+    )
     assert done.stdout.strip() == "late" and "environment_deadline" in done.stderr

@@ -12,6 +12,7 @@ from millrace.environments import threads
 from millrace.environments.threads import in_thread
 from millrace.environments.tools import CallLimits, FunctionTool, run_calls
 from millrace.errors import EpisodeError
+from tests.waiting import HANG_S
 
 SCHEMA = {"function": {"name": "f", "parameters": {"properties": {}}}}
 
@@ -21,7 +22,7 @@ class Unreadable(Exception):
         raise ValueError
 
 
-def calls_of(function: Any, times: int, deadline_s: float = 5.0) -> list[str]:
+def calls_of(function: Any, times: int, deadline_s: float = HANG_S) -> list[str]:
     """Return the results of calls of one turn."""
     calls = [{"id": str(n), "function": {"name": "f", "arguments": {}}} for n in range(times)]
     made = {"f": FunctionTool(function, SCHEMA)}
@@ -75,6 +76,6 @@ def test_calls_that_never_return_keep_no_other_call_waiting(
     lost = set(threads._lost)
     go.set()
     for thread in lost:
-        thread.join(10)
+        thread.join(HANG_S)
     assert asyncio.run(in_thread(str)) == "" and not threads._lost
     assert not any(thread.name.startswith("asyncio") for thread in threading.enumerate())

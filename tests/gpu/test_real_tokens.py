@@ -122,9 +122,10 @@ def engine(request: pytest.FixtureRequest, runner: asyncio.Runner) -> Iterator[A
                 "max_num_seqs": SLOTS,
                 "max_prompt_length": 128,
                 "max_response_length": LENGTH,
-                "gpu_memory_utilization": 0.3,
+                "gpu_memory_utilization": 0.1,
                 **own,
-                "engine_kwargs": {"load_format": "auto"} | own.get("engine_kwargs", {}),
+                "engine_kwargs": {"load_format": "auto", "kv_cache_memory_bytes": 8 << 30}
+                | own.get("engine_kwargs", {}),
             },
         }
     )

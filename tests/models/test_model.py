@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from millrace.config import ModelShape
+from millrace.data.tokenizer import make_tokenizer
 from millrace.errors import ConfigError
-from millrace.models.model import eos_ids, load_model, write_shape
+from millrace.models.model import eos_ids, folder_eos_ids, load_model, write_shape
 
 SHAPE = ModelShape(
     hidden_size=16,
@@ -77,6 +78,16 @@ def test_saved_weights_are_loaded_whatever_the_seed(folder: Any, tmp_path: Path)
     again = load_model(tmp_path / "saved", seed=9, dtype="float32")
     assert same(model, again)
     assert eos_ids(again) == eos_ids(model) == (1, 4)
+
+
+def test_a_response_ends_at_the_tokenizers_own_end_too(folder: Any, tmp_path: Path) -> None:
+    """A fine-tuned model may have changed its tokenizer alone."""
+    load_model(folder, seed=7, dtype="float32").save_pretrained(tmp_path)
+    assert folder_eos_ids(tmp_path) == (1, 4)
+    tokenizer = make_tokenizer("chars", ["ab"], 0)
+    tokenizer.eos_token = "a"
+    tokenizer.save_pretrained(tmp_path)
+    assert folder_eos_ids(tmp_path) == (1, 4, tokenizer.convert_tokens_to_ids("a"))
 
 
 def test_a_folder_without_model_is_an_error_that_names_it(tmp_path: Path) -> None:

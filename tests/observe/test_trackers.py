@@ -22,7 +22,7 @@ from millrace.errors import MissingDependency
 from millrace.observe import trackers
 from millrace.observe.trackers import About
 from tests.listening import listeners, outside
-from tests.observe.waiting import until
+from tests.waiting import HANG_S, until
 
 ROWS = [
     (1, {"actor/grad_norm": math.nan, "reward/mean": 0.25}),
@@ -179,7 +179,7 @@ def scrape(said: list[str]) -> dict[tuple[str, str], float]:
     from prometheus_client.parser import text_string_to_metric_families
 
     url = said[0].partition(": ")[2]
-    with urllib.request.urlopen(url, timeout=60) as page:
+    with urllib.request.urlopen(url, timeout=HANG_S) as page:
         families = text_string_to_metric_families(page.read().decode())
         samples = [sample for family in families for sample in family.samples]
     assert {sample.labels["run"] for sample in samples} == {"quick"}
@@ -235,12 +235,12 @@ def test_a_process_ends_although_wandbs_server_hangs(tmp_path: Path) -> None:
             env=env | {"WANDB_MODE": "online"},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_S,
         )
     assert done.returncode == 0, done.stderr
     child, said = done.stdout.splitlines()
     assert said.startswith("wandb: It did not end within 0.2 s. It lacks 1 rows")
-    assert not psutil.pid_exists(int(child))
+    until(lambda: not psutil.pid_exists(int(child)))
 
 
 KEYS = """

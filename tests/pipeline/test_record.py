@@ -23,6 +23,7 @@ from millrace.pipeline.validation import Result
 from millrace.ports import StepReport
 from millrace.schedule.ledger import LedgerSnapshot, Slot, Totals
 from millrace.types import Prompt, Sample, Score, Trajectory, tokens_of
+from tests.waiting import HANG_S
 
 PROMPT = Prompt(0, tokens_of([1]), "", "d")
 
@@ -112,7 +113,7 @@ def bench(
     async_save: bool = True,
     test_freq: int = 0,
     stuck: bool = False,
-    deadline_s: float = 5.0,
+    deadline_s: float = HANG_S,
 ) -> Bench:
     saves, validator, rows, view = Saves(), SlowValidator(stuck=stuck), Rows(), View()
     fakes: dict[str, Any] = {
@@ -179,7 +180,7 @@ def test_a_checkpoint_is_written_beside_what_follows_and_the_next_one_waits_for_
             assert (b.saves.versions, b.saves.staged) == ([1, 2], [True, True])
         assert b.saves.whole == [1, 2], "leaving the group waits too"
         assert ["checkpoint/write_s" in row for _, row in b.rows.rows] == [False, True]
-        assert 0.01 <= b.rows.rows[1][1]["checkpoint/write_s"] < 5
+        assert 0.01 <= b.rows.rows[1][1]["checkpoint/write_s"] < HANG_S
 
     asyncio.run(main())
 
@@ -232,7 +233,7 @@ def test_a_checkpoint_that_fails_while_the_run_goes_on_ends_the_run(
             after.extend(b.saves.versions)
 
     with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(asyncio.wait_for(main(), 60))
+        asyncio.run(asyncio.wait_for(main(), HANG_S))
     assert [str(error) for error in caught.value.exceptions] == [
         "engine/x: no space left"
     ] and not after
@@ -263,7 +264,7 @@ def test_a_run_goes_on_while_a_disk_refuses_checkpoints_but_not_without_the_last
             await b.record.checkpoint(snapshot(3), last=True)
 
     with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(asyncio.wait_for(main(), 60))
+        asyncio.run(asyncio.wait_for(main(), HANG_S))
     assert isinstance(caught.value.exceptions[0], DiskError)
 
 
@@ -276,7 +277,7 @@ def test_a_checkpoint_that_is_never_whole_ends_the_run_at_its_deadline(tmp_path:
             await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(asyncio.wait_for(main(), 60))
+        asyncio.run(asyncio.wait_for(main(), HANG_S))
     (error,) = caught.value.exceptions
     assert isinstance(error, DeadlineError) and "0.05 s for the checkpoint of version 7" in str(
         error
@@ -315,10 +316,10 @@ def test_a_validation_is_abandoned_where_a_run_is_told_to_stop(tmp_path: Path) -
             b.record.validate(1)
             await asyncio.sleep(0)
             b.record.abandon_validation()
-            await asyncio.wait_for(b.record.validated(), 30)
+            await asyncio.wait_for(b.record.validated(), HANG_S)
             assert b.record.last is None
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), HANG_S))
 
 
 def test_a_version_is_in_the_history_when_published_returns(tmp_path: Path) -> None:

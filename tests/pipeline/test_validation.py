@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from millrace.errors import RewardError
-from millrace.pipeline.validation import Response, Tally, Validator, summarise
+from millrace.errors import ReplicaLost, RewardError
+from millrace.pipeline.validation import Played, Response, Tally, Validator, summarise
 from millrace.ports import RolloutStats
 from millrace.types import (
     Completion,
@@ -280,3 +280,27 @@ def test_a_small_validation_may_have_as_many_failures_as_one_of_fifty(
     if most < total:
         with pytest.raises(RewardError, match=f"At most {most} may fail"):
             tally.failed(RewardError("timeout", "late"))
+
+
+def test_a_validation_that_fails_leaves_what_it_has_scored() -> None:
+    """The greedy requests hang until the sampled ones are scored, and then the engine is lost."""
+
+    class Lost(Engine):
+        async def generate(
+            self, tokens: Tokens, params: SamplingParams, session: str
+        ) -> tuple[Segment, ...]:
+            if params.temperature == 0:
+                while len(played) < 8:  # noqa: ASYNC110 - a dict has no event
+                    await asyncio.sleep(0)
+                raise ReplicaLost("no replica is left")
+            return await super().generate(tokens, params, session)
+
+    played: dict[int, Played] = {}
+    checked = validator(Lost())
+    with pytest.raises(ReplicaLost):
+        asyncio.run(checked.run(0, None, played))
+    assert sorted(played) == [*range(8)]
+    values, whole = checked.result(0, played).values, asyncio.run(validator(Engine()).run(0)).values
+    assert values == {name: value for name, value in whole.items() if "greedy" not in name}
+    one = {0: played[0]}
+    assert list(checked.result(0, one).values) == ["val/a/mean@1"]

@@ -21,6 +21,7 @@ from millrace.types import (
     floats_of,
     tokens_of,
 )
+from tests.waiting import HANG_S
 
 
 class Clock:
@@ -118,7 +119,11 @@ class Run:
         writers: list[Any] = []
         if "trace" in self._watchers:
             make = TraceWriter(
-                self.folder, self.attempt, self.clock, self.notes.append, **(trace or {})
+                self.folder,
+                self.attempt,
+                self.clock,
+                self.notes.append,
+                **{"close_s": HANG_S, **(trace or {})},
             )
             writers.append(make)
         if "samples" in self._watchers:
@@ -126,7 +131,7 @@ class Run:
             writers.append(
                 SampleStore(
                     *(self.folder, self.attempt, start, decode, self.notes.append),
-                    **(samples or {}),
+                    **{"close_s": HANG_S, **(samples or {})},
                 )
             )
         watchers: list[Watcher] = list(writers)

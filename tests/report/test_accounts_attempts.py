@@ -27,6 +27,7 @@ from millrace.schedule.ledger import Ledger, LedgerSnapshot
 from millrace.simulate.cost import CostModel
 from tests.pipeline.simulated import RUNS, Outcome, mixed, schedule_of, simulate
 from tests.report.accounts_cases import held
+from tests.waiting import HANG_S
 
 COST = CostModel(reward_s=0.3, log_prob_token_s=0.0001)
 OPTIONS = ReportConfig(trace=False, samples=0.0)
@@ -174,7 +175,7 @@ def test_a_run_goes_on_without_accounts(tmp_path: Path, make: Callable[[Path], N
     make(tmp_path / FILE)
     thread = threading.Thread(target=recorder_in, args=(tmp_path, notes), daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(HANG_S)
     assert not thread.is_alive()
     assert len(notes) == 1 and "it is not a file. The run goes on" in notes[0]
 
@@ -195,7 +196,7 @@ def test_accounts_that_cannot_be_read_do_not_stop_a_run(
 def test_files_are_closed_at_the_same_time(tmp_path: Path) -> None:
     """Each file waits here until the other one is closed too."""
     recorder, both = recorder_in(tmp_path, []), threading.Barrier(2)
-    file = SimpleNamespace(close=lambda: both.wait(20))
+    file = SimpleNamespace(close=lambda: both.wait(HANG_S))
     recorder._files += [file, file]  # type: ignore[list-item]
     recorder.close()
     assert not both.broken

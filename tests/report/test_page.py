@@ -15,6 +15,7 @@ from millrace.types import Author, Sample, Score, Segment, Stop, Trajectory, flo
 from tests.report import chromium
 from tests.report.run_folders import keep_samples, renamed, write_config, write_metrics, write_run
 from tests.report.runs import sample
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.xdist_group("chromium")
 
@@ -54,7 +55,7 @@ def browser(runs: dict[str, Path]) -> Iterator[Browser]:
 def opened(browser: Browser, path: Path, size: dict[str, int] = DESKTOP, **options: str) -> Opened:
     """Open a report and wait until it has drawn itself. Requests to a host are refused."""
     context = browser.new_context(viewport=size, **options)  # type: ignore[arg-type]
-    context.set_default_timeout(120_000)
+    context.set_default_timeout(1000 * HANG_S)
     page = Opened(context.new_page())
     page.page.on("console", lambda message: page.logged.append(message.text))
     page.page.on("pageerror", lambda error: page.logged.append(str(error)))

@@ -8,7 +8,6 @@ import json
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -278,15 +277,13 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal(ask: Cli) -> No
 def test_ctrl_c_ends_an_endless_query(tmp_path: Path) -> None:
     before, found = signal.getsignal(signal.SIGINT), threading.Timer(1.0, _press_ctrl_c)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    found.start()
-    begin = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
+            found.start()
             query(tmp_path, "select count(*) from range(100000000000) a, range(1000) b")
     finally:
         found.cancel()
         signal.signal(signal.SIGINT, before)
-    assert time.monotonic() - begin < 10
 
 
 def _press_ctrl_c() -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from millrace.errors import ConfigError
 from millrace.report.live import serve as server
 from tests.listening import listeners, other_addresses, outside, reachable
 from tests.report.folders import Run
+from tests.waiting import HANG_S, until
 
 TOKEN = "the-right-token"
 
@@ -39,7 +40,7 @@ class Server:
         self._server = server.server_of(server.make_app(self.pages, TOKEN))
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
         self._thread.start()
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=HANG_S)
 
     def render(self, folder: Path) -> str:
         if self.fails:
@@ -71,14 +72,6 @@ def site(run: Run) -> Iterator[Server]:
     made = Server(run.path)
     yield made
     made.close()
-
-
-def until(holds: Callable[[], bool]) -> None:
-    for _ in range(600):
-        if holds():
-            return
-        time.sleep(0.05)
-    raise AssertionError("it never came to be")
 
 
 def test_the_page_has_a_frame_the_report_and_the_live_figures(site: Server) -> None:
@@ -259,7 +252,7 @@ def command(run: Run) -> Iterator[Command]:
 
 def get(url: str) -> httpx.Response:
     """Return the answer of a server that may still start."""
-    return httpx.Client(transport=httpx.HTTPTransport(retries=5), timeout=60).get(url)
+    return httpx.Client(transport=httpx.HTTPTransport(retries=5), timeout=HANG_S).get(url)
 
 
 def test_it_listens_on_loopback_alone(command: Command) -> None:
@@ -276,7 +269,7 @@ def test_the_token_is_new_each_time_and_in_no_other_output(command: Command, run
     for one in (command, other):
         one.process.send_signal(signal.SIGINT)
     tokens = [one.url.rpartition("/")[2] for one in (command, other)]
-    outputs = ["".join(one.process.communicate(timeout=30)) for one in (command, other)]
+    outputs = ["".join(one.process.communicate(timeout=HANG_S)) for one in (command, other)]
     assert len({*tokens}) == 2 and all(len(token) >= 32 for token in tokens)
     assert not [token for token in tokens if token in "".join(outputs)]
     assert not [path for path in run.path.rglob("*") if tokens[0] in str(path)]
@@ -288,5 +281,5 @@ def test_ctrl_c_ends_it_also_while_somebody_reads(command: Command) -> None:
     with socket.create_connection(("127.0.0.1", int(port))) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\n")  # half a request
         command.process.send_signal(signal.SIGINT)
-        _, err = command.process.communicate(timeout=30)
+        _, err = command.process.communicate(timeout=HANG_S)
     assert command.process.returncode == 0 and not err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from millrace.report.live import serve as server
 from tests.report import chromium
 from tests.report.folders import Run
 from tests.report.test_serve import TOKEN, Server
+from tests.waiting import HANG_S
 
 api = pytest.importorskip("playwright.sync_api")
 pytestmark = pytest.mark.xdist_group("chromium")
@@ -50,17 +52,19 @@ def page() -> Iterator[Any]:
     path = chromium.find()
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser.new_page()
+        api.expect.set_options(timeout=1000 * HANG_S)
+        page = browser.new_page()
+        page.set_default_timeout(1000 * HANG_S)
+        yield page
         browser.close()
 
 
 def until(frame: Any, holds: str) -> None:
     """Wait until an expression holds. Playwright's own wait needs eval, which the page forbids."""
-    for _ in range(200):
-        if frame.evaluate(holds):
-            return
+    end = time.monotonic() + HANG_S
+    while not frame.evaluate(holds):
+        assert time.monotonic() < end, holds
         frame.wait_for_timeout(100)
-    raise AssertionError(f"{holds} never came to be")
 
 
 def test_the_report_follows_the_run_and_keeps_its_place_until_the_reader_acts(
@@ -71,23 +75,23 @@ def test_the_report_follows_the_run_and_keeps_its_place_until_the_reader_acts(
     page.goto(f"http://127.0.0.1:{site.port}/{TOKEN}")
     report, line = page.frame_locator("#report"), page.locator("#line")
     api.expect(report.locator("h1")).to_have_text("report 1")
-    api.expect(line).to_contain_text("version 1 of 80", timeout=20_000)
+    api.expect(line).to_contain_text("version 1 of 80")
     inner = page.frames[1]
     until(inner, "document.body.offsetHeight >= 5000")
     inner.evaluate("scrollTo(0, 700)")
 
     run.version(2)
-    api.expect(report.locator("h1")).to_have_text("report 2", timeout=20_000)
+    api.expect(report.locator("h1")).to_have_text("report 2")
     until(page.frames[1], "scrollY === 700")
     api.expect(line).to_contain_text("version 2 of 80")
 
     report.locator("body").click(position={"x": 5, "y": 900})
     api.expect(page.locator("#follow")).not_to_be_checked()
     run.version(3)
-    api.expect(line).to_contain_text("a newer report is there", timeout=20_000)
+    api.expect(line).to_contain_text("a newer report is there")
     api.expect(report.locator("h1")).to_have_text("report 2")
     page.locator("#follow").check()
-    api.expect(report.locator("h1")).to_have_text("report 3", timeout=20_000)
+    api.expect(report.locator("h1")).to_have_text("report 3")
     assert hosts == {f"127.0.0.1:{site.port}"}
 
 

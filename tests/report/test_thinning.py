@@ -30,6 +30,7 @@ from millrace.report.trace.spans import Span, read
 from millrace.report.trace.writer import TraceWriter
 from millrace.schedule.schedule import Placement, Schedule
 from tests.report.runs import Clock, Run, life
+from tests.waiting import until
 
 Call = tuple[str, str, str, float, float]
 """Track, name, key, begin and end in milliseconds."""
@@ -316,10 +317,8 @@ def test_a_kill_while_the_queue_is_full_loses_no_busy_time(tmp_path: Path) -> No
         watch.emit("rewards", "score", "begin", f"{i}", {})
         clock.now += 0.01
         watch.emit("rewards", "score", "end", f"{i - 1}", {}) if i else None
-    while writer._events:
-        time.sleep(0.01)
-    text = path.read_text()
-    assert '"scoring"' in text, "the begin is in the file before the end"
+    # The begin is in the file before the end.
+    until(lambda: path.exists() and '"scoring"' in path.read_text())
     writer.close()
     (busy,) = [s for s in read(tmp_path) if s.name == "scoring"]
     assert (busy.start, busy.end) == (0.0, pytest.approx(30, abs=0.02))

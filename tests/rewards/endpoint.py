@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.waiting import HANG_S
+
 Answer = tuple[int, dict[str, str], str]
 
 
@@ -47,8 +49,12 @@ class Endpoint:
         self.most = 0
         self.wait_s = 0.0
         self.url = ""
-        self.piece = 0
-        """Bytes of an answer that are sent every 50 ms, or 0 to send it at once."""
+        self.crowd = 0
+        """No answer comes before so many requests have run at once."""
+        self.over = threading.Event()
+        """Ends the answers that never come."""
+        self.piece, self.piece_s = 0, 0.0
+        """Bytes of an answer that are sent every `piece_s`, or 0 to send it at once."""
         self._running = 0
         self._seen: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -65,6 +71,8 @@ class Endpoint:
             count = self._seen[message]
         try:
             time.sleep(self.wait_s)
+            while self.most < self.crowd:
+                time.sleep(0.005)
             return self.answer(message, count, authorization)
         finally:
             with self._lock:
@@ -93,7 +101,7 @@ class Endpoint:
             "truth": (*ok, completion('{"grade": true}')),
         }
         if word == "slow":
-            time.sleep(1.0)
+            self.over.wait()
         if word == "once":
             return (
                 (429, {"Retry-After": "0.4"}, "{}")
@@ -121,7 +129,7 @@ def endpoint() -> Iterator[Endpoint]:
             self.end_headers()
             for at in range(0, len(payload), state.piece or len(payload) or 1):
                 self.wfile.write(payload[at : at + (state.piece or len(payload))])
-                time.sleep(0.05 if state.piece else 0)
+                time.sleep(state.piece_s)
 
         def log_message(self, *_: object) -> None:
             return
@@ -140,6 +148,7 @@ def endpoint() -> Iterator[Endpoint]:
     try:
         yield state
     finally:
+        state.over.set()
         server.shutdown()
         server.server_close()
-        thread.join(10)
+        thread.join(HANG_S)

@@ -14,6 +14,7 @@ from millrace.codec import pack
 from millrace.errors import RewardError
 from millrace.rewards.batches import plan, serve_batches, whole_batches
 from millrace.rewards.wire import Call, Frames, Reply, frame, reply_decoder
+from tests.waiting import HANG_S
 
 
 @given(st.lists(st.integers(0, 50)), st.integers(1, 9))
@@ -65,7 +66,7 @@ def answers(scorer: Lengths, *texts: str) -> dict[int, Reply]:
             assert reply.id not in replies
             replies[reply.id] = reply
     ours.close()
-    server.join(10)
+    server.join(HANG_S)
     assert not server.is_alive()
     theirs.close()
     return replies

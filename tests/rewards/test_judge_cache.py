@@ -25,6 +25,7 @@ from millrace.run.rewards import make_reward, open_caches
 from millrace.types import Prompt, tokens_of
 from tests.rewards.completions import completed
 from tests.rewards.endpoint import Endpoint, endpoint
+from tests.waiting import HANG_S
 
 PROMPT = Prompt(0, tokens_of([1]), "say nine", "d", "9")
 
@@ -108,7 +109,7 @@ for n in range(300): cache.put(f"{sys.argv[2]}{n}" * 20, 1.0)
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()
-    assert [process.wait(60) for process in processes] == [0, 0]
+    assert [process.wait(HANG_S) for process in processes] == [0, 0]
     keys = [json.loads(line)[0] for line in path.read_text().splitlines()]
     assert sorted(keys) == sorted(f"{name}{n}" * 20 for name in "ab" for n in range(300))
 

@@ -21,6 +21,7 @@ from millrace.rewards.wire import Call
 from millrace.types import Prompt, tokens_of
 from tests.rewards.classifiers import last_character, random_classifier, roberta
 from tests.rewards.completions import completed
+from tests.waiting import HANG_S
 
 MESSAGES = [{"role": "user", "content": "count to ten"}]
 PROMPT = Prompt(0, tokens_of([1]), "count to ten", "d", columns={"prompt": MESSAGES})
@@ -161,7 +162,7 @@ def test_two_workers_score_every_response_once_though_one_is_killed_or_hangs(
             os.kill(victim.pid, signal.SIGKILL)
             scores = [score.value for (score,) in await asyncio.gather(*calls)]
             assert scores == pytest.approx(expected, abs=1e-5)
-            async with asyncio.timeout(60):  # until another worker has its place
+            async with asyncio.timeout(HANG_S):  # until another worker has its place
                 while victim in pool.workers or not all(w.hello for w in pool.workers):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             with pytest.raises(RewardError, match="too_long"):

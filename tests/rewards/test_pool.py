@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from millrace.config import RewardConfig
@@ -23,9 +24,11 @@ from millrace.errors import ConfigError, RewardError, WorkerError
 from millrace.rewards.pool import RewardPool
 from millrace.types import Prompt, Score, tokens_of
 from tests.rewards.completions import completed
+from tests.waiting import HANG_S, at_some_pace, until
 
 CODE = """
 import asyncio, ctypes, multiprocessing, os, signal, subprocess, sys, threading, time
+from collections import Counter
 from millrace.errors import RewardError
 
 def act(text):
@@ -43,7 +46,7 @@ def act(text):
     if verb == "main": assert threading.current_thread() is threading.main_thread()
     if verb == "pid": return os.getpid()
     if verb == "torch": return "torch" in sys.modules
-    if verb == "child": return subprocess.Popen(["sleep", "100"]).pid
+    if verb == "child": return subprocess.Popen(["sleep", "10000"]).pid
     if verb == "none": return None
     if verb == "cancel": raise asyncio.CancelledError
     if verb == "reason": raise RewardError(rest.replace("?", "\\ud800"), "why")
@@ -52,11 +55,11 @@ def act(text):
         for number in (signal.SIGTERM, signal.SIGINT): os.kill(os.getpid(), number)
         time.sleep(0.05)
     if verb == "terminate":
-        started = subprocess.Popen(["sleep", "100"])
-        forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+        started = subprocess.Popen(["sleep", "10000"])
+        forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(10000,))
         forked.start()
         started.terminate(); forked.terminate()
-        started.wait(2); forked.join(2)
+        started.wait(300); forked.join(300)
         return -started.returncode if started.returncode == forked.exitcode else -1
     return len(text)
 
@@ -68,17 +71,17 @@ async def group(completions, **columns):
 
 group.whole_group = True
 
-running = 0
+running, most = Counter(), Counter()
 
 async def ascore(data_source, solution_str, ground_truth, extra_info):
-    global running
     verb, _, rest = solution_str.partition(" ")
     if verb == "wait": await asyncio.sleep(float(rest)); return 7
-    if verb == "crowd":
-        running += 1
-        await asyncio.sleep(float(rest))
-        running -= 1
-        return running + 1
+    if verb == "crowd":  # all stay until there are as many as its first word says
+        running[rest] += 1
+        most[rest] = max(most[rest], running[rest])
+        while most[rest] < int(rest.split()[0]): await asyncio.sleep(0.01)
+        running[rest] -= 1
+        return running[rest] + 1
     return act(solution_str)
 """
 
@@ -91,7 +94,9 @@ def prompt(**columns: Any) -> Prompt:
 async def pool_of(tmp_path: Path, name: str = "score", **changes: Any) -> Any:
     (tmp_path / "functions.py").write_text(CODE)
     pool = RewardPool(
-        RewardConfig(**{"function": f"{tmp_path}/functions.py:{name}", "timeout_s": 10.0} | changes)
+        RewardConfig(
+            **{"function": f"{tmp_path}/functions.py:{name}", "timeout_s": HANG_S} | changes
+        )
     )
     try:
         yield pool
@@ -121,11 +126,10 @@ def alive(pid: Any) -> Any:
         return False
 
 
-def gone(pid: Any, within: Any = 5.0) -> Any:
-    deadline = time.monotonic() + within
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not alive(pid)
+def hurry(pool: Any) -> None:
+    """Give the calls of the present workers little time. The next workers have all the time."""
+    for worker in pool.workers:
+        worker.job = msgspec.structs.replace(worker.job, timeout_s=0.5)
 
 
 def test_scores_come_back_in_order_over_several_workers(tmp_path: Path) -> None:
@@ -190,24 +194,25 @@ def test_an_error_whose_text_is_no_unicode_fails_its_call_alone(tmp_path: Path, 
 
 def test_a_call_past_its_deadline_is_killed_and_the_others_are_answered(tmp_path: Path) -> None:
     async def run() -> None:
-        async with pool_of(tmp_path, timeout_s=1.5) as pool:
-            assert await outcomes(pool, "a", "stubborn", "bb", "sleep 0.1", "ccc") == [
-                1,
-                "timeout",
-                2,
-                9,
-                3,
-            ]
+        async with pool_of(tmp_path) as pool:
+            assert await outcomes(pool, "a") == [1]
+            hurry(pool)
+            texts = ("stubborn", "bb", "sleep 0.1", "ccc")
+            assert await outcomes(pool, *texts) == ["timeout", 2, 9, 3]
 
     asyncio.run(run())
 
 
 def test_the_clock_of_a_queued_call_starts_when_it_runs(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with pool_of(tmp_path, timeout_s=1.6) as pool:  # the last is answered after 4 s
-            assert await outcomes(pool, *["sleep 0.7"] * 6) == [9] * 6
+    def scenario(seconds: float) -> None:
+        async def run() -> None:
+            text = f"sleep {seconds / 3:.2f}"  # the last is answered after twice the deadline
+            async with pool_of(tmp_path, timeout_s=seconds) as pool:
+                assert await outcomes(pool, *[text] * 6) == [len(text)] * 6
 
-    asyncio.run(run())
+        asyncio.run(run())
+
+    at_some_pace(scenario, 1.5)
 
 
 @pytest.mark.parametrize("name", ["score", "ascore"])
@@ -250,14 +255,9 @@ def test_coroutines_run_together_up_to_the_limit(tmp_path: Path) -> None:
     async def run() -> None:
         async with pool_of(tmp_path, "ascore", max_concurrency=8) as pool:
             await pool.start()
-            assert max(await outcomes(pool, *["crowd 1"] * 16)) == 8
-            assert (
-                {1, 8}
-                <= {
-                    score.value for score in await pool.score(prompt(), completed(["crowd 1"] * 20))
-                }
-                <= {*range(1, 9)}
-            )
+            assert max(await outcomes(pool, *["crowd 8 first"] * 16)) == 8
+            scores = await pool.score(prompt(), completed(["crowd 8 then"] * 20))
+            assert {1, 8} <= {score.value for score in scores} <= {*range(1, 9)}
 
     asyncio.run(run())
 
@@ -270,7 +270,7 @@ def test_a_group_is_one_call_and_one_coroutine(tmp_path: Path) -> None:
             await pool.start()
             assert pool.whole_group
             groups = await asyncio.gather(
-                *(pool.score(prompt(), completed(["crowd 1"] * 5)) for _ in "1234")
+                *(pool.score(prompt(), completed(["crowd 4"] * 5)) for _ in "1234")
             )
             assert all(scores == [scores[0]] * 5 for scores in groups)
             assert {scores[0].value for scores in groups} == {501, 502, 503, 504}
@@ -279,13 +279,17 @@ def test_a_group_is_one_call_and_one_coroutine(tmp_path: Path) -> None:
 
 
 def test_a_coroutine_past_its_deadline_is_cancelled_alone(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with pool_of(tmp_path, "ascore", timeout_s=1.5) as pool:
-            (before,) = await outcomes(pool, "pid")
-            assert await outcomes(pool, "wait 9", "wait 0.2", "a") == ["timeout", 7, 1]
-            assert await outcomes(pool, "pid") == [before]
+    def scenario(seconds: float) -> None:
+        async def run() -> None:
+            async with pool_of(tmp_path, "ascore", timeout_s=seconds) as pool:
+                (before,) = await outcomes(pool, "pid")
+                texts = ("wait 10_000", "wait 0.2", "a")
+                assert await outcomes(pool, *texts) == ["timeout", 7, 1]
+                assert await outcomes(pool, "pid") == [before]
 
-    asyncio.run(run())
+        asyncio.run(run())
+
+    at_some_pace(scenario, 1.5)
 
 
 def test_a_coroutine_that_blocks_its_event_loop_is_found_and_killed(
@@ -293,16 +297,15 @@ def test_a_coroutine_that_blocks_its_event_loop_is_found_and_killed(
 ) -> None:
     monkeypatch.setattr("millrace.rewards.process.GRACE_S", 0.2)
 
-    async def run() -> None:
-        async with pool_of(tmp_path, "ascore", timeout_s=1.5) as pool:
-            assert await outcomes(pool, "wait 0.1", "stubborn", "wait 0.2", "a") == [
-                7,
-                "timeout",
-                7,
-                1,
-            ]
+    def scenario(seconds: float) -> None:
+        async def run() -> None:
+            async with pool_of(tmp_path, "ascore", timeout_s=seconds) as pool:
+                texts = ("wait 0.1", "stubborn", "wait 0.2", "a")
+                assert await outcomes(pool, *texts) == [7, "timeout", 7, 1]
 
-    asyncio.run(run())
+        asyncio.run(run())
+
+    at_some_pace(scenario, 1.5)
 
 
 def test_a_cancelled_call_leaves_the_others_alone(tmp_path: Path) -> None:
@@ -350,14 +353,15 @@ def test_close_answers_waiting_calls_and_leaves_no_process(tmp_path: Path) -> No
     async def run() -> Any:
         async with pool_of(tmp_path) as pool:
             worker, child = [int(p) for p in await outcomes(pool, "pid", "child")]
-            waiting = asyncio.create_task(pool.score(prompt(), completed(["sleep 30"])))
+            waiting = asyncio.create_task(pool.score(prompt(), completed(["sleep 10000"])))
             await asyncio.sleep(0.1)
             await pool.close()
             with pytest.raises(WorkerError, match="closed"):
                 await waiting
             return worker, child
 
-    assert all(gone(pid) for pid in asyncio.run(run()))
+    left = asyncio.run(run())
+    until(lambda: not any(map(alive, left)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
@@ -385,7 +389,7 @@ async def main():
     pool = RewardPool(RewardConfig(function="{tmp_path}/functions.py:score"))
     prompt = Prompt(0, tokens_of([1]), "p", "d")
     print(int((await pool.score(prompt, [Completion("pid")]))[0].value), flush=True)
-    await pool.score(prompt, [Completion("sleep 60")])
+    await pool.score(prompt, [Completion("sleep 10000")])
 
 asyncio.run(main())
 '''
@@ -397,4 +401,4 @@ asyncio.run(main())
         assert alive(worker)
         time.sleep(0.1)
         os.kill(process.pid, signal.SIGKILL)
-    assert gone(worker)
+    until(lambda: not alive(worker))

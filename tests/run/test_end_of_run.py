@@ -19,6 +19,7 @@ from millrace.run import train as at_train
 from millrace.run.stop import StopRequest
 from millrace.run.train import Outcome, train
 from tests.e2e.runs import RECIPE, progress
+from tests.waiting import HANG_S
 
 
 def outcome_of(folder: Path) -> Outcome:
@@ -45,7 +46,7 @@ async def end_while_writing(
 
     def write_report(_: Any) -> None:
         writing.set()
-        written.wait(60)
+        written.wait(HANG_S)
 
     for name, fake in [
         ("open_session", open_session),
@@ -56,11 +57,11 @@ async def end_while_writing(
     patch.setattr("millrace.report.page.write.write_report", write_report)
     stop = StopRequest()
     task = asyncio.create_task(train(recipe.load(RECIPE), progress(), stop))
-    await asyncio.to_thread(writing.wait, 60)
+    await asyncio.to_thread(writing.wait, HANG_S)
     if not stop.request():  # as the command line does
         task.cancel()
     try:
-        return await asyncio.wait_for(task, 30), stop
+        return await asyncio.wait_for(task, HANG_S), stop
     finally:
         written.set()
 

@@ -173,7 +173,7 @@ from millrace.config import recipe
 from millrace.run.folder import open_run_dir
 open_run_dir(recipe.load(sys.argv[1], [f"trainer.run_dir={sys.argv[2]}"]))
 print("open", flush=True)
-time.sleep(1000)
+time.sleep(10_000)
 """
 
 

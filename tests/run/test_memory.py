@@ -244,3 +244,31 @@ def test_what_is_recomputed_is_kept_for_one_layer_alone() -> None:
         )
     }
     assert kept["all"] < kept["mlp"] < kept["none"] and kept["all"] < kept["block"] < kept["none"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens", "micro_batches"),
+    [
+        ([], 8 * (192 + 4 * 48), 1),
+        (["trainer.n_gpus_per_node=2"], 4 * (192 + 4 * 48), 1),
+        (["actor.ppo_max_token_len_per_gpu=2048"], 2048, 2),
+        (["agents.environment=sums"], 16384, 2),
+    ],
+)
+def test_a_micro_batch_is_no_larger_than_the_rows_of_a_step(
+    overrides: list[str], tokens: int, micro_batches: int
+) -> None:
+    config = Config.model_validate(
+        {
+            "rollout": {"n": 4, "max_prompt_length": 192, "max_response_length": 48},
+            "actor": {"ppo_mini_batch_size": 8},
+        }
+    )
+    for key, _, value in (override.partition("=") for override in overrides):
+        section, name = key.split(".")
+        old = getattr(config, section)
+        new = old.model_copy(update={name: int(value) if value.isdigit() else value})
+        config = config.model_copy(update={section: new})
+    assert config.largest_batch == {"tokens": tokens, "micro_batches": micro_batches}
+    few = estimate(config, SMALL, tokens=tokens)["trainer"]["activations"]
+    assert few * 16384 == estimate(config, SMALL, tokens=16384)["trainer"]["activations"] * tokens

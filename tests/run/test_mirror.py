@@ -24,6 +24,7 @@ from millrace.run.mirror import Mirror, open_mirror
 from millrace.run.store import Store, fetch
 from tests.e2e import runs
 from tests.pipeline.test_checkpoint import Engine, cut
+from tests.waiting import HANG_S
 
 
 class Flaky(LocalFileSystem):
@@ -164,7 +165,7 @@ def test_the_newest_waits_and_those_between_are_left_out(tmp_path: Path) -> None
         begun: list[str] = []
         store = Store(f"flaky://{place}")
         notes: list[str] = []
-        mirror = Mirror(store, run, keep=2, deadline_s=9, note=notes.append)
+        mirror = Mirror(store, run, keep=2, deadline_s=HANG_S, note=notes.append)
 
         def put(folder: Path, keep: int) -> None:
             begun.append(folder.name)

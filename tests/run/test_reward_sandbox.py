@@ -16,6 +16,7 @@ from millrace.run.rewards import make_reward
 from millrace.tools.sandbox import Sandbox, SandboxRefused
 from millrace.types import Prompt, tokens_of
 from tests.rewards.completions import completed
+from tests.waiting import at_some_pace
 
 CODE = """
 import asyncio, os, signal, socket, subprocess, sys, time
@@ -38,7 +39,7 @@ async def ascore(data_source, solution_str, ground_truth, extra_info):
 def folder_of(tmp_path: Path) -> Path:
     """Make the folder of a function and its helper, which every user may read."""
     folder = tmp_path / "mine"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "helper.py").write_text("ANSWER = 42.0\n")
     (folder / "fn.py").write_text(CODE)
     folder.chmod(0o755)
@@ -138,8 +139,8 @@ def test_no_response_changes_the_score_of_another(tmp_path: Path, name: str) -> 
             patch = (
                 "helper.ANSWER = 0; sys.modules['fn'] = None; __builtins__['float'] = str; out = 1"
             )
-            stays = "subprocess.Popen(['sleep', '60'], start_new_session=True); out = 1"
-            left = "time.sleep(0.3); out = sum(n.isdigit() for n in os.listdir('/proc'))"
+            stays = "subprocess.Popen(['sleep', '10000'], start_new_session=True); out = 1"
+            left = "while (out := sum(map(str.isdigit, os.listdir('/proc')))) > 3: time.sleep(0.05)"
             texts = [patch, "out = helper.ANSWER + calls", stays, left, "os._exit(3)", FORGES]
             found = await ends(reward, *texts, "out = os.getppid()")
             assert found[1:] == [43, 1, 3, "worker_died", "garbled", worker]
@@ -148,18 +149,19 @@ def test_no_response_changes_the_score_of_another(tmp_path: Path, name: str) -> 
 
 
 def test_limits_end_a_call_and_the_next_one_is_answered(tmp_path: Path) -> None:
-    async def run() -> None:
-        keys = ("reward.memory_mb=300", "reward.timeout_s=3")
+    async def run(seconds: float) -> None:
+        keys = ("reward.memory_mb=300", f"reward.timeout_s={seconds}")
         async with reward_of(tmp_path, *keys) as reward:
             leak = "x = bytearray(10**9); out = 1"
-            forks = (
-                "[os.fork() or (bytearray(9*10**7), time.sleep(9)) for _ in '12345']; time.sleep(9)"
-            )
+            forks = "for _ in '12345': os.fork() or (bytearray(9*10**7), time.sleep(10**4))"
             assert await ends(reward, leak, "out = 1") == ["out_of_memory", 1]
-            assert await ends(reward, forks, "out = 1") == ["worker_died", 1]
+            assert await ends(reward, f"{forks}\ntime.sleep(10**4)", "out = 1") == [
+                "worker_died",
+                1,
+            ]
             assert await ends(reward, "while True: pass", "out = 1") == ["timeout", 1]
 
-    asyncio.run(run())
+    at_some_pace(lambda seconds: asyncio.run(run(seconds)), 3.0)
 
 
 def test_a_machine_without_isolation_is_refused(

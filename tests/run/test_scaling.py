@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, cast
@@ -258,9 +257,8 @@ def test_a_driver_that_has_ended_is_told(tmp_path: Path, pid: int) -> None:
 
 def test_a_command_does_not_wait_for_a_driver_that_was_restarted(tmp_path: Path) -> None:
     folder = run_folder(tmp_path, about(os.getpid()))
-    driver, begin = command.running(folder), time.monotonic()
+    driver = command.running(folder)
     (folder / FOLDER / "0.json").write_bytes(about(os.getpid() + 1))
     same = lambda: command.driver_of(folder) == driver  # noqa: E731
     with pytest.raises(MillraceError, match="has ended before it answered"):
-        command.wait_for(folder / FOLDER / f"x{REQUEST}", 60.0, same)
-    assert time.monotonic() - begin < 30
+        command.wait_for(folder / FOLDER / f"x{REQUEST}", 10_000.0, same)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from millrace.runtime import ray_token
+from tests.waiting import HANG_S
 
 NODE: dict[str, Any] = {"object_store_memory": 80 << 20, "include_log_monitor": False}
 """The options of every node. No driver here wants the logs of its workers."""
@@ -25,6 +27,17 @@ def start_no_idle_workers(patch: pytest.MonkeyPatch) -> None:
     patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
 
 
+def _started(head: dict[str, Any]) -> Cluster:
+    """Start the head. Ray itself gives up after 30 s, which a busy machine may need."""
+    end = time.monotonic() + HANG_S
+    while True:
+        try:
+            return Cluster(initialize_head=True, head_node_args=head)
+        except Exception as error:
+            if "timed out during startup" not in str(error) or time.monotonic() > end:
+                raise
+
+
 @contextmanager
 def open_cluster(**head: Any) -> Iterator[Cluster]:
     """Start a cluster of one node, without a token and without an autoscaler."""
@@ -34,7 +47,7 @@ def open_cluster(**head: Any) -> Iterator[Cluster]:
             start_no_idle_workers(patch)
             ray_token._read_environment()
             head |= {"include_dashboard": False, "no_monitor": True, **NODE}
-            cluster = Cluster(initialize_head=True, head_node_args=head)
+            cluster = _started(head)
             try:
                 yield cluster
             finally:

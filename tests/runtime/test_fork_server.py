@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ from millrace.runtime import local
 from millrace.runtime.fork_server import ForkServer
 from millrace.runtime.local import LocalRuntime
 from tests.fork_servers import Pool
+from tests.waiting import until_async
 from tests.workers import without_engine, workers_of
 
 
@@ -38,16 +40,11 @@ def servers() -> list[psutil.Process]:
 
 async def started() -> psutil.Process:
     """Return the server once its process is seen."""
-    async with asyncio.timeout(60):
-        while not (found := servers()):  # noqa: ASYNC110 - another process starts
-            await asyncio.sleep(0.001)
-    return found[0]
+    return (await until_async(servers))[0]
 
 
 async def until_gone(pids: list[int]) -> None:
-    async with asyncio.timeout(60):
-        while any(map(psutil.pid_exists, pids)):  # noqa: ASYNC110 - another process ends
-            await asyncio.sleep(0.01)
+    await until_async(lambda: not any(map(psutil.pid_exists, pids)))
 
 
 def test_workers_are_forked_with_their_own_names_and_groups(tmp_path: Path) -> None:
@@ -121,18 +118,26 @@ def test_a_server_that_is_killed_takes_its_workers_along_and_the_next_start_has_
 def test_a_server_that_dies_or_hangs_while_a_worker_waits_for_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    start = local.ForkServer
+    number = signal.SIGKILL
+
+    def signalled(*arguments: Any) -> ForkServer:
+        server = start(*arguments)
+        server._process.send_signal(number)  # before it is asked for a worker
+        return server
+
+    monkeypatch.setattr(local, "ForkServer", signalled)
+
     async def main() -> None:
+        nonlocal number
         workers = runtime(tmp_path)
         try:
-            starting = asyncio.create_task(workers.start("rollout-0", "rollout", 0))
-            (await started()).kill()
             with pytest.raises(WorkerError, match="rollout-0 did not start: the fork server"):
-                await starting
+                await workers.start("rollout-0", "rollout", 0)
             monkeypatch.setattr(local, "START_DEADLINE_S", 1.0)
-            starting = asyncio.create_task(workers.start("rollout-0", "rollout", 0))
-            (await started()).send_signal(signal.SIGSTOP)
+            number = signal.SIGSTOP
             with pytest.raises(WorkerError, match="did not answer within 1 s"):
-                await starting
+                await workers.start("rollout-0", "rollout", 0)
         finally:
             await workers.close()
         assert not servers() and not workers_of()
@@ -212,9 +217,7 @@ def test_a_start_that_is_cancelled_as_its_worker_comes_is_cancelled(
                 with pytest.raises(asyncio.CancelledError):
                     await starting
             (server,) = servers()
-            async with asyncio.timeout(60):
-                while server.children():  # noqa: ASYNC110 - another process ends
-                    await asyncio.sleep(0.01)
+            await until_async(lambda: not server.children())
         finally:
             await workers.close()
 
@@ -258,12 +261,10 @@ def test_a_start_that_is_cancelled_leaves_no_worker(tmp_path: Path) -> None:
             other = await workers.start("rollout-1", "rollout", 1)  # after the cancelled one
             await other.call("ping")
             (server,) = servers()
-            async with asyncio.timeout(60):  # no zombie either
-                while len(server.children()) > 1:  # noqa: ASYNC110 - another process ends
-                    await asyncio.sleep(0.01)
+            await until_async(lambda: len(server.children()) <= 1)  # no zombie either
             await workers.end(other)
-            await asyncio.sleep(0.1)  # its socket is closed
-            assert psutil.Process().num_fds() <= fds + 1, "the socket of the server"
+            # The socket of the server stays open.
+            await until_async(lambda: psutil.Process().num_fds() <= fds + 1)
         finally:
             await workers.close()
         assert not servers()

@@ -9,6 +9,7 @@ import pytest
 
 from millrace.runtime.host import Host
 from millrace.runtime.rpc import Peer
+from tests.waiting import HANG_S
 
 
 def test_a_call_that_arrives_twice_runs_once() -> None:
@@ -27,7 +28,7 @@ def test_a_call_that_arrives_twice_runs_once() -> None:
                 host.receive(frame)
                 host.receive(frame)
 
-            peer = Peer("rollout-0", twice, deadline_s=20.0)
+            peer = Peer("rollout-0", twice, deadline_s=HANG_S)
             return seen, await peer.call("add", (7,), int)
 
     assert asyncio.run(main()) == ([7], 1)
@@ -47,7 +48,7 @@ def test_a_call_that_ended_before_it_arrived_does_not_run() -> None:
         async with asyncio.TaskGroup() as tasks:
             host = Host(Sender(), lambda frame: peer.receive(frame), tasks)
             held: list[bytes] = []
-            peer = Peer("trainer-0", held.append, deadline_s=20.0)
+            peer = Peer("trainer-0", held.append, deadline_s=HANG_S)
             given_up = asyncio.ensure_future(peer.call("transfer", ("old",), str))
             await asyncio.sleep(0.01)
             given_up.cancel()
@@ -79,7 +80,7 @@ def test_calls_begin_in_the_order_in_which_they_were_made(order: tuple[int, ...]
         async with asyncio.TaskGroup() as tasks:
             held: list[bytes] = []
             host = Host(Root(), lambda frame: peer.receive(frame), tasks)
-            peer = Peer("trainer-0", held.append, deadline_s=20.0)
+            peer = Peer("trainer-0", held.append, deadline_s=HANG_S)
             calls = []
             for number in range(3):
                 calls.append(asyncio.ensure_future(peer.call("note", (number,), int)))

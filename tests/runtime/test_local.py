@@ -21,6 +21,7 @@ from millrace.runtime import local
 from millrace.runtime.local import LocalRuntime
 from millrace.runtime.remote import all_of
 from millrace.runtime.rpc import Peer
+from tests.waiting import HANG_S
 from tests.workers import without_engine, workers_of
 
 
@@ -45,7 +46,7 @@ def test_a_worker_killed_in_a_call_is_named_with_its_signal_and_its_log(tmp_path
             await asyncio.sleep(0.1)
             process.kill()
             with pytest.raises(WorkerError) as caught:
-                await asyncio.wait_for(call, 60)
+                await asyncio.wait_for(call, HANG_S)
             message = str(caught.value)
             assert message.startswith(f"worker rollout-0 was killed by SIGKILL; its log is {log}")
             assert message.endswith("its last words")
@@ -98,12 +99,13 @@ def test_a_worker_that_hung_up_is_lost_and_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "GOODBYE_S", 0.2)
+    monkeypatch.setattr(local, "KILLED_S", 0.2)
 
     async def main() -> None:
         workers, process, peer = (
             runtime(tmp_path),
             Unending(),
-            Peer("rollout-0", lambda frame: None, deadline_s=60),
+            Peer("rollout-0", lambda frame: None, deadline_s=HANG_S),
         )
         reader = asyncio.StreamReader()
         reader.feed_eof()
@@ -135,7 +137,7 @@ async def main():
     workers = LocalRuntime(Path(sys.argv[1]), without_engine(), gpus=[])
     await asyncio.gather(workers.start("trainer-0", "trainer", 0), workers.start("rollout-0", "rollout", 0))
     print("up", flush=True)
-    await asyncio.sleep(1000)
+    await asyncio.sleep(10_000)
 
 asyncio.run(main())
 """
@@ -152,7 +154,7 @@ def test_workers_die_with_a_driver_that_is_killed(tmp_path: Path) -> None:
     finally:
         driver.kill()
         driver.communicate()
-    _, left = psutil.wait_procs(processes, timeout=60)
+    _, left = psutil.wait_procs(processes, timeout=HANG_S)
     assert not left
 
 
@@ -165,7 +167,7 @@ def test_a_worker_whose_driver_died_while_it_was_started_ends_at_once() -> None:
     with ours, theirs:
         fd = theirs.fileno()
         command = [sys.executable, "-m", "millrace.runtime.host", str(fd), "rollout", "1234567"]
-        assert subprocess.run(command, pass_fds=[fd], timeout=60).returncode == 1
+        assert subprocess.run(command, pass_fds=[fd], timeout=HANG_S).returncode == 1
 
 
 def test_a_worker_that_ends_by_itself_is_told_with_its_exit_code_and_last_words(

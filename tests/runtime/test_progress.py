@@ -122,6 +122,34 @@ def test_a_replica_that_stands_still_is_lost_and_a_slow_start_is_none() -> None:
     assert 180 <= clock.run(lost_after(Engine(token_s=80_000.0, tokens=2), drawn=0)) < 185
 
 
+@dataclass
+class SlowingEngine(Engine):
+    """Its first tokens take 8 s each, the eleventh `last_s`."""
+
+    last_s: float = 0.0
+
+    async def generate(
+        self, tokens: Tokens, params: SamplingParams, session: str
+    ) -> tuple[Segment, ...]:
+        for k in range(11):
+            await asyncio.sleep(8.0 if k < 10 else self.last_s)
+            self.drawn += 1
+        return ()
+
+
+def test_the_limit_grows_with_the_steps_of_a_slow_replica() -> None:
+    """Steps of 8 s allow one of 30 s, and not one of an hour."""
+    assert clock.run(draw(SlowingEngine(1.0, 1, last_s=30.0), requests=1)) == pytest.approx(110.0)
+
+    async def lost_at() -> float:
+        with pytest.raises(ExceptionGroup) as caught:
+            await draw(SlowingEngine(1.0, 1, last_s=3600.0), requests=1)
+        assert "rollout.stall_s" in str(caught.value.exceptions[0])
+        return asyncio.get_running_loop().time()
+
+    assert 110 < clock.run(lost_at()) < 130
+
+
 def test_a_replica_that_changes_its_weights_or_sleeps_does_not_stand_still() -> None:
     async def main() -> float:
         async with replica(Engine(token_s=400.0, tokens=1, drawn=3)) as remote:

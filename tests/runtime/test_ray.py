@@ -24,6 +24,7 @@ from millrace.runtime.ray import RayRuntime
 from millrace.runtime.ray_token import NO_TOKEN
 from tests.runtime.clusters import NODE, open_cluster
 from tests.runtime.test_placement import config
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.xdist_group("ray cluster")  # one worker starts the cluster once
 
@@ -85,7 +86,7 @@ def test_devices_that_others_hold_are_waited_for_and_then_told(
     monkeypatch.setattr(ray_places, "PLACEMENT_DEADLINE_S", 1.0)
     ray.init(address=cluster.address, ignore_reinit_error=True, log_to_driver=False)
     others = placement_group([{"GPU": 3.0}])
-    assert others.wait(10)
+    assert others.wait(HANG_S)
     said = refusal(cluster, tmp_path, (1, 2), (1, 2))
     assert "in 1 s the cluster's nodes had no more than 2, 1 free. Fix: end other jobs" in said
     remove_placement_group(others)
@@ -162,11 +163,11 @@ def test_a_further_replica_gets_two_gpus_that_nobody_has_and_gives_them_back(
             assert found["rollout-0"][0] != found["rollout-1"][0]
             assert (await runtime.limit()).most == 2
             with pytest.raises(NoDevices, match="no node of the cluster has 2 GPUs free"):
-                await asyncio.wait_for(runtime.start("rollout-2", "rollout", 2), 60)
+                await asyncio.wait_for(runtime.start("rollout-2", "rollout", 2), HANG_S)
             last = next(w.peer for w in runtime._workers if w.peer.name == "rollout-1")
             await runtime.end(last)
             runtime.release(1)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HANG_S):
                 while (await runtime.limit()).most != 2:  # noqa: ASYNC110 - Ray has no event
                     await asyncio.sleep(0.1)
             assert [*runtime._places._seats] == [0]
@@ -209,7 +210,7 @@ def test_a_node_that_dies_ends_its_workers_calls_with_their_names(
             side = next(side for side in sides if nodes[f"{side}-0"] == doomed.node_id)
             await asyncio.to_thread(cluster.remove_node, doomed, allow_graceful=False)
             with pytest.raises(WorkerError, match=f"worker {side}-0 on [0-9.]+ is dead"):
-                await asyncio.wait_for(peers[side].call("listen"), 60)
+                await asyncio.wait_for(peers[side].call("listen"), HANG_S)
             await peers[next(other for other in sides if other != side)].call("ping")
 
     asyncio.run(main())

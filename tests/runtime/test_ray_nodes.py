@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from millrace.runtime import ray_places
 from millrace.schedule.ledger import Ledger
 from tests.e2e import runs
 from tests.runtime.clusters import NODE, open_cluster
+from tests.waiting import until_async
 
 FAST = {
     "health_check_initial_delay_ms": 0,
@@ -45,10 +45,7 @@ def cluster() -> Iterator[Cluster]:
 
 async def until(ready: Callable[[], bool], notes: list[str]) -> None:
     """Wait until `ready()`. A failure has what the run said until then."""
-    end = time.monotonic() + 300
-    while not ready():
-        assert time.monotonic() < end, notes
-        await asyncio.sleep(0.02)
+    await until_async(ready, notes)
 
 
 def first_in_vain(look: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,10 +69,8 @@ async def nodes_change(s: Session, ledger: Ledger, cluster: Cluster, notes: list
     """Let a node join and die. Then let one with two devices join."""
     roster, scaler = s.engines.pool.roster, s.engines.scaler
     await until(lambda: ledger.version >= 1, notes)
-    begin = time.monotonic()
     with pytest.raises(MillraceError, match=r"devices for 1 replica now.*`ray start` on another"):
         await scaler.scale(2)
-    assert time.monotonic() - begin < 30, "an error, and no wait for a node"
     node = cluster.add_node(num_cpus=1, **NODE)
     await until(lambda: roster.live == [0, 1], notes)
     assert groups() == 2 * ["CREATED"]
@@ -103,7 +98,7 @@ def test_replicas_follow_the_nodes_of_the_cluster(
     keys = [
         *("rollout.max_replicas=2", "rollout.total_rollout_steps=100000"),
         *("trainer.runtime=ray", f"trainer.ray_address={cluster.address}", "trainer.device=cpu"),
-        *(f"trainer.run_dir={tmp_path}/run", "trainer.threads=1", "rollout.heartbeat_s=0.5"),
+        *(f"trainer.run_dir={tmp_path}/run", "trainer.threads=1"),
         # Without a pause, the run takes both cores, and nodes start slowly.
         f"reward.function={runs.ROOT}/benchmarks/slow_reward.py:compute_score",
     ]

@@ -22,6 +22,7 @@ from millrace.runtime import ray_token
 from millrace.runtime.ray import RayRuntime
 from tests.runtime.clusters import start_no_idle_workers
 from tests.runtime.test_placement import config
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -67,7 +68,7 @@ def client(address: str, **variables: str) -> subprocess.Popen[str]:
 
 
 def says(process: subprocess.Popen[str]) -> str:
-    return process.communicate(timeout=90)[0]
+    return process.communicate(timeout=HANG_S)[0]
 
 
 def files_with(text: str, *folders: Path) -> list[Path]:

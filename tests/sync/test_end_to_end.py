@@ -36,6 +36,7 @@ from millrace.train.fsdp import engine as fsdp_train
 from millrace.types import Completion, Prompt, SamplingParams, Score, tokens_of
 from tests.pipeline.simulated import Record
 from tests.sync.fleet import regroup
+from tests.waiting import HANG_S
 
 SHAPE = ModelShape(
     hidden_size=32,
@@ -112,7 +113,7 @@ def config(**schedule: object) -> Config:
         },
         actor={"ppo_mini_batch_size": 2, "optim": {"lr": 1e-2}},
         async_training=schedule,
-        sync={"timeout_s": 20},
+        sync={"timeout_s": HANG_S},
     )
 
 
@@ -133,7 +134,7 @@ async def train(
     )
     await regroup(joined[:1], dict(enumerate(joined[1:])))
     ledger = Ledger(c.schedule, samples)
-    queue = SampleQueue(ledger, deadline_s=30)
+    queue = SampleQueue(ledger, deadline_s=HANG_S)
     roller = SampleRoller(
         SingleTurn(),
         Reward(),

@@ -9,9 +9,11 @@ import asyncio
 import inspect
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from millrace.sync.ipc import IpcInbox, IpcSender, fits
 from millrace.sync.membership import Membership
 from millrace.sync.proof import bit_sums
 from millrace.sync.table import Shards
+from tests.waiting import HANG_S
 
 CPU = torch.device("cpu")
 
@@ -80,7 +83,7 @@ def pair(on_load: Callable[[Pair, str, Tensor], None] = lambda p, name, tensor: 
             on_load(made, name, tensor)
             made.live[name] = tensor.clone()
 
-    store, agreed = dist.HashStore(), Agreement.of(Config(sync={"timeout_s": 5}))
+    store, agreed = dist.HashStore(), Agreement.of(Config(sync={"timeout_s": HANG_S}))
     first = Membership(store, agreed, CPU, [0], "trainer rank 0")
     second = Membership(store, agreed, CPU, [0], "replica 3")
     made = Pair(
@@ -123,7 +126,16 @@ def test_a_slot_is_not_written_before_it_was_loaded() -> None:
     assert all(torch.equal(p.live[name], tensor) for name, tensor in p.source.tensors.items())
 
 
-def test_a_bucket_that_is_not_what_was_sent_is_refused() -> None:
+def test_a_bucket_that_is_not_what_was_sent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    filled, send = threading.Semaphore(0), ipc.start_send
+
+    def counted(pair: Any, tensor: Tensor, to: int) -> Any:
+        if to == 1:  # from the sender
+            filled.release()
+        return send(pair, tensor, to)
+
+    monkeypatch.setattr(ipc, "start_send", counted)
+
     def flip(p: Pair, name: str, tensor: Tensor) -> None:
         """Flip a bit of the second bucket while the first tensor is loaded."""
         p.slots[1][200] ^= name == "layer.0"
@@ -132,14 +144,16 @@ def test_a_bucket_that_is_not_what_was_sent_is_refused() -> None:
 
     async def main() -> None:
         sending = asyncio.ensure_future(asyncio.to_thread(asyncio.run, p.sender.transfer(7)))  # type: ignore[arg-type]
-        await asyncio.sleep(0.3)  # both slots are full
+        for _ in p.slots:  # both slots are full
+            await asyncio.to_thread(filled.acquire)
         with pytest.raises(
             SyncError,
             match=r"replica 3: received weights of version 7 are not the trainer's: layer\.\d differs",
         ):
             await asyncio.to_thread(p.inbox.receive, 7)
         assert p.inbox.version is None
-        # No message says that the slot is loaded, so a deadline ends the wait.
+        # No message says that the slot is loaded. The sender waits until the pair is left.
+        await asyncio.to_thread(p.inbox.leave)
         with pytest.raises(SyncError, match="broke off"):
             await sending
 

@@ -21,6 +21,7 @@ from millrace.sync.collective import Receiver, Sender, Silent, join_sender
 from millrace.sync.proof import bit_sums
 from millrace.sync.table import PLAN, Rows, Shards, check_cover, part_of, rows_in, tell
 from tests.sync.fleet import Holder, equal, regroup
+from tests.waiting import HANG_S
 
 Cut = dict[str, list[tuple[int, int]]]
 """(first row, rows) of each tensor, by sender."""
@@ -74,7 +75,7 @@ def agreement(ranks: int, *, vllm: bool = False) -> Agreement:
         ranks=ranks,
         devices=1,
         bucket_bytes=20_000,
-        timeout_s=20,
+        timeout_s=HANG_S,
         colocated=False,
         gloo=False,
         vllm=vllm,

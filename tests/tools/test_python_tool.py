@@ -11,15 +11,24 @@ import pytest
 from millrace.environments.chat import ToolError
 from millrace.tools.python_tool import PythonTool
 from millrace.tools.sandbox import Limits, Sandbox
+from tests.waiting import HANG_S
 
-LIMITS = Limits(wall_s=5, output=8000)
+ENDLESS = "while True: pass"
 
 
 def with_tool(work: Callable[[Any], Awaitable[None]], *, state: bool) -> None:
+    """Only code that never ends has a short limit."""
+
     async def main() -> None:
-        tool = PythonTool(Sandbox(limits=LIMITS), state=state)
+        sandbox = Sandbox()
+        tool = PythonTool(sandbox, state=state)
+
+        async def call(code: Any) -> str:
+            sandbox.limits = Limits(1 if code == ENDLESS else HANG_S, output=8000)
+            return await tool.call({"code": code})
+
         try:
-            await work(lambda code: tool.call({"code": code}))
+            await work(call)
         finally:
             await tool.close()
 
@@ -32,7 +41,7 @@ def test_without_a_state_each_call_is_a_program() -> None:
         assert "NameError: name 'x' is not defined" in await call("print(x)")
         assert await call("raise SystemExit(3)") == "\n[exit code 3]"
         assert await call("print('\ud800')") == "?\n"  # half a character, as JSON may have it
-        assert await call("while True: pass") == "\n[stopped: it ran longer than 5 s]"
+        assert await call(ENDLESS) == "\n[stopped: it ran longer than 1 s]"
         assert (await call("print('y' * 10**6)")).endswith(
             "[stopped: it wrote more than 8000 bytes]"
         )
@@ -59,7 +68,7 @@ def test_with_a_state_variables_stay_and_the_last_value_is_shown() -> None:
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("while True: pass", "it ran longer than 5 s"),
+        (ENDLESS, "it ran longer than 1 s"),
         ("import os; os._exit(0)", "it ended the interpreter"),
         ("import os; os.write(3, b'x' * 100); os._exit(0)", "it ended the interpreter"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "it ended the interpreter"),

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ import pytest
 
 from millrace.errors import EpisodeError
 from millrace.tools.sandbox import Limits, Result, Sandbox, SandboxRefused
+from tests.waiting import HANG_S, until, until_async
 
 MB = 1024 * 1024
 ROOT = str(Path(__file__).parent.parent.parent)
-SMALL = Limits(wall_s=5, cpu_s=5, memory=256 * MB, processes=8, disk=4 * MB, output=100_000)
+SMALL = Limits(wall_s=HANG_S, cpu_s=5, memory=256 * MB, processes=8, disk=4 * MB, output=100_000)
 
 
 def run(source: Any, limits: Limits = SMALL, stdin: str = "", **options: Any) -> Result:
@@ -164,18 +164,18 @@ def test_an_attack_fails_and_names_its_error(attack: str, secret: Path) -> None:
 
 BOMBS = {
     "an endless loop": ("while True: pass", "wall"),
-    "an endless sleep": ("import time; time.sleep(1000)", "wall"),
+    "an endless sleep": ("import time; time.sleep(10**4)", "wall"),
     "a loop that burns time": ("while True: pass", "cpu"),
     "a fork bomb": ("import os\nwhile True:\n try: os.fork()\n except OSError: pass", "processes"),
     "a flood": ("import os\nwhile True: os.write(1, b'x' * 65536)", "output"),
     "a flood of errors": ("import os\nwhile True: os.write(2, b'x' * 65536)", "output"),
     "memory of many": (
         "import os, time\nfor _ in range(6):\n"
-        " if not os.fork():\n  x = bytearray(b'x') * (60 * 2**20); time.sleep(9)\ntime.sleep(9)",
+        " if not os.fork():\n  x = bytearray(b'x') * (60 * 2**20); time.sleep(10**4)\ntime.sleep(10**4)",
         "memory",
     ),
     "deaf to signals": (
-        "import signal, time\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\ntime.sleep(99)",
+        "import signal, time\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\ntime.sleep(10**4)",
         "wall",
     ),
 }
@@ -184,7 +184,7 @@ BOMBS = {
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_ends_at_the_limit_that_is_named(bomb: str) -> None:
     source, reason = BOMBS[bomb]
-    wall, cpu = (1.0, 60) if reason == "wall" else (20.0, 1)
+    wall, cpu = (1.0, 60) if reason == "wall" else (HANG_S, 1)
     result = run(source, Limits(wall, cpu, 256 * MB, processes=8, output=100_000))
     assert result.reason == reason, result
     assert len(result.stdout) + len(result.stderr) <= 100_000
@@ -226,20 +226,11 @@ asyncio.run(Sandbox(limits=Limits(wall_s=600)).run(["/bin/sleep", "600.{mark[-5:
 """
     child = subprocess.Popen([sys.executable, "-c", driver])
     try:
-        wait_for(lambda: any(f"600.{mark[-5:]}" in line for line in processes()), child)
+        until(lambda: any(f"600.{mark[-5:]}" in line for line in processes()), child)
     finally:
         child.kill()
         child.wait()
-    wait_for(lambda: not any(f"600.{mark[-5:]}" in line for line in processes()))
-
-
-def wait_for(condition: Any, child: Any = None) -> None:
-    for _ in range(600):
-        if condition():
-            return
-        assert child is None or child.poll() is None
-        time.sleep(0.05)
-    raise AssertionError("it did not come true in 30 s")
+    until(lambda: not any(f"600.{mark[-5:]}" in line for line in processes()))
 
 
 def test_a_cancelled_run_leaves_no_process() -> None:
@@ -248,10 +239,7 @@ def test_a_cancelled_run_leaves_no_process() -> None:
     async def main() -> None:
         sandbox = Sandbox(limits=Limits(wall_s=600))
         task = asyncio.ensure_future(sandbox.run(["/bin/sleep", mark]))
-        for _ in range(600):
-            await asyncio.sleep(0.05)
-            if any(mark in line for line in processes()):
-                break
+        await until_async(lambda: any(mark in line for line in processes()))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -295,7 +283,7 @@ def test_a_user_without_privileges_is_isolated_as_well() -> None:
     printed = nobody(f"""
 import asyncio, os
 from millrace.tools.sandbox import Limits, Sandbox
-sandbox = Sandbox(limits=Limits(wall_s=5, processes=8))
+sandbox = Sandbox(limits=Limits(wall_s={HANG_S}, processes=8))
 for source in ("import os; print(os.listdir('/home'))", "print(open('/etc/hostname').read())",
                "import socket; socket.create_connection(('127.0.0.1', 1))",
                "open('/usr/x', 'w')", {bomb!r},

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from millrace.train.state_writer import StateWriter, on_host
 from tests.decode.helpers import folder as model_folder
 from tests.train.forks import GROUP, start_ranks
 from tests.train.samples import random_samples
+from tests.waiting import HANG_S, until
 
 WITH_ALL_MODELS = {"actor": {"use_kl_loss": True}, "algorithm": {"adv_estimator": "gae"}}
 CASES: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ class Gate:
 
         def held(*args: Any, **kwargs: Any) -> Any:
             self.writers.add(threading.current_thread().name)
-            assert self.open.wait(60)
+            assert self.open.wait(HANG_S)
             return real(*args, **kwargs)
 
         patch.setattr(state_writer, "save_checkpoint", held)
@@ -241,7 +241,7 @@ def test_at_most_one_save_is_under_way_and_an_engine_is_not_closed_before(
         await engine.close()
         assert (tmp_path / "second" / ".metadata").is_file()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), HANG_S))
 
 
 def test_a_copy_is_whole_of_the_same_layout_and_gone_once_it_is_written(
@@ -264,10 +264,8 @@ def test_a_copy_is_whole_of_the_same_layout_and_gone_once_it_is_written(
         return {"w": copied}
 
     monkeypatch.setattr(state_writer, "on_host", remember)
-    writer = StateWriter(timeout_s=10)
+    writer = StateWriter(timeout_s=HANG_S)
     writer.start({"w": torch.ones(3)}, str(tmp_path))
     asyncio.run(writer.done())
-    end = time.monotonic() + 10  # the thread reports the end before it frees the copy
-    while copies[0]() is not None and time.monotonic() < end:
-        time.sleep(0.01)
-    assert [ref() for ref in copies] == [None], "host memory is not kept until the next save"
+    # The thread reports the end before it frees the copy, and does not keep it until the next save.
+    until(lambda: copies[0]() is None)

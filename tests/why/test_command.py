@@ -19,14 +19,21 @@ from millrace.cli.main import app
 from millrace.config import TrainerConfig
 from millrace.errors import DeadlineError
 from millrace.run.stall import watched
+from millrace.waits import ask as asking
 from millrace.waits.registry import PROCESS, acting, count, waiting
 from millrace.waits.side import FOLDER
 from tests.report.folders import Run
+from tests.waiting import HANG_S
 
 
 def why(run: Path, *options: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["why", str(run), *options])
     return result.exit_code, result.stdout
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "DEADLINE_S", HANG_S)
 
 
 @pytest.fixture
@@ -45,7 +52,7 @@ def test_a_stall_is_reported_saved_and_ends_the_run_if_it_should(run_dir: Path) 
         config = TrainerConfig(stall_s=0.5, on_stall="stop")
         async with watched(run_dir, config, notes.append):
             with acting("trainer"), waiting("tool search", "a call"):
-                await asyncio.sleep(20)
+                await asyncio.sleep(10_000)
 
     with pytest.raises(DeadlineError, match=r"tool search has not finished a call for .*on_stall"):
         asyncio.run(run())
@@ -67,14 +74,16 @@ def test_a_run_that_only_reports_goes_on(run_dir: Path) -> None:
 
         async with watched(run_dir, TrainerConfig(stall_s=0.3), note):
             with waiting("tool search", "a call"):
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(HANG_S):
                     await noted.wait()
                 code, said = await asyncio.to_thread(why, run_dir, "--patience", "0.1")
                 assert code == 1 and said.startswith("tool search has not finished a call")
                 assert "Next: " in said
-            count("moves")
-            code, said = await asyncio.to_thread(why, run_dir, "--json")
-            assert code == 0 and json.loads(said)["state"] == "moving"
+            code, said = 1, ""
+            while code:  # a busy machine may stand still between the two
+                count("moves")
+                code, said = await asyncio.to_thread(why, run_dir, "--json")
+            assert json.loads(said)["state"] == "moving"
 
     asyncio.run(run())
 

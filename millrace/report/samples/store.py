@@ -183,10 +183,10 @@ class SampleStore:
         self._total = folders.size(folders.files(self._folder, _OURS))
 
     def _write(self, version: PolicyVersion, kept: list[Kept]) -> None:
-        name = f"version-{version:06d}-attempt-{self._attempt:03d}.parquet"
-        temporary, final = self._folder / f".writing-{name}", self._folder / name
+        final = path_of(self._folder.parent, version, self._attempt)
+        temporary = final.with_name(f".writing-{final.name}")
         try:
-            self._encode(temporary, kept)
+            write(temporary, kept, self._decode)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -202,19 +202,26 @@ class SampleStore:
             temporary.rename(final)
             self._total += size
 
-    def _encode(self, path: Path, kept: list[Kept]) -> None:
-        with path.open("xb") as file, pq.ParquetWriter(file, SCHEMA, compression="zstd") as out:
-            rows = Rows(self._decode)
-            for sample, version, outcome in kept:
-                rows.add(sample, version, outcome)
-                if len(rows) >= _ROWS:
-                    out.write_batch(rows.take())
-            out.write_batch(rows.take())
-
     def _stop(self, why: str) -> None:
         self._ended = True
         self._queue.clear()
         self._note(f"no more samples are kept: {why}. The run continues.")
+
+
+def write(path: Path, kept: Sequence[Kept], decode: Decode) -> None:
+    """Write a new file of samples."""
+    with path.open("xb") as file, pq.ParquetWriter(file, SCHEMA, compression="zstd") as out:
+        rows = Rows(decode)
+        for sample, version, outcome in kept:
+            rows.add(sample, version, outcome)
+            if len(rows) >= _ROWS:
+                out.write_batch(rows.take())
+        out.write_batch(rows.take())
+
+
+def path_of(run_dir: Path, version: PolicyVersion, attempt: int) -> Path:
+    """Return the file of a version's samples."""
+    return run_dir / "samples" / f"version-{version:06d}-attempt-{attempt:03d}.parquet"
 
 
 def keeps(sample: int, share: float) -> bool:

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from tests.train.forks import forkserver
 
 RANKS = 2
-START_S = 120.0
+START_S = 300.0
 """The limit for the start of a pair, which imports torch and Megatron."""
-FIRST_USE_S = 60.0
+FIRST_USE_S = 300.0
 """The limit for the start of CUDA, cuBLAS and NCCL."""
 GRACE_S = 3.0
 """The time that the other rank has after one rank failed."""

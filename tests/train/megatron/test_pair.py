@@ -14,6 +14,7 @@ from tests.train.megatron import cases, weight_cases
 from tests.train.megatron.cases import CP, PLAIN, PP, TP, Case
 from tests.train.megatron.checks import check_half, check_like_plain
 from tests.train.megatron.pair import Pair
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.xdist_group(GROUP)
 
@@ -38,11 +39,11 @@ def test_the_cases_of_gpus_run_here_too(pair: Pair, folder: str) -> None:
     plain = cases.run_plain("llama", folder)
     for keys in (PP, CP | PLAIN):
         case = Case("llama", keys)
-        found = pair.run(cases.run_case, case, folder, device="cpu", limit_s=60)
+        found = pair.run(cases.run_case, case, folder, device="cpu", limit_s=HANG_S)
         check_like_plain(found, plain)
     half = cases.run_half(Case("llama", ranks=1), folder, 0)
-    found = pair.run(cases.run_half, case, folder, device="cpu", limit_s=60)
+    found = pair.run(cases.run_half, case, folder, device="cpu", limit_s=HANG_S)
     check_half(found, half, plain)
     args = (folder, "llama", [PP, TP, PP], "float32")
-    for rank in pair.run(weight_cases.run_states, *args, device="cpu", limit_s=60):
+    for rank in pair.run(weight_cases.run_states, *args, device="cpu", limit_s=HANG_S):
         assert rank["got"]["metrics"] == rank["want"]["metrics"]

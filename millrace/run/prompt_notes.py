@@ -1,0 +1,51 @@
+"""Notes on a run's prompts: how they become tokens, and scorers that do not fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from millrace.config.reward_keys import OneReward
+from millrace.data.chat import Chat, Reading
+from millrace.data.prompts import PromptStream
+from millrace.data.tokenizer import TEMPLATES
+from millrace.rewards.sources import advice_for_chat
+
+_ADVISED = 64
+"""Prompts whose scorers are looked at."""
+
+
+def prompt_notes(
+    chat: Chat,
+    train: PromptStream,
+    *,
+    chosen: str,
+    player: str,
+    new_model: bool,
+    parts: Mapping[str, OneReward],
+) -> Iterator[str]:
+    """Yield how prompts are read, and a warning for each scorer that does not fit a chat model.
+
+    The number of prompts that are left out comes first.
+
+    `chosen` is data.chat, and `parts` are the rewards by section.
+    """
+    if train.filtered:
+        yield f"left out {train.filtered} prompts that are longer than rollout.max_prompt_length"
+    if player:
+        if chosen != "auto":
+            yield f"data.chat={chosen} is not read: agents make the messages"
+        return
+    if (not new_model or chosen != "auto") and (line := chat.described(train.readings)):
+        yield line
+    if chat.template in (None, *TEMPLATES) or not set(train.readings) - {Reading.PLAIN}:
+        return
+    warned: set[tuple[str, str]] = set()
+    for prompt in (train[i] for i in range(min(len(train), _ADVISED))):
+        row = prompt.data_source, prompt.extra_info, prompt.ground_truth
+        for section, part in parts.items():
+            key = section, prompt.data_source
+            if part.kind != "function" or key in warned:
+                continue
+            if line := advice_for_chat(section, part.function, *row):
+                warned.add(key)
+                yield line
