@@ -27,6 +27,7 @@ from millrace.observe.progress import Progress, make_view
 from millrace.pipeline import ownership
 from millrace.report.page.folder import not_yet
 from millrace.run import supervised
+from millrace.waits.registry import began
 
 T = TypeVar("T")
 
@@ -304,6 +305,7 @@ def run_async(
     request_stop: Callable[[], bool],
 ) -> T:
     """Run `work` with a progress display and signal handlers."""
+    began("imports")
     with Progress(make_view(open_console(json_)), name, mode) as progress:
         return asyncio.run(_with_signals(work(progress), progress, request_stop))
 

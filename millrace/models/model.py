@@ -1,4 +1,4 @@
-"""Models: shapes written as Hugging Face folders, and weights from a folder, the hub or a seed.
+"""Models: their config.json, and weights from a folder, the hub or a seed.
 
 Rollout and train engines load models with the same functions. They therefore start from the same
 bits without a transfer of weights.
@@ -18,51 +18,12 @@ from transformers import (
     Qwen2Config,
 )
 
-from millrace.config import ModelConfig, ModelShape
+from millrace.config import ModelConfig
 from millrace.errors import bad_value
+from millrace.models.shape import write_shape as write_shape
 from millrace.models.tokenizer import load_tokenizer
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def write_shape(
-    folder: str | Path,
-    shape: ModelShape,
-    *,
-    vocab_size: int,
-    bos_token_id: int | None = None,
-    eos_token_id: int | list[int] | None = None,
-    pad_token_id: int | None = None,
-    max_position_embeddings: int = 32768,
-    dtype: Literal["float32", "bfloat16"] = "float32",
-) -> None:
-    """Write config.json (a Qwen2 of this shape) and generation_config.json to `folder`, no weights.
-
-    `initializer_range` is 0.5 / sqrt(hidden_size). Qwen2's fixed 0.02 is too small: narrow models
-    do not learn from it.
-    """
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    ids: dict[str, Any] = {
-        "bos_token_id": bos_token_id,
-        "eos_token_id": eos_token_id,
-        "pad_token_id": pad_token_id,
-    }
-    config = Qwen2Config(
-        vocab_size=vocab_size,
-        hidden_size=shape.hidden_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        intermediate_size=shape.intermediate_size,
-        tie_word_embeddings=shape.tie_word_embeddings,
-        max_position_embeddings=max_position_embeddings,
-        initializer_range=0.5 / shape.hidden_size**0.5,
-        architectures=["Qwen2ForCausalLM"],
-        dtype=dtype,
-        **ids,
-    )
-    config.save_pretrained(folder)
-    GenerationConfig(**ids).save_pretrained(folder)  # type: ignore[no-untyped-call]
 
 
 def shape_config(model: ModelConfig, folder: str = "") -> Any:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from millrace.config import Config
-from millrace.errors import MillraceError, SyncError
+from millrace.config import Config, Sides
+from millrace.errors import DeadlineError, MillraceError, SyncError, WorkerError
 from millrace.observe.progress import Progress
 from millrace.observe.watch import Watch
 from millrace.observe.watched import WatchedReplica, WatchedSync
@@ -31,10 +31,13 @@ from millrace.runtime.replica import RemoteRolloutEngine
 from millrace.runtime.roster_sync import RosterSync
 from millrace.runtime.rpc import Limit, Peer, Runtime
 from millrace.types import PolicyVersion
+from millrace.waits.registry import Start, starting
 from millrace.waits.side import FOLDER
 
 T = TypeVar("T")
 Address = tuple[str, int]
+_ANSWER_S = 10.0
+"""Time limit for a worker to say how it started, in seconds."""
 
 
 class Starter(keeper.Starter, ranks_.Starter, Protocol):
@@ -51,6 +54,7 @@ class Engines:
     sync: RosterSync
     keeper: Keeper
     scaler: Scaler
+    replicas: list[RemoteRolloutEngine]
 
     def watched(self, watch: Watch) -> WatchedEngines:
         """Return the engines of a run that `watch` sees. Replica i is the track `rollout-i`."""
@@ -63,6 +67,18 @@ class Engines:
         self.scaler.tell(lambda i, engine: pool.add(WatchedReplica(engine, f"rollout-{i}", watch)))
         turns = turns_of(isinstance(self.turns, SharedTurns), pool, self.train)
         return WatchedEngines(watch, self.train, pool, turns, WatchedSync(self.sync, watch))
+
+    async def starts(self) -> dict[str, list[Start]]:
+        """Return the parts of the start of every process of every worker that answers."""
+
+        async def of(peer: Peer) -> dict[str, list[Start]]:
+            kind, found = dict[str, list[Start]], dict[str, list[Start]]()
+            with suppress(WorkerError, DeadlineError):  # a report does not end a run
+                found = await peer.call("starts", (), kind, deadline_s=_ANSWER_S)
+            return found
+
+        peers = [*self.train.ranks.peers, *(e.peer for e in self.replicas)]
+        return {k: v for each in await asyncio.gather(*map(of, peers)) for k, v in each.items()}
 
     async def publish(self, version: PolicyVersion) -> tuple[TransferReport, float]:
         """Make the train engine's weights live on every replica, in a turn of the trainer.
@@ -202,7 +218,7 @@ async def open_engines(
     runtime: Runtime,
     config: Config,
     run: RunDir,
-    rollout: bool,
+    peers: list[Peer],
     trains: bool,
     progress: Progress,
 ) -> AsyncIterator[Engines]:
@@ -210,9 +226,8 @@ async def open_engines(
 
     A run that `trains` has lost ranks started anew too.
     """
-    engines = await build_engines(
-        runtime, config, run, rollout=rollout, restarts=True, trains=trains
-    )
+    with starting("engines"):
+        engines = await build_engines(runtime, config, run, peers, restarts=True, trains=trains)
     engines.keeper.news.note = engines.train.ranks.note = progress.note
     engines.train.folder = run.path
     scaler = engines.scaler
@@ -222,30 +237,50 @@ async def open_engines(
         yield engines
 
 
+async def start_workers(
+    runtime: Runtime, sides: Sides, folder: str, rollout: bool = True
+) -> list[Peer]:
+    """Start every worker at once, those of the trainer first. Each imports its engine.
+
+    The model's `folder` need not be written yet.
+    """
+
+    async def start(role: str, index: int, engine: str) -> Peer:
+        peer = await runtime.start(f"{role}-{index}", role, index)
+        await peer.call("load", (engine, folder))
+        return peer
+
+    trainer, replicas = sides.trainer, sides.rollout
+    counts = trainer.ranks, replicas.replicas if rollout else 0
+    with starting("workers"):
+        return await asyncio.gather(
+            *(start("trainer", r, trainer.engine) for r in range(counts[0])),
+            *(start("rollout", r, replicas.engine) for r in range(counts[1])),
+        )
+
+
 async def build_engines(
     runtime: Runtime,
     config: Config,
     run: RunDir,
+    peers: list[Peer] | None = None,
     *,
-    rollout: bool = True,
     restarts: bool = False,
     trains: bool = True,
 ) -> Engines:
-    """Build every engine and connect the weight sync.
+    """Build the engine of every worker and connect the weight sync. `peers` are started workers.
 
-    All workers start at once, and all engines are built at once. vLLM on shared devices is the
-    exception: it allocates the memory that is free. So the train engine is built first and frees
-    its memory. With `restarts`, a lost replica is started anew, and a later sync must bring it the
-    weights. If the run also `trains`, so are lost ranks, and replicas may join and leave.
+    All engines are built at once. vLLM on shared devices is the exception: it allocates the memory
+    that is free. So the train engine is built first and frees its memory. With `restarts`, a lost
+    replica is started anew, and a later sync must bring it the weights. If the run also `trains`,
+    so are lost ranks, and replicas may join and leave.
     """
-    ranks, replicas = range(config.trainer_ranks), range(config.replicas if rollout else 0)
-    peers = await asyncio.gather(
-        *(runtime.start(f"trainer-{r}", "trainer", r) for r in ranks),
-        *(runtime.start(f"rollout-{r}", "rollout", r) for r in replicas),
-    )
+    ranks, folder = range(config.trainer_ranks), weights_folder(config.model, run.model)
+    peers = await start_workers(runtime, config.sides, folder) if peers is None else peers
     trainers, rollouts = peers[: len(ranks)], peers[len(ranks) :]
+    rollout = bool(rollouts)
     address = await trainers[0].call("listen", (), tuple[str, int])
-    tree, folder = config.model_dump(mode="json"), weights_folder(config.model, run.model)
+    tree = config.model_dump(mode="json")
     shared = config.schedule.colocated and rollout
     starter = Workers(runtime, tree, folder, len(ranks), address)
     engines = engines_of(
@@ -304,7 +339,7 @@ def engines_of(
         fixed = f"{why}. Fix: a mode with separate devices"
     scaler = Scaler(keeper, replicas, most=max(len(rollouts), c.max_replicas), fixed=fixed)
     scaler.tell(lambda i, engine: pool.add(engine))
-    return Engines(train, pool, turns, sync, keeper, scaler)
+    return Engines(train, pool, turns, sync, keeper, scaler, replicas)
 
 
 async def _build(worker: Peer, tree: dict[str, Any], *where: Any) -> None:

@@ -25,6 +25,7 @@ from millrace.data.rows import Problem, check_rows, texts
 from millrace.data.sources import Rows, load_sources
 from millrace.errors import bad_row, bad_value
 from millrace.models import checks as model_checks
+from millrace.models.shape import write_shape
 from millrace.rewards.builtin import NEEDS_TRUTH
 from millrace.rewards.functions import check_name
 from millrace.rewards.sources import refusal
@@ -346,8 +347,6 @@ def _write_model(
     tokenizer.save_pretrained(folder)
     if model.path:
         return
-    from millrace.models.model import write_shape
-
     write_shape(
         folder,
         model.shape,

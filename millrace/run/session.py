@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from millrace.config import Config, TrainerConfig
+from millrace.config import Config
 from millrace.config.keys import NOTHING, Derived, Trained
-from millrace.errors import ConfigError, MillraceError, MissingDependency, bad_value
+from millrace.errors import MillraceError, bad_value
 from millrace.observe import trackers
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
@@ -26,16 +26,17 @@ from millrace.rollout.episode import SingleTurn
 from millrace.run import problems as problems_
 from millrace.run.agents import open_agent
 from millrace.run.digests import digests
-from millrace.run.engines import Engines, open_engines, open_runtime
+from millrace.run.engines import Engines, open_engines, open_runtime, start_workers
 from millrace.run.folder import RunDir, open_run_dir, release
 from millrace.run.machine import check_machine, check_shape
 from millrace.run.mirror import Mirror, open_mirror
 from millrace.run.problems import Problems
 from millrace.run.rewards import make_reward, open_caches
 from millrace.run.stall import watched
-from millrace.runtime.rpc import Runtime
+from millrace.run.starts import beside, part, shown
 from millrace.schedule.ledger import Ledger
 from millrace.sync.background import abandonable
+from millrace.waits.registry import starting
 
 
 @dataclass(frozen=True)
@@ -129,81 +130,95 @@ async def open_session(
 ) -> AsyncIterator[Session]:
     """Open the data, the reward function, the folder, the prompts and the engines.
 
-    The data and the reward function are checked before the folder is made. Everything is closed at
-    exit.
+    Workers and rewards start while the prompts are rendered. A refused run leaves no folder.
+    Everything is closed at exit.
     """
     check_machine(config)
     if run is None and rollout:
         trackers.check(config.trainer.logger)
     # A long load runs in a thread, so that Ctrl-C reaches the event loop and ends it at once.
-    sources = await abandonable(problems_.load, config, scored=rollout)
+    with starting("data"):
+        sources = await abandonable(problems_.load, config, scored=rollout)
     reward = await abandonable(make_reward, config)
     reward.note = progress.note
+    refusable = True
     try:
-        if rollout:
-            await reward.start()
         trains = run is None
         if run is None:  # in a thread too: the check reads every byte of a checkpoint
             run = await abandonable(open_run_dir, config)
         for note in (*config.notes, *run.notes):
             progress.note(note)
-        try:
-            if rollout:
-                open_caches(reward, run.path, progress.note)
-            problems = await abandonable(problems_.prepare, config, sources, run.model)
-            if run.resume_from is not None:
-                config = config.with_warm_up_of(read_manifest(run.resume_from).counts)
-            problems_.copy_config(config.model, run.model)
-            folder = problems_.weights_folder(config.model, run.model)
-            check_shape(config.model, config.actor, config.trainer, folder)
-            if trains:
-                check_end(config, len(problems.train), run.resume_from)
-        except MillraceError:
-            run.discard()
-            raise
-        for note in problems.notes:
-            progress.note(note)
         if trains:
             progress.note(f"run folder: {run.path}")
-        end = config.end_note(len(problems.train), trained_by(run.resume_from))
-        if end and trains and rollout:
-            progress.note(end)
-        tokens = problems.chat.tokenizer
-        parts = (
-            open_agent(config.agents, config.rollout, tokens, run.path, progress.note),
-            open_runtime(config, run, rollout=rollout, note=progress.note),
-        )
         async with AsyncExitStack() as stack:
-            agent, runtime = await _enter(stack, *parts, run, progress, config.trainer)
+            watching = watched(run.path, config.trainer, progress.note)
+            watchman = await stack.enter_async_context(watching)
+            await stack.enter_async_context(shown(progress, watchman.ask))
+            opened = open_runtime(config, run, rollout=rollout, note=progress.note)
+            runtime = await stack.enter_async_context(opened)
+            watchman.side.more = runtime.answers
+            folder = problems_.weights_folder(config.model, run.model)
+            async with (
+                beside(part("rewards", reward.start() if rollout else asyncio.sleep(0))) as rewards,
+                beside(start_workers(runtime, config.sides, folder, rollout)) as workers,
+            ):
+                if rollout:
+                    open_caches(reward, run.path, progress.note)
+                opening = _Opening(config, run, progress, trains, rollout)
+                problems = await opening.prepare(sources, folder)
+                config = opening.config
+                where = problems.chat.tokenizer, run.path, progress.note
+                player = open_agent(config.agents, config.rollout, *where)
+                agent = await stack.enter_async_context(player)
+                await rewards
+                refusable = False
+                peers = await workers
             copies = open_mirror(run.store, config.trainer, run.path, progress)
-            engines_ = open_engines(runtime, config, run, rollout, trains, progress)
+            engines_ = open_engines(runtime, config, run, peers, trains, progress)
             async with copies as mirror, engines_ as engines:
                 yield Session(config, run, problems, engines, reward, progress, agent, mirror)
+    except MillraceError:
+        if run is not None and refusable:  # If workers fail, their logs stay.
+            run.discard()
+        raise
     finally:
         await reward.close()
         if run is not None:
             release(run.path)
 
 
-async def _enter(
-    stack: AsyncExitStack,
-    agent: AbstractAsyncContextManager[Agent],
-    runtime: AbstractAsyncContextManager[Runtime],
-    run: RunDir,
-    progress: Progress,
-    trainer: TrainerConfig,
-) -> tuple[Agent, Runtime]:
-    """Start the watch, the agent and the runtime. A run that cannot start leaves no folder."""
-    watchman = await stack.enter_async_context(watched(run.path, trainer, progress.note))
-    try:
-        player = await stack.enter_async_context(agent)
-        progress.phase("starting engines")
-        workers = await stack.enter_async_context(runtime)
-        watchman.side.more = workers.answers
-        return player, workers
-    except (ConfigError, MissingDependency):  # such as a machine without the devices
-        run.discard()
-        raise
+@dataclass
+class _Opening:
+    """A session whose problems are prepared."""
+
+    config: Config
+    """Changed by what a checkpoint has."""
+    run: RunDir
+    progress: Progress
+    trains: bool
+    rollout: bool
+
+    async def prepare(self, sources: problems_.Sources, folder: str) -> Problems:
+        """Return the problems, and check what they decide. `folder` has the model's weights."""
+        config, run, note = self.config, self.run, self.progress.note
+        with starting("prompts"):
+            problems = await abandonable(problems_.prepare, config, sources, run.model)
+        if run.resume_from is not None:
+            config = config.with_warm_up_of(read_manifest(run.resume_from).counts)
+        problems_.copy_config(config.model, run.model)
+        check_shape(config.model, config.actor, config.trainer, folder)
+        if self.trains:
+            check_end(config, len(problems.train), run.resume_from)
+        for text in problems.notes:
+            note(text)
+        if problems.train.filtered:
+            found = f"left out {problems.train.filtered} prompts that are longer than "
+            note(f"{found}rollout.max_prompt_length")
+        end = config.end_note(len(problems.train), trained_by(run.resume_from))
+        if end and self.trains and self.rollout:
+            note(end)
+        self.config = config
+        return problems
 
 
 def trained_by(checkpoint: Path | None) -> Trained:

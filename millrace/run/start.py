@@ -5,7 +5,9 @@ from __future__ import annotations
 from millrace.pipeline.checkpoint import read_ledger
 from millrace.run.session import Session
 from millrace.run.sft import warm_up
+from millrace.run.starts import WARM_UP
 from millrace.schedule.ledger import Ledger
+from millrace.waits.registry import starting
 
 
 async def start_state(s: Session) -> Ledger:
@@ -28,7 +30,8 @@ async def start_state(s: Session) -> Ledger:
         return ledger
     ledger = Ledger(s.config.schedule, derived.samples)
     if s.config.sft.steps:
-        await warm_up(s)
+        with starting(WARM_UP):
+            await warm_up(s)
     await s.engines.train.begin("rl", derived.lr_horizon)
     if s.config.sft.steps:  # a run that is killed after this does not repeat the warm-up
         s.checkpoints.supersede(-1)

@@ -34,7 +34,7 @@ from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
-from millrace.run import supervised
+from millrace.run import starts, supervised
 from millrace.run.agents import limits_of
 from millrace.run.engines import WatchedEngines
 from millrace.run.evaluate import make_validator
@@ -45,7 +45,7 @@ from millrace.run.stop import StopRequest
 from millrace.schedule.ledger import Ledger
 from millrace.sync.background import abandonable
 from millrace.types import SamplingParams
-from millrace.waits.registry import as_actor
+from millrace.waits.registry import as_actor, starting
 
 if TYPE_CHECKING:
     from millrace.report.record import Recorder
@@ -270,9 +270,10 @@ async def train_to_end(
     rollouter = make_rollouter(s, queue, engines.pool)
     parts = Stopwatch(clock, watch, "trainer")
     trainer = Trainer(queue, rollouter, engines.train, engines.turns, engines.sync, record, parts)
-    s.progress.phase("first weight sync")
-    with parts.part("sync_transfer"):
+    s.progress.phase(starts.SYNC)
+    with parts.part("sync_transfer"), starting("first sync"):
         await as_actor("trainer", trainer.begin())
+    await starts.report(s.engines, s.run.path, ledger.version, watch, s.progress.note)
     if 0 in validated:
         record.first = Result(0, validated[0], ())
     elif ledger.version == 0 and c.val_before_train:

@@ -30,6 +30,7 @@ import psutil
 
 from millrace.errors import WorkerError
 from millrace.runtime import host
+from millrace.waits.registry import starting
 
 _MOST_BYTES = 1 << 17
 _FDS = 3
@@ -264,13 +265,14 @@ def _import(engine: str) -> None:
     """Import what workers import on a CPU. A worker that needs another module imports it itself."""
     gc.disable()  # an import of torch and transformers otherwise takes a sixth longer
     try:
-        from millrace.train.factory import imported
+        with starting("imports"):  # forked workers inherit its times
+            from millrace.train.factory import imported
 
-        imported(engine)
-        import millrace.decode.engine
-        import millrace.models.device
-        import millrace.runtime.worker
-        import millrace.sync.collective  # noqa: F401
+            imported(engine)
+            import millrace.decode.engine
+            import millrace.models.device
+            import millrace.runtime.worker
+            import millrace.sync.collective  # noqa: F401
     except Exception:  # noqa: BLE001 - the worker meets the same error, and reports it
         traceback.print_exc()
     gc.enable()

@@ -25,7 +25,7 @@ import msgspec
 
 from millrace import codec
 from millrace.runtime.rpc import CANCEL, FAILED, OK, Failure, Message, Outbox, read_frame
-from millrace.waits.registry import acting
+from millrace.waits.registry import acting, began
 from millrace.waits.side import NAME, Side, start_in_worker
 
 HEADER = struct.Struct("<Q")
@@ -198,6 +198,7 @@ def work(fd: int, role: str, beats: int, seconds: float) -> None:
 def main() -> None:
     die_with(int(sys.argv[3]))
     ignore_stop_signals()
+    began("Python")
     beats, seconds = os.environ.pop("MILLRACE_BEAT").split()
     work(int(sys.argv[1]), sys.argv[2], int(beats), float(seconds))
 

@@ -11,11 +11,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from millrace.config import Config, ModelConfig, Sides
+from millrace.runtime.caches import keep_compiled_code
 from millrace.waits.kernel import cpu_s
-from millrace.waits.registry import doing, measuring, waiting
+from millrace.waits.registry import PROCESS, Start, measuring, starting, take_starts, waiting
 
 if TYPE_CHECKING:
     from millrace.decode.engine import TorchRolloutEngine
@@ -33,7 +36,8 @@ def _importing() -> Iterator[None]:
     """Collect no garbage. Otherwise, an import of torch and transformers takes a sixth longer."""
     gc.disable()
     try:
-        yield
+        with starting("imports"), _moving():
+            yield
     finally:
         gc.enable()
 
@@ -49,6 +53,13 @@ class Worker:
     async def ping(self) -> None:
         """Answer once the process runs."""
         return
+
+    async def load(self, engine: str, model_folder: str) -> None:
+        """Import an engine. Workers do this while the driver reads the data."""
+
+    async def starts(self) -> dict[str, list[Start]]:
+        """Return the parts of the start of each process of this worker."""
+        return {PROCESS.name: take_starts()}
 
     async def listen(self) -> tuple[str, int]:
         """Open a store where process groups meet. Return its host and port.
@@ -94,15 +105,24 @@ class TrainWorker(Worker):
     engine: TrainRank
     sender: Sender | Silent | IpcSender
 
+    async def load(self, engine: str, model_folder: str) -> None:
+        keep_compiled_code()
+        with _importing():
+            import millrace.models.device
+            import millrace.sync.store  # noqa: F401
+            from millrace.train.factory import imported
+
+            imported(engine)
+
     async def build(
         self, config: dict[str, Any], model_folder: str, rank: int, address: tuple[str, int]
     ) -> dict[str, Any]:
         """Join the train engine's process group and build this rank. Return its configuration."""
-        with _importing():
-            from millrace.models.device import join_group, prepare
-            from millrace.train.factory import train_engine
-
         resolved = Config.model_validate(config)
+        await self.load(resolved.trainer.engine, model_folder)
+        from millrace.models.device import join_group, prepare
+        from millrace.train.factory import train_engine
+
         world_size = resolved.trainer_ranks
         prepare(resolved.trainer)
         if world_size > 1:
@@ -110,7 +130,7 @@ class TrainWorker(Worker):
                 store = self._meet(address, resolved.trainer.wait_deadline_s)
                 join_group(store, rank, world_size, resolved.trainer)
         self.config = resolved
-        with doing("the build of its engine"), _starting():
+        with starting("model"), _moving():
             self.engine = train_engine(resolved, model_folder, rank=rank, world_size=world_size)
             self._leave_to_exit()
         return resolved.model_dump(mode="json")
@@ -155,10 +175,28 @@ class RolloutWorker(Worker):
     async def build(self, config: dict[str, Any], model_folder: str) -> dict[str, Any]:
         """Build this replica. Return the configuration that it was built with."""
         resolved = Config.model_validate(config)
-        with doing("the build of its engine"), _starting():
+        await self.load(resolved.rollout.engine, model_folder)
+        with starting("engine"), _moving():
             self.engine = _rollout_engine(resolved.sides, resolved.model, model_folder)
             self._leave_to_exit()
         return resolved.model_dump(mode="json")
+
+    async def load(self, engine: str, model_folder: str) -> None:
+        keep_compiled_code()
+        if engine == "vllm":
+            from millrace.vllm.fork import import_beside
+
+            _vllm_environment(model_folder)
+            import_beside()
+        with _importing():
+            _engine_module(engine)
+
+    async def starts(self) -> dict[str, list[Start]]:
+        found = await super().starts()
+        if call := getattr(self.engine, "call_workers", None):  # vLLM has processes of its own
+            for rank, parts in enumerate(await call("start_times")):
+                found[f"{PROCESS.name}-core-{rank}"] = [Start(*part) for part in parts]
+        return found
 
     async def connect(self, config: dict[str, Any], replica: int, address: tuple[str, int]) -> None:
         """Build this replica's end of the weight sync. Its `regroup` joins the trainer ranks.
@@ -191,21 +229,21 @@ class RolloutWorker(Worker):
 def _rollout_engine(
     sides: Sides, model: ModelConfig, model_folder: str
 ) -> TorchRolloutEngine | VllmRolloutEngine:
-    if sides.rollout.engine == "vllm":
-        _vllm_environment(model_folder)
-        with _importing():
-            from millrace.vllm import engine as vllm_rollout
-
-        return vllm_rollout.build(sides, model, model_folder)
-    with _importing():
-        from millrace.decode import engine as torch_rollout
+    if sides.rollout.engine == "torch":
         from millrace.models.device import prepare
 
-    prepare(sides.trainer)
-    return torch_rollout.build(sides, model, model_folder)
+        prepare(sides.trainer)
+    built: TorchRolloutEngine | VllmRolloutEngine
+    built = _engine_module(sides.rollout.engine).build(sides, model, model_folder)
+    return built
 
 
-def _starting() -> measuring:
+def _engine_module(engine: str) -> ModuleType:
+    """Import a rollout engine."""
+    return import_module("millrace.vllm.engine" if engine == "vllm" else "millrace.decode.engine")
+
+
+def _moving() -> measuring:
     """Let CPU time count as progress. A start loads and compiles, and counts nothing else."""
     return measuring("CPU seconds of the start", lambda: round(cpu_s(os.getpid()), 1))
 

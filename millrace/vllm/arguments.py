@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 
 from millrace.config import ModelConfig, Sides
 from millrace.errors import bad_value
+from millrace.vllm.caches import graph_options, lasting_folder
 
 EXTENSION = "millrace.vllm.worker.WorkerExtension"
 SCHEDULER: str | None = "millrace.vllm.scheduler.scheduler"
@@ -33,7 +34,7 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
         _check_heads(model_folder, trust)
     max_len = rollout.max_len
     arguments: dict[str, Any] = {
-        "model": model_folder,
+        "model": lasting_folder(model, model_folder),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # the model's own file would change the sampling
         "load_format": "dummy",
@@ -71,7 +72,10 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
     overrides = {"head_dtype": "float32"} | own if isinstance(own, dict) else own
     if on_gpu:
         _check_graphs(rollout.engine_kwargs, model_folder, trust)
-    return arguments | rollout.engine_kwargs | {"hf_overrides": overrides}
+    arguments |= rollout.engine_kwargs | {"hf_overrides": overrides}
+    if not arguments["enforce_eager"]:
+        arguments |= graph_options(rollout.engine_kwargs, rollout.max_num_seqs)
+    return arguments
 
 
 def _check_graphs(engine_kwargs: Mapping[str, Any], model_folder: str, trust: bool) -> None:

@@ -2,8 +2,7 @@
 
 millrace's own transport stages the weights. vLLM's weight-transfer API makes them live. vLLM
 imports this module in every worker before it loads the model (`worker_extension_cls`). A thread
-stages weights while the worker decodes. Decoding pauses only for `update_weights`, a copy on the
-device.
+stages weights beside decoding, which pauses only for `update_weights`, a copy on the device.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ from millrace.sync.proof import bit_sums, changed, start_bit_sums
 from millrace.sync.store import bound_store
 from millrace.sync.table import read_specs
 from millrace.vllm.experts import folder_names, live_names, use_plain_experts
-from millrace.waits.side import start_in_worker
+from millrace.vllm.timing import time_starts
+from millrace.waits.registry import take_starts
 
 BACKEND = "millrace"
 _SWITCH_S = 0.0005
@@ -95,9 +95,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     def init_transfer_engine(self, init_info: StagedInit) -> None:
         """Prepare to receive from the trainer's ranks. `regroup` joins them."""
         restore_nccl_settings()
-        if (inbox := self.__dict__.pop("inbox", None)) is None:
-            self._side = start_in_worker(f"core-{get_tensor_model_parallel_rank()}")
-        else:
+        if (inbox := self.__dict__.pop("inbox", None)) is not None:
             inbox.leave()  # the ranks of a lost trainer
             inbox = self._copies = None
         agreed = Agreement.of(Config.model_validate(init_info.config))
@@ -291,6 +289,7 @@ class CopyRecorder(TorchFunctionMode):
 class WorkerExtension:
     """Methods that millrace adds to vLLM's workers."""
 
+    start_times = staticmethod(take_starts)
     weight_transfer_engine: StagedWeights
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
@@ -356,7 +355,7 @@ def _die_with_host() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     try:
         host, parent = psutil.Process(int(os.environ[HOST_PID])), psutil.Process(os.getppid())
-        core = parent if parent.ppid() == host.pid else None
+        core = parent if host in parent.parents() else None
     except psutil.NoSuchProcess:
         os._exit(1)
     threading.Thread(target=_end_after_host, args=(host, core), name="orphan", daemon=True).start()
@@ -386,6 +385,7 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, StagedWeights)
     _die_with_host()
     _ignore_stop_signals()
+    time_starts()
     # vLLM's workers find each other through this store. torch's own store would listen on every
     # interface.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")

@@ -9,6 +9,7 @@ and nothing imports torch. A registered wait costs less than a microsecond (docs
 | `with acting("sample 17")` | the body is this actor; its parent waits for it |
 | `with waiting("rollout-1", "engine.generate")` | the body waits for someone |
 | `with doing("backward of micro-batch 3")` | the body works; with `by`, someone outside works for it |
+| `with starting("imports")` | the body is a part of this process's start; its times are kept |
 | `count("buckets")`, `gauge("tokens", f)` | something moves: slow is not stuck |
 """
 
@@ -18,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -36,6 +37,8 @@ class Registry:
         self.counts: dict[str, int] = {}
         self.gauges: dict[str, Callable[[], float]] = {}
         self.facts: dict[str, Callable[[], str]] = {}
+        self.starts: list[Start] = []
+        """The ended parts of the process's start, until somebody takes them."""
         self.root = Actor("", None, self)
         """What runs under no name."""
 
@@ -46,6 +49,14 @@ class Registry:
             with suppress(LookupError, RuntimeError):  # it changed while another thread read it
                 values[name] = read()
         return values
+
+
+class Start(NamedTuple):
+    """A part of a process's start. Its times are those of `time.time`, equal on all processes."""
+
+    what: str
+    begin: float
+    end: float
 
 
 class Actor:
@@ -96,6 +107,20 @@ class Wait:
         self.actor.registry.open.discard(self)
 
 
+class Starting(Wait):
+    """Open work that is a part of a start."""
+
+    __slots__ = ("begin",)
+
+    def __enter__(self) -> Wait:
+        self.begin = time.time()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.actor.registry.starts.append(Start(self.what, self.begin, time.time()))
+
+
 PROCESS = Registry("driver")
 """The registry of this process."""
 
@@ -129,6 +154,24 @@ def doing(what: str, by: str = "") -> Wait:
     `by` names who works for it outside of what millrace knows, such as "the disk".
     """
     return Wait(by, what, "", 0, True)
+
+
+def starting(what: str) -> Starting:
+    """Register that the body of a `with` block does a part of this process's start."""
+    return Starting("", what, "", 0, True)
+
+
+def began(what: str) -> None:
+    """Register the time since this process began as a part of its start."""
+    import psutil
+
+    PROCESS.starts.append(Start(what, psutil.Process().create_time(), time.time()))
+
+
+def take_starts() -> list[Start]:
+    """Return the ended parts of this process's start. The next call returns later ones."""
+    starts, PROCESS.starts = PROCESS.starts, []
+    return starts
 
 
 def count(name: str, number: int = 1) -> None:

@@ -1,0 +1,14 @@
+"""The imports of vLLM's core, for the process from which it is forked: `millrace.vllm.fork`."""
+
+import importlib
+
+from vllm.platforms import current_platform
+
+for name in (
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker" if current_platform.is_cpu() else "vllm.v1.worker.gpu_worker",
+    "millrace.sync.adapters",
+    "millrace.sync.ipc",
+):
+    importlib.import_module(name)
