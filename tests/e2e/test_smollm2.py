@@ -43,5 +43,5 @@ def test_a_short_run_on_real_weights_trains_and_shows_the_same_problems_twice(
     assert len(steps) == 2 and all(0 <= row["reward/mean"] <= 1 for row in steps)
     # The engines agree on the text. Random weights would not notice a wrong context.
     assert all(row["actor/log_prob_gap_same_version"] < 1e-4 for row in steps)
-    assert all(0 < row["actor/grad_norm"] < math.inf for row in steps)
+    assert all(math.isfinite(row["actor/grad_norm"]) for row in steps)
     assert printed.count("What is ") == 3 and "<|im_start|>" not in printed
