@@ -49,9 +49,8 @@ test:
 
 # Each test may wait for a fixture that loads and trains the model, so its limit is longer.
 test-real: .venv/.test .venv-vllm/.test
-	$(BIN)/millrace get-model smollm2
-	MILLRACE_SMOLLM2=$${MILLRACE_SMOLLM2:-$$($(BIN)/python -c "from tests.real.model import weights; print(weights()[0])")}; \
-	export MILLRACE_SMOLLM2; \
+	test -n "$$MILLRACE_SMOLLM2" || $(BIN)/millrace get-model smollm2
+	export MILLRACE_SMOLLM2=$$($(BIN)/python -c "from tests.real.model import weights; print(weights()[0])"); \
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 1800 tests/real tests/e2e/test_smollm2.py && \
 	$(VLLM)/python -m pytest -n 0 --timeout 1800 tests/real/test_vllm.py
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from millrace.config.cached import model_folder
 from millrace.types import Segment, Tokens, tokens_of
 
 KEY = "MILLRACE_SMOLLM2"
@@ -33,8 +34,7 @@ def weights() -> tuple[Path, str]:
     """Return the folder of the weights, and the command that gets them."""
     if named := os.environ.get(KEY):
         return Path(named), f"{KEY}=FOLDER, of SmolLM2-135M-Instruct"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "millrace" / "smollm2", "make test-real"
+    return model_folder("smollm2"), "millrace get-model smollm2"
 
 
 class Reference:

@@ -153,7 +153,7 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one_with_the_same_log_probs(
     assert distance(ends[0], after) > 100 * EXACT
 
 
-LORA_OPTIM = OPTIM | {"lr": 3e-4, "eps": 1e-3}
+LORA_OPTIM = OPTIM | {"lr": 1e-4, "eps": 1e-3}
 LORA = {"model": {"lora_rank": 8, "lora_alpha": 16.0}, "actor": {"optim": LORA_OPTIM}}
 
 
