@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-HANG_S = 300.0
+HANG_S = 600.0
 """No wait of a test takes as long, however busy the machine is. So a longer one is a hang.
 
 A process that a test leaves behind on purpose lives for longer: its end must not pass for a kill.

@@ -207,7 +207,7 @@ def test_no_process_is_left_behind() -> None:
     source = f"""
 import os, subprocess, sys
 for _ in range(3):
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600) # {mark}"],
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(9000) # {mark}"],
         start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 print("started")
 """
@@ -221,23 +221,23 @@ def test_a_dead_driver_leaves_no_process() -> None:
     driver = f"""
 import asyncio
 from millrace.tools.sandbox import Limits, Sandbox
-source = "import time; time.sleep(600) # {mark}"
-asyncio.run(Sandbox(limits=Limits(wall_s=600)).run(["/bin/sleep", "600.{mark[-5:]}"]))
+source = "import time; time.sleep(9000) # {mark}"
+asyncio.run(Sandbox(limits=Limits(wall_s=9000)).run(["/bin/sleep", "9000.{mark[-5:]}"]))
 """
     child = subprocess.Popen([sys.executable, "-c", driver])
     try:
-        until(lambda: any(f"600.{mark[-5:]}" in line for line in processes()), child)
+        until(lambda: any(f"9000.{mark[-5:]}" in line for line in processes()), child)
     finally:
         child.kill()
         child.wait()
-    until(lambda: not any(f"600.{mark[-5:]}" in line for line in processes()))
+    until(lambda: not any(f"9000.{mark[-5:]}" in line for line in processes()))
 
 
 def test_a_cancelled_run_leaves_no_process() -> None:
-    mark = "600.16180"
+    mark = "9000.16180"
 
     async def main() -> None:
-        sandbox = Sandbox(limits=Limits(wall_s=600))
+        sandbox = Sandbox(limits=Limits(wall_s=9000))
         task = asyncio.ensure_future(sandbox.run(["/bin/sleep", mark]))
         await until_async(lambda: any(mark in line for line in processes()))
         task.cancel()
@@ -314,7 +314,7 @@ def test_the_level_process_limits_and_cleans_up_but_hides_nothing() -> None:
     assert run("print('x' * 10**6)", SMALL, **level).reason == "output"
     refused = run("import socket; socket.socket()", **level)
     assert "Address family not supported" in refused.stderr
-    mark = "600.14142"
+    mark = "9000.14142"
     source = (
         f"import subprocess; subprocess.Popen(['/bin/sleep', '{mark}'], start_new_session=True)"
     )
