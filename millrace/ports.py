@@ -197,7 +197,7 @@ class TrainEngine(Protocol):
         ...
 
     async def displace(self, away: bool) -> None:
-        """Change every weight that a sync sends by about 1 %, or undo it, bit for bit.
+        """Change every weight that a sync sends by about 9 %, or undo it, bit for bit.
 
         The change is a function of the weights. A call that finds the state it asks for does
         nothing.

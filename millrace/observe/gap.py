@@ -27,7 +27,7 @@ TRAINER = {"float32": 1e-3, "bfloat16": 0.1}
 """The largest floor that the dtype explains. Above it, the trainer's own passes are wrong."""
 ASSUMED = {"float32": 1e-3, "bfloat16": 0.04}
 """The floor where no independent model finds room."""
-STALE_SHARE = 0.01
+STALE_SHARE = 0.003
 """The part of a change of all weights that may seem missing in an engine, with _SIGMAS of noise."""
 _SIGMAS = 4.0
 _FEW = 64

@@ -129,6 +129,7 @@ class Proof:
         refuse: Callable[[GapError], None],
         stops: bool = True,
         budget_s: float = BUDGET_S,
+        seed: int = 0,
     ) -> None:
         """`stops` says whether `run` raises an error or notes it. `incarnation` counts the trainers of the run. `refuse` gets the error of a later probe."""
         self.engine, self.sync, self.turns = engine, sync, turns
@@ -146,7 +147,7 @@ class Proof:
         """Whether draws end with what they have."""
         self._displaced = False
         self._tasks: dict[int, list[asyncio.Task[None]]] = {}
-        self._begun = 0
+        self._begun = seed
         self._probe_at, self._probe_s = 0.0, 0.0
         self._drawn_tokens = 0
         self._sizes: set[int] = set()
@@ -579,8 +580,7 @@ def drawn_of(
     unchanged: Sequence[Sequence[float]] | None,
 ) -> Drawn:
     """Return the tokens of requests as arrays. `reference` and `unchanged` have the first ones."""
-    lengths = [sum(len(s.tokens) for s in r.drawn) for r in requests]
-    count = sum(lengths)
+    count = sum(len(s.tokens) for r in requests for s in r.drawn)
     engine = np.concatenate(
         [np.asarray(s.log_probs, np.float64) for r in requests for s in r.drawn] or [np.zeros(0)]
     )
@@ -591,7 +591,7 @@ def drawn_of(
     )
     kinds = {name: np.zeros(count, dtype=bool) for name in names}
     at = 0
-    for request, length in zip(requests, lengths, strict=True):
+    for request in requests:
         place, interrupted = 0, False
         for segment in request.drawn:
             size = len(segment.tokens)
