@@ -27,11 +27,13 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
-import proving
 from millrace.config import Config, recipe
 from millrace.config.packaged import packaged
 from millrace.observe.gap import Verdict
 from millrace.types import Prompt, tokens_of
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks import proving  # noqa: E402 - a script has its own folder on the path
 
 _QUESTIONS = (
     "What is {a} times {b}?",

@@ -71,6 +71,8 @@ class RunRecord:
         self._figures = figures
         self._tokens = tokens
         self._watch = watch
+        self.gap_limit: float | None = None
+        """The limit of a version's gap, once the proof of the engines has measured it."""
         self._on_gap = on_gap
         self._validation: asyncio.Task[None] | None = None
         self._cut = False
@@ -99,9 +101,11 @@ class RunRecord:
             row, self._write_s = row | {"checkpoint/write_s": max(self._write_s)}, []
         if self._disk.checkpoints:
             row = row | {"checkpoint/refused": self._disk.checkpoints}
+        if self.gap_limit is not None and GAP in row:
+            row = row | {GAP_LIMIT: self.gap_limit}
         if self._guard is not None:
             active = self._guard.check(version, row)
-            if GAP in row and any(alarm.name == "log_prob_gap" for alarm in active):
+            if GAP_LIMIT in row and any(alarm.name == "log_prob_gap" for alarm in active):
                 self._on_gap(f"version {version}: mean {row[GAP]:.3g}, limit {row[GAP_LIMIT]:.3g}")
             row = row | self._guard.as_metrics()
             for alarm in self._guard.began:

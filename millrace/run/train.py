@@ -278,6 +278,7 @@ async def train_to_end(
     s.progress.phase("first weight sync" + (", and the proof of the engines" if proof else ""))
     with parts.part("sync_transfer"):
         await as_actor("trainer", trainer.begin())
+    record.gap_limit = proof.limit if proof else None
     if 0 in validated:
         record.first = Result(0, validated[0], ())
     elif ledger.version == 0 and c.val_before_train:
