@@ -33,7 +33,7 @@ from millrace.observe.gap import Verdict
 from millrace.types import Prompt, tokens_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks import proving  # noqa: E402 - a script has its own folder on the path
+from benchmarks import proving
 
 _QUESTIONS = (
     "What is {a} times {b}?",
