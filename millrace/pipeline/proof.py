@@ -285,7 +285,8 @@ class Proof:
         limit = self.limit
         if len(drawn.engine) and limit is not None:
             found = gaps.gap(drawn.engine, drawn.trainer)
-            if found.mean > gaps.limit_of_few(limit, found.tokens):
+            limit = gaps.limit_of_few(limit, found.tokens)
+            if found.mean > limit:
                 finding = gaps.Finding(gaps.TRUE, "the gap of a probe", found.mean, limit)
                 causes = gaps.causes({gaps.TRUE: drawn}, [finding])
                 figures = f"version {version}: {found}, limit {limit:.3g}"
@@ -319,7 +320,8 @@ class Proof:
                 for i in range(len(requests), size)
             ]
             if number == len(sizes) - 1 and clock() - since < (until - since) / 2:
-                group += self._long(replica, len(requests) + len(group))
+                long = self._long(replica, size - 1)
+                group = group[: len(group) - len(long)] + long
             for request in group:
                 request.beside = size / slots
             requests += group
@@ -530,7 +532,7 @@ class Proof:
         samples = [r.sample(i) for i, r in enumerate(chosen)]
         clock, budget = asyncio.get_running_loop().time, self._budget_s
         trainer: list[list[float]] = []
-        size, rate, taken, until = 4, 0.0, 0.0, clock() + budget * _COMPARE
+        size, rate, taken, until = 1, 0.0, 0.0, clock() + budget * _COMPARE
         while len(trainer) < len(samples) and (not trainer or clock() + 2 * taken < until):
             part, since = tuple(samples[len(trainer) : len(trainer) + size]), clock()
             trainer += await self.engine.log_probs(part)
@@ -541,7 +543,7 @@ class Proof:
         some: tuple[Sample, ...] = ()
         if reference and trainer:
             cells = np.cumsum(_cells(samples[: len(trainer)]))
-            count = max(4, int((cells <= rate * budget * _REFERENCE / 4).sum()))
+            count = max(1, int((cells <= rate * budget * _REFERENCE / 4).sum()))
             some = tuple(samples[: min(count, len(trainer))])
             own = await self.engine.reference_log_probs(some)
         if undo:

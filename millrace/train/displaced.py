@@ -23,7 +23,8 @@ def displace_(weight: Tensor) -> None:
     """Change the weight in place. A second call brings the same bits back."""
     info = torch.finfo(weight.dtype)
     mask = int(2**-3 / info.eps)
-    zero = torch.full((), 2.0**-5, dtype=weight.dtype).view(INTEGERS[weight.element_size()]).item()
+    of_zero = torch.full((), 2.0**-5, dtype=weight.dtype).view(INTEGERS[weight.element_size()])
+    zero = int(of_zero.item())
     flat = weight.view(INTEGERS[weight.element_size()]).view(-1)
     for part in flat.split(_AT_ONCE):
         # 0 and 2^-5 change places. Their partners stay, or the change would not undo itself.

@@ -17,7 +17,7 @@ from benchmarks.bench_proof import ChatPrompts, small_model
 from millrace.config import Config
 from millrace.observe.gap import DISPLACED, TRUE, Verdict
 
-LIMIT = 1e-5
+LIMIT = 5e-5
 FAR = 1e4
 """A budget that no machine needs. Otherwise, a slow one compares less."""
 
