@@ -124,6 +124,12 @@ class SyncError(MillraceError):
     """The replica whose weights are wrong. None if no single replica is at fault."""
 
 
+class GapError(MillraceError):
+    """Rollout engines and trainer disagree on the same weights. Another start does not help."""
+
+    exit_code = 3
+
+
 class BrokenTransfer(SyncError):
     """A transfer broke off, because a process of its group died or left. No weights are wrong."""
 

@@ -188,6 +188,22 @@ class TrainEngine(Protocol):
         """
         ...
 
+    async def reference_log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
+        """Return what `log_probs` returns, computed by an independent model.
+
+        It has the served weights and a wider dtype. It shares no pass with the policy. The result
+        is empty if the model finds no room.
+        """
+        ...
+
+    async def displace(self, away: bool) -> None:
+        """Change every weight that a sync sends by about 9 %, or undo it, bit for bit.
+
+        The change is a function of the weights. A call that finds the state it asks for does
+        nothing.
+        """
+        ...
+
     async def save(self, folder: str, staged: bool = False) -> None:
         """Save the current weights, optimizer, LR schedule and random state to an existing folder.
 

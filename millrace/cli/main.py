@@ -5,6 +5,7 @@
 | 0 | the command is complete |
 | 1 | the command failed |
 | 2 | a key, a file or a row is wrong |
+| 3 | rollout engines and trainer disagree on the same weights |
 | 129, 130, 143 | SIGHUP, Ctrl-C or SIGTERM stopped it; a training run saved a checkpoint first |
 | 128 + N | with --keep-going: signal N killed the driver, too often in a row |
 """

@@ -307,12 +307,17 @@ class GuardConfig(Section):
     """Earlier rows that the median is taken over."""
     min_grad_rows: int = Field(5, ge=1)
     """Rows that the median needs before the alarm applies."""
-    max_log_prob_gap: float = Field(0.01, ge=0)
-    """Alarm log_prob_gap: actor/log_prob_gap_same_version is larger than this.
+    on_gap: Literal["stop", "warn"] = "stop"
+    """What follows if rollout engines and trainer disagree on the same weights.
 
-    It is the mean |trainer's - rollout's log-prob| in the first optimizer step, over tokens that
-    the live version drew. Both engines then have the same weights, so the gap shows a difference
-    between the engines.
+    A run draws with every engine and compares before its first step. It compares again at every
+    version. stop ends the run with an error, after a checkpoint if it has trained. warn prints it.
+    """
+    max_log_prob_gap: float | None = Field(None, gt=0)
+    """The limit of actor/log_prob_gap_same_version.
+
+    Unset, it is three times the gap that the dtype explains: that of the trainer to an independent
+    model in a wider dtype, measured at the start.
     """
     equal_reward_versions: int = Field(3, ge=1)
     """Alarm equal_rewards: reward/std is 0 in this many consecutive versions."""

@@ -7,6 +7,7 @@ import resource
 import time
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -91,3 +92,11 @@ def peak_memory(trainer: TrainerConfig) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that a new tensor may take on a device, about."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    return psutil.virtual_memory().available

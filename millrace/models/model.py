@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
 )
+from transformers.initialization import no_init_weights
 
 from millrace.config import ModelConfig
 from millrace.errors import bad_value
@@ -127,6 +128,19 @@ def empty_model(folder: str | Path, *, trust_remote_code: bool = False) -> PreTr
     """
     with torch.device("meta"):
         return _from_config(folder, "sdpa", trust_remote_code).eval()
+
+
+def unfilled_model(
+    folder: str | Path, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Build the model in `folder` (or of a hub id), with its own attention and undrawn weights."""
+    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    with torch.device(device), no_init_weights():
+        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+        )
+    model.tie_weights()
+    return cast(PreTrainedModel, model.eval())
 
 
 def _from_config(

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from millrace.config import GuardConfig
+from millrace.observe.gap import limit_of_few
+from millrace.observe.metrics import GAP, GAP_LIMIT, GAP_TOKENS
 
 PREFIX = "alarm/"
 _MARGIN = 0.1
@@ -64,12 +66,10 @@ CAUSES = {
         "diverge. If the alarm comes again, lower actor.optim.lr or actor.optim.clip_grad."
     ),
     "log_prob_gap": (
-        "The rollout engine and the trainer compute different log-probs with the same weights: "
-        "precision or kernels differ, or the transferred weights are incomplete. With "
-        "async_training.on_sync=swap, KV caches of older weights are a usual cause. Set "
-        "async_training.use_rollout_log_probs=false with "
-        "algorithm.rollout_correction.rollout_is=token to correct for it; model.dtype=float32 "
-        "shows whether precision is the cause."
+        "The rollout engine and the trainer compute different log-probs with the same weights, by "
+        "more than the dtype explains: wrong kernels or graphs, old KV, or incomplete weights. "
+        "rollout.enforce_eager=true, rollout.enable_prefix_caching=false and model.dtype=float32 "
+        "show which; rollout.engine=torch needs none of them."
     ),
     "equal_rewards": (
         "All trajectories get the same reward: the reward function is broken, no response earns a "
@@ -124,10 +124,13 @@ class Guard:
         for name, key, limit in (
             ("zero_variance", "train/zero_advantage_share", o.max_zero_variance_share),
             ("truncation", "response_length/clip_ratio", o.max_clip_ratio),
-            ("log_prob_gap", "actor/log_prob_gap_same_version", o.max_log_prob_gap),
         ):
             if (value := _get(row, key)) is not None:
                 judged[name] = value, limit, value > limit
+        most, value = _get(row, GAP_LIMIT), _get(row, GAP)
+        if most is not None and value is not None:
+            most = limit_of_few(most, _get(row, GAP_TOKENS) or math.inf)
+            judged["log_prob_gap"] = value, most, value > most
         if (ess := _get(row, "rollout_corr/rollout_is_eff_sample_size")) is not None:
             judged["low_ess"] = ess, o.min_ess, ess < o.min_ess
         if (entropy := _get(row, "actor/entropy")) is not None:

@@ -18,6 +18,11 @@ from millrace.types import Author, PolicyVersion, Sample, Stop
 _OF_EPISODES = ("turns", "threads", "context_tokens")
 """The counts of an episode that a row shows as mean and largest value."""
 
+GAP = "actor/log_prob_gap_same_version"
+"""The gap of rollout engines and trainer on the same weights (train/metrics.py)."""
+GAP_TOKENS = "actor/log_prob_gap_tokens"
+GAP_LIMIT = "actor/log_prob_gap_limit"
+
 PERCENTILES = (50, 90, 99)
 """The percentiles of the response lengths in a row."""
 

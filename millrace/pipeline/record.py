@@ -8,7 +8,7 @@ from functools import partial
 
 from millrace.errors import DeadlineError, DiskError, ReplicaLost, SaveLost
 from millrace.observe.guard import Guard
-from millrace.observe.metrics import RunCounts
+from millrace.observe.metrics import GAP, GAP_LIMIT, RunCounts
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import Sink
 from millrace.observe.watch import UNWATCHED, Watch
@@ -46,10 +46,12 @@ class RunRecord:
         figures: Callable[[], dict[str, float]] = dict,
         tokens: Callable[[LedgerSnapshot], dict[str, float]] = lambda snapshot: {},
         watch: Watch = UNWATCHED,
+        on_gap: Callable[[str], None] = lambda figures: None,
     ) -> None:
         """`figures` returns what the rewards counted since the last row.
 
-        `tokens` returns the counts of tokens that a checkpoint keeps.
+        `tokens` returns the counts of tokens that a checkpoint keeps. `on_gap` gets the figures of
+        a version whose engines disagree.
         """
         self.first: Result | None = None
         self.last: Result | None = None
@@ -69,6 +71,9 @@ class RunRecord:
         self._figures = figures
         self._tokens = tokens
         self._watch = watch
+        self.gap_limit: float | None = None
+        """The limit of a version's gap, once the proof of the engines has measured it."""
+        self._on_gap = on_gap
         self._validation: asyncio.Task[None] | None = None
         self._cut = False
         """Whether the last validation was cut short, because no replica had its weights any more."""
@@ -96,8 +101,12 @@ class RunRecord:
             row, self._write_s = row | {"checkpoint/write_s": max(self._write_s)}, []
         if self._disk.checkpoints:
             row = row | {"checkpoint/refused": self._disk.checkpoints}
+        if self.gap_limit is not None and GAP in row:
+            row = row | {GAP_LIMIT: self.gap_limit}
         if self._guard is not None:
-            self._guard.check(version, row)
+            active = self._guard.check(version, row)
+            if GAP_LIMIT in row and any(alarm.name == "log_prob_gap" for alarm in active):
+                self._on_gap(f"version {version}: mean {row[GAP]:.3g}, limit {row[GAP_LIMIT]:.3g}")
             row = row | self._guard.as_metrics()
             for alarm in self._guard.began:
                 self._progress.note(f"alarm: {alarm}")

@@ -18,16 +18,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Protocol
 
-from millrace.observe.metrics import Synced, VersionMetrics
+from millrace.observe.metrics import GAP, Synced, VersionMetrics
 from millrace.observe.stopwatch import Parts, Stopwatch, untimed
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.sample_queue import SampleQueue
-from millrace.pipeline.turns import Turns
+from millrace.pipeline.turns import Pause, Turns
 from millrace.ports import RolloutStats, StepReport, TrainBatch, TrainEngine, WeightSync
 from millrace.rollout.roster import Roster
 from millrace.schedule.ledger import LedgerSnapshot, State, Topic, Totals
 from millrace.types import PolicyVersion, Sample
-from millrace.waits.registry import acting, waiting
+from millrace.waits.registry import acting, starting, waiting
 
 
 class Observer(Protocol):
@@ -61,6 +61,26 @@ class Observer(Protocol):
         ...
 
 
+class Prover(Protocol):
+    """Compares what replicas draw with the trainer's log-probs of the same weights."""
+
+    async def run(self, version: PolicyVersion) -> object:
+        """Prove every replica before the first step. Raises GapError."""
+        ...
+
+    def due(self) -> bool:
+        """Whether a replica must be proven before its samples are trained."""
+        ...
+
+    def saw_gap(self) -> None:
+        """Note that a step has measured the gap of its version."""
+        ...
+
+    async def probe(self, version: PolicyVersion, pause: Pause, part: Parts) -> None:
+        """Prove the replicas that serve now. The trainer has the weights of `version`."""
+        ...
+
+
 MakeRow = Callable[..., dict[str, float]]
 """VersionMetrics.row without the figures of the sync."""
 
@@ -77,6 +97,7 @@ class Trainer:
         sync: WeightSync,
         observer: Observer,
         watch: Stopwatch,
+        prover: Prover | None = None,
     ) -> None:
         self.queue = queue
         self.rollouter = rollouter
@@ -85,6 +106,7 @@ class Trainer:
         self.sync = sync
         self.observer = observer
         self.watch = watch
+        self.prover = prover
         self._metrics = VersionMetrics()
         self._stats = RolloutStats()
         self._waited_s = 0.0
@@ -93,16 +115,20 @@ class Trainer:
         """The sync of a version that is on its way while the next steps run."""
 
     async def begin(self) -> None:
-        """Send the start weights from the trainer to every replica.
+        """Send the start weights from the trainer to every replica, and prove the replicas.
 
-        The trainer has the shared devices until this returns.
+        The trainer has the shared devices until the weights are live.
         """
         version = self.queue.ledger.version
-        await self.turns.make_room()
-        await self.sync.transfer(version)
-        await self.sync.activate(version)
-        await self.turns.leave()
+        with starting("first sync"):
+            await self.turns.make_room()
+            await self.sync.transfer(version)
+            await self.sync.activate(version)
+            await self.turns.leave()
         self._stats = await self.rollouter.pool.stats()
+        if self.prover is not None:
+            with starting("proof"):
+                await self.prover.run(version)
 
     async def run(self) -> None:
         """Train until every sample of the run is trained and live, or the run must stop."""
@@ -113,6 +139,7 @@ class Trainer:
         self.rollouter.begin_version()
         async with self._tasks:
             while not ledger.done():
+                await self._probe()
                 await self._wait_for_samples(lambda: self.queue.stopping or self._roster.starved)
                 if self.queue.stopping:
                     return
@@ -142,6 +169,18 @@ class Trainer:
                 await self.sync.transfer(version)
             with part("sync_activate"):
                 await self.sync.activate(version)
+
+    @property
+    def _probe_due(self) -> bool:
+        return self.prover is not None and not self.queue.stopping and self.prover.due()
+
+    async def _probe(self) -> None:
+        """Prove replicas that joined or recovered, while the trainer has the live weights."""
+        if self.prover is not None and self._probe_due and self._arriving is None:
+            part = self.watch.part
+            version = self.queue.ledger.version
+            with part("wait_validation"):
+                await self.prover.probe(version, partial(self._pause, untimed, "trainer"), untimed)
 
     async def stop(self) -> None:
         """Save the state of a stopped run. No sample is with the trainer.
@@ -192,6 +231,8 @@ class Trainer:
             self._metrics.stepped(samples, version, report)
             queue.watch.at("trainer", "stepped", samples=samples, version=version, report=report)
             self.observer.stepped(samples, report)
+            if self.prover is not None and GAP in report.metrics:
+                self.prover.saw_gap()
         await self._publish()
 
     def _account_for(self, samples: list[Sample]) -> None:
@@ -222,6 +263,7 @@ class Trainer:
             ledger.schedule.overlap_sync
             and ledger.remaining() != 0
             and not due
+            and not self._probe_due
             and not self.queue.stopping
         ):
             with self.watch.part("sync_keep"):

@@ -50,10 +50,12 @@ class Turns:
         yield
 
     @asynccontextmanager
-    async def window(self, pause: Pause, part: Parts) -> AsyncIterator[None]:
+    async def window(
+        self, pause: Pause, part: Parts, *, keep_weights: bool = False
+    ) -> AsyncIterator[None]:
         """Give the body a turn for the steps and the sync of a window.
 
-        On shared devices rollouts pause for all of it.
+        On shared devices rollouts pause for all of it. With `keep_weights` no sync needs to come.
         """
         yield
 
@@ -97,8 +99,10 @@ class SharedTurns(Turns):
             await self.leave()
 
     @asynccontextmanager
-    async def window(self, pause: Pause, part: Parts) -> AsyncIterator[None]:
-        async with pause(), self.trainers(part):
+    async def window(
+        self, pause: Pause, part: Parts, *, keep_weights: bool = False
+    ) -> AsyncIterator[None]:
+        async with pause(), self.trainers(part, keep_weights=keep_weights):
             yield
 
     def activation(self, pause: Pause) -> AbstractAsyncContextManager[float | None]:

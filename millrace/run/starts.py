@@ -74,7 +74,7 @@ async def shown(progress: Progress, ask: Callable[[], Sequence[Answer]]) -> Asyn
 async def _show(progress: Progress, ask: Callable[[], Sequence[Answer]]) -> None:
     while progress.state.phase != "training":
         await asyncio.sleep(_LOOK_S)
-        if (phase := progress.state.phase) in (ENGINES, SYNC):
+        if (phase := progress.state.phase).startswith((ENGINES, SYNC)):
             waits = waiting_for(await abandonable(ask))
             if progress.state.phase == phase:
                 progress.phase(phase, note=waits)

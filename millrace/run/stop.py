@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from millrace.errors import MillraceError
 from millrace.pipeline.sample_queue import SampleQueue
 
 
@@ -12,6 +13,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
+        self.error: MillraceError | None = None
+        """The error with which the run ends, once it has stopped."""
         self._queue: SampleQueue | None = None
         self._grace_s = 0.0
         self._abandon: Callable[[], None] = lambda: None

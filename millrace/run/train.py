@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from millrace.config import Config, GuardConfig, RolloutConfig
-from millrace.observe import trackers
+from millrace.errors import GapError
+from millrace.observe import gap, trackers
 from millrace.observe.guard import Guard
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import make_sinks, read_rows
@@ -21,6 +22,7 @@ from millrace.observe.watched import WatchedReward
 from millrace.pipeline.checkpoint import read_manifest
 from millrace.pipeline.history import History
 from millrace.pipeline.journal import NoJournal
+from millrace.pipeline.proof import Limits, Proof
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
@@ -45,7 +47,7 @@ from millrace.run.stop import StopRequest
 from millrace.schedule.ledger import Ledger
 from millrace.sync.background import abandonable
 from millrace.types import SamplingParams
-from millrace.waits.registry import as_actor, starting
+from millrace.waits.registry import as_actor
 
 if TYPE_CHECKING:
     from millrace.report.record import Recorder
@@ -173,6 +175,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 figures=lambda: figures(s) | trackers.dropped(outside),
                 tokens=recorder.counts,
                 watch=recorder.watch,
+                on_gap=lambda figures: refuse(s, stop, GapError(figures)),
             )
             async with s.journal(ledger, history.attempt, tasks) as kept:
                 loops = train_to_end(s, engines, ledger, stop, record, validated, kept)
@@ -269,10 +272,13 @@ async def train_to_end(
     queue = SampleQueue(ledger, deadline_s=c.wait_deadline_s, watch=watch, journal=journal)
     rollouter = make_rollouter(s, queue, engines.pool)
     parts = Stopwatch(clock, watch, "trainer")
-    trainer = Trainer(queue, rollouter, engines.train, engines.turns, engines.sync, record, parts)
-    s.progress.phase(starts.SYNC)
-    with parts.part("sync_transfer"), starting("first sync"):
+    proof = make_proof(s, engines, rollouter, stop) if s.config.guard.enable else None
+    ports = engines.train, engines.turns, engines.sync, record, parts
+    trainer = Trainer(queue, rollouter, *ports, proof)
+    s.progress.phase(starts.SYNC + (", and the proof of the engines" if proof else ""))
+    with parts.part("sync_transfer"):
         await as_actor("trainer", trainer.begin())
+    record.gap_limit = proof.limit if proof else None
     await starts.report(s.engines, s.run.path, ledger.version, watch, s.progress.note)
     if 0 in validated:
         record.first = Result(0, validated[0], ())
@@ -305,7 +311,51 @@ async def train_to_end(
         with parts.part("wait_validation"):
             await validate_now(trainer, record, "validating the final weights")
     await engines.pool.stats()  # The last figures of the accounts.
+    if stop.error is not None:
+        raise stop.error
     return complete, seconds
+
+
+def make_proof(
+    s: Session, engines: WatchedEngines, rollouter: Rollouter, stop: StopRequest
+) -> Proof:
+    """Return what proves the engines of a run."""
+    c, ranks = s.config, s.engines.train.ranks
+    replicas = rollouter.roller
+    limits = Limits(
+        c.model.dtype,
+        least_limit(c),
+        c.rollout.max_prompt_length,
+        c.rollout.max_len,
+        c.schedule.capacity * replicas.num_responses,
+        c.guard.max_log_prob_gap,
+    )
+    return Proof(
+        *(engines.train, engines.pool, s.engines.sync, engines.turns, s.problems.train),
+        *(replicas.params, c.schedule, limits),
+        incarnation=lambda: ranks.incarnation,
+        note=s.progress.note,
+        refuse=lambda error: refuse(s, stop, error),
+        stops=c.guard.on_gap == "stop",
+    )
+
+
+def least_limit(c: Config) -> float:
+    """Return the smallest limit of a gap. Floors of small models are too small to be measured."""
+    from millrace.runtime.local import visible_gpus
+
+    on_gpu = c.trainer.device == "cuda" or (c.trainer.device == "auto" and bool(visible_gpus()))
+    tf32 = on_gpu and c.model.dtype == "float32"
+    return gap.LEAST_TF32 if tf32 else gap.LEAST[c.model.dtype]
+
+
+def refuse(s: Session, stop: StopRequest, error: GapError) -> None:
+    """Stop a run whose engines disagree, as a signal would. It saves a checkpoint, and then fails."""
+    if s.config.guard.on_gap == "warn":
+        s.progress.note(f"warning: {error}")
+    elif stop.error is None:
+        stop.error = error
+        stop.request()
 
 
 async def settle(

@@ -45,6 +45,8 @@ class TrainCase:
     learn_steps: int = 8
     exact: bool = True
     """Whether the same calls on a fresh engine give the same bits."""
+    displaced: float = 1e-3
+    """Displaced weights move some log-prob by more than this, and no rounding does."""
     tolerance: float = 1e-4
     """Largest difference between log-probs of one trajectory in different batches.
 
@@ -174,6 +176,26 @@ async def _log_probs_are_those_of_the_policys_tokens(
     assert worst <= case.tolerance, (
         f"log-probs differ by {worst} between batches: a row depends on other rows"
     )
+
+
+async def _displaced_weights_come_back(
+    engine: TrainEngine, _: TrainEngine, case: TrainCase
+) -> None:
+    samples = train_samples(case, 3)
+    before = await engine.log_probs(samples)
+    for away in (False, True, True):
+        await engine.displace(away)
+    moved = _difference(before, await engine.log_probs(samples))
+    reference = await engine.reference_log_probs(samples)
+    own = await engine.log_probs(samples)
+    assert not reference or _difference(own, reference) < case.displaced, (
+        f"an independent model differs by {_difference(own, reference)} from the displaced weights"
+    )
+    assert moved > case.displaced, f"displaced weights moved log-probs by only {moved}"
+    for _ in range(2):
+        await engine.displace(False)
+        back = _difference(before, await engine.log_probs(samples))
+        assert back == 0.0, f"log-probs differ by {back} once the weights are back"
 
 
 async def _rewarded_trajectories_become_likelier(
@@ -356,6 +378,7 @@ async def _training_sleeps_and_wakes(
 _TRAIN_CHECKS = (
     _optimizer_steps_are_counted,
     _log_probs_are_those_of_the_policys_tokens,
+    _displaced_weights_come_back,
     _rewarded_trajectories_become_likelier,
     _same_calls_same_weights,
     _a_checkpoint_resumes_exactly,

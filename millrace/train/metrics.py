@@ -15,7 +15,7 @@ from millrace.algorithms.correction_plan import Place
 from millrace.algorithms.drift import by_age, drift
 from millrace.algorithms.kl import k3
 from millrace.algorithms.proximal import ESTIMATES
-from millrace.observe.metrics import joined
+from millrace.observe.metrics import GAP, GAP_TOKENS, joined
 from millrace.train.experience import Experience
 from millrace.train.options import StepOptions
 from millrace.train.packing import MicroBatch
@@ -217,13 +217,15 @@ def _sampler_metrics(
     actor/rollout_probs_diff_mean     mean of |p_rollout - p_current|
     actor/rollout_probs_diff_max      its maximum
     actor/log_prob_gap_same_version   mean gap between the two engines on the same weights
+    actor/log_prob_gap_tokens         the number of tokens of that mean
     train/pad_share                   share of padding in the attention's batches
     staleness/...                     metrics of `by_age`
     rollout_corr/...                  metrics of `drift`; of `correct` for Place.PASSING
 
     A token whose ratio is not finite counts only in staleness/token_*. k1 is the mean of rollout log-prob - current log-prob. k3 is never negative and has less noise.
     log_prob_gap_same_version is the mean of |rollout log-prob - current log-prob|. It covers the
-    tokens that the live version drew, before any step. Without such tokens it is missing.
+    tokens that the live version drew before any step, on KV of its own alone. Without such tokens
+    it is missing.
     """
     at = (output[1, :-2] > 0) & data.include
     current, rollout = output[0, :-2], data.rollout
@@ -251,8 +253,11 @@ def _sampler_metrics(
         "actor/rollout_probs_diff_max": diff.max().item(),
     }
     if same_weights is not None:
-        gap = (rollout - current)[at & same_weights & (data.ages == 0)].abs()
-        metrics |= {"actor/log_prob_gap_same_version": gap.mean().item()} if len(gap) else {}
+        own = same_weights & (data.ages == 0)
+        if data.rows.old_kv is not None:
+            own &= ~torch.from_numpy(data.rows.old_kv)
+        gap = (rollout - current)[at & own].abs()
+        metrics |= {GAP: gap.mean().item(), GAP_TOKENS: float(len(gap))} if len(gap) else {}
     return metrics
 
 

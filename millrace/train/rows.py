@@ -78,6 +78,8 @@ class Rows:
     """[samples + 1] first row of each sample: sample i has rows first_row[i]:first_row[i + 1]."""
     turn_rewards: NDArray[np.float64] | None = None
     """[K] rewards of single turns, at the last token of each. None if there are none."""
+    old_kv: NDArray[np.bool_] | None = None
+    """[K] whether older versions may have computed KV that drew the token. None if none did."""
     experts: Routed | None = None
     """The experts of each token, for router replay. None lets routers choose."""
 
@@ -221,6 +223,7 @@ def rows_of_samples(samples: Sequence[Sample]) -> Rows:
     """
     tokens, log_probs = tokens_of(), floats_of()
     versions: list[tuple[int, int]] = []  # version and length of each policy segment
+    old_kv: list[bool] = []  # of each policy segment
     runs: list[int] = []  # length of each opening and segment, in order
     authored: list[bool] = []
     rewards: list[tuple[int, float]] = []  # trained tokens up to the turn's end, and its reward
@@ -250,6 +253,7 @@ def rows_of_samples(samples: Sequence[Sample]) -> Rows:
                     if segment.author is Author.POLICY:
                         log_probs += segment.log_probs
                         versions.append((segment.version, len(segment.tokens)))
+                        old_kv.append(segment.kv_version is not None)
                         if segment.reward is not None:
                             rewards.append((len(log_probs), segment.reward))
                 row_runs.append(1 + len(thread.segments))
@@ -264,6 +268,7 @@ def rows_of_samples(samples: Sequence[Sample]) -> Rows:
         trajectory=np.repeat(np.arange(len(threads)), np.asarray(threads, dtype=np.int64)),
         num_trajectories=len(threads),
         turn_rewards=_turn_rewards(rewards, len(log_probs)),
+        old_kv=np.repeat(np.asarray(old_kv, dtype=bool), drawn[:, 1]) if any(old_kv) else None,
         experts=experts_of(samples, rows.starts, len(rows.tokens)),
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -17,8 +18,11 @@ from torch import Tensor
 from millrace.algorithms.kl import adapt
 from millrace.config import Config, OptimConfig
 from millrace.errors import MillraceError
+from millrace.models.model import DTYPES
 from millrace.observe.stopwatch import Stopwatch
 from millrace.ports import Phase, StepReport, TrainBatch
+from millrace.train import reference
+from millrace.train.displaced import displace_
 from millrace.train.experience import Experience, Forward, Models, make_experience
 from millrace.train.learner import Learner
 from millrace.train.metrics import Meter, batch_metrics, left_out, pad_share
@@ -49,6 +53,18 @@ class TrainSteps(ABC):
         self.writer = StateWriter(timeout_s=config.trainer.wait_deadline_s)
         self.owns_group = False
         self._seen_version: int | None = None
+        self._away = False
+        """Whether the weights are displaced."""
+
+    rank: int
+
+    @abstractmethod
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole tensor in the serving dtype), as ports.WeightSource says."""
+
+    @abstractmethod
+    def sent_weights(self) -> Iterator[Tensor]:
+        """Yield the memory of this rank from which a sync reads. No pass has a copy of it."""
 
     @abstractmethod
     def restart(self, optim: OptimConfig, horizon: int) -> None:
@@ -188,6 +204,30 @@ class TrainSteps(ABC):
         rows = rows_of_samples(samples)
         flat = self.actor.tokens(rows, temperature=self.options.temperature)[0]
         return [part.tolist() for part in flat.split(rows.trained_of_trajectories.tolist())]
+
+    async def reference_log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
+        """Return `log_probs` of transformers' own model on rank 0, or nothing if it has no room."""
+        rows, own = rows_of_samples(samples), self.config.model
+        flat = reference.log_probs(
+            self.model_folder,
+            self.full_weights(),
+            rows,
+            self.options.temperature,
+            dtype=reference.wider(DTYPES[own.dtype]),
+            device=self.device,
+            trust_remote_code=own.trust_remote_code,
+            computes=self.rank == 0,
+        )
+        *whole, found = self._sum_ranks(flat).cpu().split([len(flat) - 1, 1])
+        if not found.item():
+            return []
+        return [part.tolist() for part in whole[0].split(rows.trained_of_trajectories.tolist())]
+
+    async def displace(self, away: bool) -> None:
+        if away != self._away:
+            for weight in self.sent_weights():
+                displace_(weight)
+            self._away = away
 
     async def saved(self) -> None:
         """Wait until no state is being written."""

@@ -6,6 +6,7 @@ If the weights differ, the guard raises an alarm.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 
 from millrace.config import Config, GuardConfig, OptimConfig
 from millrace.decode import engine as torch_rollout
+from millrace.observe.gap import LEAST
 from millrace.observe.guard import Guard
+from millrace.observe.metrics import GAP_LIMIT, GAP_TOKENS
 from millrace.ports import StepReport, TrainBatch
 from millrace.train.fsdp import engine as fsdp_train
 from millrace.types import Prompt, Sample, SamplingParams, Score, Trajectory
@@ -114,13 +117,47 @@ def test_rollouts_one_version_behind_raise_the_alarm(tmp_path: Path) -> None:
 
     async def main() -> None:
         pair, guard = Pair(1.0), Guard(GuardConfig())
+        limit = {GAP_LIMIT: LEAST["float32"]}
         right = await pair.step(1e-2)
-        assert not guard.check(1, right.metrics), "the same weights: no alarm"
+        assert not guard.check(1, right.metrics | limit), "the same weights: no alarm"
         # A new version begins, but the rollout engine never received it.
         pair.train._seen_version = None
         wrong = await pair.step(1e-2)
-        assert wrong.metrics[METRIC] > 0.01
-        (alarm,) = guard.check(2, wrong.metrics)
+        assert wrong.metrics[METRIC] > 0.01 and wrong.metrics[GAP_TOKENS] > 100
+        (alarm,) = guard.check(2, wrong.metrics | limit)
         assert alarm.name == "log_prob_gap" and guard.began == [alarm] and "rollout" in alarm.cause
 
     asyncio.run(main())
+
+
+def test_tokens_on_kv_of_older_weights_are_no_measure_of_the_gap() -> None:
+    async def main() -> None:
+        pair = Pair(1.0)
+        samples = await pair.samples()
+        pair.train.restart(OptimConfig(lr=1e-3), 100)
+        old = [with_kv(sample, -1) for sample in samples]
+        assert METRIC not in (await pair.train.step(TrainBatch(tuple(old), 0))).metrics
+        some = TrainBatch((old[0], *samples[1:]), 1)
+        pair.train._seen_version = None
+        fresh = tuple(replace_version(sample, 1) for sample in some.samples)
+        report = await pair.train.step(TrainBatch(fresh, 1))
+        own = sum(t.num_policy_tokens for sample in fresh[1:] for t in sample.trajectories)
+        assert report.metrics[GAP_TOKENS] == own
+
+    asyncio.run(main())
+
+
+def with_kv(sample: Sample, version: int) -> Sample:
+    return _changed(sample, kv_version=version)
+
+
+def replace_version(sample: Sample, version: int) -> Sample:
+    return _changed(sample, version=version)
+
+
+def _changed(sample: Sample, **changes: int) -> Sample:
+    trajectories = (
+        Trajectory.of(tuple(replace(s, **changes) for s in t.segments), t.score)
+        for t in sample.trajectories
+    )
+    return replace(sample, trajectories=tuple(trajectories))

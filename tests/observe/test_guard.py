@@ -20,6 +20,7 @@ HEALTHY = {
     "rollout_corr/rollout_is_eff_sample_size": 0.95,
     "actor/grad_norm": 1.0,
     "actor/log_prob_gap_same_version": 0.002,
+    "actor/log_prob_gap_limit": 0.01,
     "reward/std": 0.4,
 }
 BAD = {
@@ -96,7 +97,8 @@ def test_limits_are_exclusive_so_a_metric_at_its_limit_is_fine() -> None:
         "train/zero_advantage_share": o.max_zero_variance_share,
         "response_length/clip_ratio": o.max_clip_ratio,
         "rollout_corr/rollout_is_eff_sample_size": o.min_ess,
-        "actor/log_prob_gap_same_version": o.max_log_prob_gap,
+        "actor/log_prob_gap_same_version": 0.01,
+        "actor/log_prob_gap_limit": 0.01,
         "actor/grad_norm": o.max_grad_spike,
         "actor/entropy": 0.5**7,
     }

@@ -77,8 +77,8 @@ def samples_of(reference: Reference) -> tuple[Sample, ...]:
                 segments.append(Segment(ids, Author.ENVIRONMENT))
             else:
                 exact = reference.log_probs(context, ids, TEMPERATURE)
-                drawn = exact + 0.2 * torch.randn(len(ids), generator=noise)
-                drawn = floats_of(drawn.clamp(max=-1e-3).tolist())
+                noisy = exact + 0.2 * torch.randn(len(ids), generator=noise)
+                drawn = floats_of(noisy.clamp(max=-1e-3).tolist())
                 segments.append(Segment(ids, version=0, log_probs=drawn, stop=Stop.EOS))
             context = context + ids
         return Trajectory.of(tuple(segments), Score(score))
@@ -138,7 +138,7 @@ def trajectories_of(samples: tuple[Sample, ...]) -> Iterator[tuple[list[int], li
     """Yield all tokens, the places of the policy's tokens, and their rollout log-probs."""
     for sample in samples:
         for trajectory in sample.trajectories:
-            tokens, places, rollout = list(sample.prompt.tokens), [], []
+            tokens, places, rollout = list(sample.prompt.tokens), list[int](), list[float]()
             for segment in trajectory.segments:
                 if segment.author is Author.POLICY:
                     places += range(len(tokens), len(tokens) + len(segment.tokens))

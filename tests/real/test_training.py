@@ -139,7 +139,7 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one_with_the_same_log_probs(
     """The second step is the one that a run without the interruption takes."""
     out, (rank, _) = fsdp
     straight, (_, _, after) = alone(smollm2, samples, "sequence")
-    resumed = train_engine(config_of("sequence"), str(smollm2), rank=0, world_size=1)
+    resumed: Any = train_engine(config_of("sequence"), str(smollm2), rank=0, world_size=1)
     asyncio.run(resumed.begin("rl", 10))
     assert distance(asyncio.run(resumed.log_probs(samples)), after) > 100 * EXACT
     asyncio.run(resumed.load(str(out / "checkpoint")))

@@ -9,7 +9,7 @@
 | cancelled | requests that were cancelled, by an agent or with a failed sample |
 | baseline | greedy responses, whose scores are a baseline (remax) |
 | dropped/REASON | samples that were dropped |
-| evaluated | validations |
+| evaluated | validations, and proofs of the engines |
 | regenerated | requests and trajectories that a stop threw away; the resumed run draws them again |
 | lost | an attempt that was killed, after the checkpoint, that no journal had |
 | held | samples in a slot, and requests that run |

@@ -31,7 +31,7 @@ from millrace.report.page.states import STATES, state_of
 BUCKETS = {
     "trained": ("trained a live version", GREEN),
     "held": ("are in flight", SKY),
-    "evaluated": ("of validations: `trainer.test_freq`", BLUE),
+    "evaluated": ("of validations (`trainer.test_freq`) and proofs of the engines", BLUE),
     "baseline": ("of greedy baselines: `algorithm.adv_estimator`", GREY),
     "rejected": ("removed by a correction: `algorithm.rollout_correction`", PINK),
     "filtered": ("removed by `algorithm.rollout_correction` or the overlong filter", PINK),

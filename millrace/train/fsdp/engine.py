@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -131,6 +132,13 @@ class FsdpTrainEngine(TrainSteps):
         """
         for name, weight in lora.adapters(self.policy.model):
             yield name, tuple(weight.shape), torch.float32, *sent_rows(weight)
+
+    def sent_weights(self) -> Iterator[Tensor]:
+        """Yield this rank's rows of every trained weight. Frozen ones are sent only once."""
+        if isinstance(self.policy, FSDPModule):
+            self.policy.reshard()
+        for parameter in self.actor.parameters:
+            yield lora.own_rows(parameter.detach())
 
     async def sleep(self) -> None:
         """Move weights and optimizer state from the GPU to the host, if trainer.offload is set."""

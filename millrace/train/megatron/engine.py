@@ -94,6 +94,11 @@ class MegatronTrainEngine(TrainSteps):
         """Yield nothing: model.lora_rank is refused."""
         yield from ()
 
+    def sent_weights(self) -> Iterator[Tensor]:
+        """Yield this rank's weights. Ranks with copies of one weight change them alike."""
+        self.actor.gather()
+        yield from (parameter.detach() for parameter in self.policy.parameters())
+
     async def sleep(self) -> None:
         """Free the memory of optimizer state and gradients on a GPU, if trainer.offload is set."""
         self.actor.gather()

@@ -1,0 +1,300 @@
+"""The gap between the log-probs of two engines with the same weights: figures, limits, causes. Pure.
+
+The dtype explains a gap: the trainer in the dtype of the run differs from an independent model in a
+wider one by the **floor**. Two engines may differ by FACTOR times the floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import GapError
+
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+FACTOR = 3.0
+"""Healthy starts reach 1.6 (benchmarks/results/proof.md). Every planted fault exceeds it twofold."""
+LEAST = {"float32": 5e-5, "bfloat16": 1e-3}
+"""The smallest limit of each dtype, nats: below it, floors are too small to be measured."""
+LEAST_TF32 = 5e-3
+"""The same for float32 on a GPU, where kernels of attention multiply in TF32."""
+TRAINER = {"float32": 1e-3, "bfloat16": 0.1}
+"""The largest floor that the dtype explains. Above it, the trainer's own passes are wrong."""
+ASSUMED = {"float32": 1e-3, "bfloat16": 0.04}
+"""The floor where no independent model finds room."""
+STALE_SHARE = 0.003
+"""The part of a change of all weights that may seem missing in an engine, with _SIGMAS of noise."""
+_SIGMAS = 4.0
+_FEW = 64
+"""A kind of tokens with fewer tokens than this is not judged by itself."""
+_FAR = 2.0
+"""A kind of tokens whose gap is this many times that of its counterpart points to a cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The figures of |a - b| over tokens."""
+
+    tokens: int = 0
+    mean: float = 0.0
+    k3: float = 0.0
+    """Mean of exp(b - a) - 1 - (b - a): the KL of both policies, never negative."""
+    worst: float = 0.0
+
+    def __str__(self) -> str:
+        return f"mean {self.mean:.2g}, k3 {self.k3:.2g}, worst token {self.worst:.2g}"
+
+
+def gap(a: Floats, b: Floats) -> Gap:
+    """Return the figures of two log-probs of the same tokens. A value that is not finite is wrong."""
+    if not len(a):
+        return Gap()
+    delta = np.nan_to_num(b - a, nan=np.inf)
+    size = np.abs(delta)
+    with np.errstate(over="ignore", invalid="ignore"):
+        k3 = np.expm1(delta) - delta
+    return Gap(
+        len(a), float(size.mean()), float(np.nan_to_num(k3, nan=np.inf).mean()), float(size.max())
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens that engines drew with known weights, and what others say about them. [K] each."""
+
+    engine: Floats
+    trainer: Floats
+    reference: Floats
+    """Of an independent model. NaN for tokens that it did not read."""
+    kinds: Mapping[str, Mask]
+    """What the tokens have in common, by name."""
+    unchanged: Floats | None = None
+    """The trainer's log-probs with the true weights, if the weights were displaced."""
+
+    def missing(self) -> tuple[float, float]:
+        """Return the part of the displacement that the engine lacks, and its standard error.
+
+        An engine without the new weights of one part differs from the trainer along the change that
+        they make. So it shows far below the noise of single tokens.
+        """
+        if self.unchanged is None:
+            return 0.0, 0.0
+        known = np.isfinite(self.reference)
+        if not known.any():
+            return 0.0, 0.0
+        # The reference, because the trainer's noise would be on both sides.
+        change = (self.unchanged - self.reference)[known]
+        error = (self.engine - self.trainer)[known]
+        change, error = change - change.mean(), error - error.mean()
+        power = float((change**2).sum())
+        if not power > 0:
+            return 0.0, 0.0
+        part = float((change * error).sum()) / power
+        rest = error - part * change
+        return part, float(np.sqrt((rest**2).mean() / power))
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is over its limit."""
+
+    where: str
+    """The round: "true weights" or "displaced weights"."""
+    kind: str
+    value: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result of a proof."""
+
+    gap: Gap
+    floor: float
+    limit: float
+    findings: tuple[Finding, ...] = ()
+    causes: tuple[str, ...] = ()
+    rounds: Mapping[str, Gap] = field(default_factory=dict)
+    missing: float = 0.0
+    explained: bool = True
+    """Whether the floor was measured."""
+
+    def error(self) -> GapError | None:
+        """Return the error of engines that disagree. None if they agree."""
+        if not self.findings:
+            return None
+        worst = max(self.findings, key=lambda one: one.value / one.limit)
+        return disagreement(
+            f"{worst.kind} ({worst.where}) {worst.value:.3g}, limit {worst.limit:.3g}; "
+            + "; ".join(f"{name}: {figures}" for name, figures in self.rounds.items()),
+            self.causes,
+        )
+
+
+def disagreement(figures: str, causes: Sequence[str]) -> GapError:
+    """Return the error in the form that both checks share."""
+    numbered = " ".join(f"({i}) {cause}." for i, cause in enumerate(causes, 1))
+    return GapError(
+        "rollout engines and trainer give different log-probs with the same weights, so a run would "
+        f"train on wrong tokens. Gap: {figures}. Likely causes, the first one first: {numbered} "
+        "guard.on_gap=warn trains in spite of it"
+    )
+
+
+def limit_of(floor: float, least: float) -> float:
+    return max(least, FACTOR * floor)
+
+
+def limit_of_few(limit: float, tokens: float) -> float:
+    """Return the limit for the mean of so few tokens, whose noise counts."""
+    return limit * (1 + 4 / max(tokens, 1) ** 0.5)
+
+
+def judge(
+    rounds: Mapping[str, Drawn], *, dtype: str, least: float, alone: float | None = None
+) -> Verdict:
+    """Judge the rounds of a proof. `alone` is the gap of a request without company, if known."""
+    if not rounds:
+        return Verdict(Gap(), ASSUMED[dtype], limit_of(ASSUMED[dtype], least), explained=False)
+    pairs = [
+        (d.trainer[m], d.reference[m]) for d in rounds.values() for m in (np.isfinite(d.reference),)
+    ]
+    own = gap(*(np.concatenate(side) for side in zip(*pairs, strict=True)))
+    floor = own.mean if own.tokens else ASSUMED[dtype]
+    limit, findings = limit_of(floor, least), list[Finding]()
+    if floor > TRAINER[dtype]:
+        findings.append(Finding("any weights", _TRAINER, floor, TRAINER[dtype]))
+    figures = {name: gap(d.engine, d.trainer) for name, d in rounds.items()}
+    missing = 0.0
+    for name, drawn in rounds.items():
+        findings += _of_kinds(name, drawn, floor, least)
+        part, error = drawn.missing()
+        if abs(part) > (most := STALE_SHARE + _SIGMAS * error):
+            findings.append(Finding(name, _MISSING, abs(part), most))
+        missing = max(missing, abs(part))
+    both = [
+        np.concatenate([getattr(d, side) for d in rounds.values()])
+        for side in ("engine", "trainer")
+    ]
+    return Verdict(
+        gap(*both),
+        floor,
+        limit,
+        tuple(findings),
+        tuple(causes(rounds, findings, alone)) if findings else (),
+        figures,
+        missing,
+        bool(own.tokens),
+    )
+
+
+_ALL = "the mean gap of all tokens"
+_TRAINER = "the trainer's own gap to an independent model"
+_MISSING = "the share of a change of weights that engines lack"
+
+
+def _of_kinds(name: str, drawn: Drawn, floor: float, least: float) -> list[Finding]:
+    """Return the kinds of tokens over their limits. All tokens are the first kind."""
+    found = []
+    for kind, mask in {_ALL: np.ones(len(drawn.engine), dtype=bool), **drawn.kinds}.items():
+        if kind != _ALL and mask.sum() < _FEW:
+            continue
+        known = mask & np.isfinite(drawn.reference)
+        own = gap(drawn.trainer[known], drawn.reference[known])
+        most = limit_of(max(floor, own.mean if own.tokens >= _FEW else 0.0), least)
+        most = limit_of_few(most, int(mask.sum()))
+        mean = gap(drawn.engine[mask], drawn.trainer[mask]).mean
+        if mean > most:
+            found.append(Finding(name, kind, mean, most))
+    return found
+
+
+TRUE, DISPLACED = "true weights", "displaced weights"
+EARLY, LATE = "first tokens", "tokens after the 64th"
+FEW, MANY = "first tokens beside few requests", "first tokens beside many requests"
+ASKED_FIRST, ASKED_AGAIN = "prompts asked for the first time", "prompts asked again"
+STRAIGHT, CONTINUED = "tokens before an interruption", "tokens after an interruption"
+LONG = "the longest prompts"
+SECOND = "second turns"
+
+
+def causes(
+    rounds: Mapping[str, Drawn], findings: Sequence[Finding], alone: float | None = None
+) -> list[str]:
+    """Return the likely causes with the keys to change, by the pattern of the gap."""
+    found: list[str] = []
+    if any(f.kind == _TRAINER for f in findings):
+        found.append(
+            "the trainer differs from an independent model by more than its dtype explains: "
+            "model.compile=false, actor.ulysses_sequence_parallel_size=1, trainer.engine=fsdp and "
+            "model.dtype=float32 show which part"
+        )
+    true, displaced = rounds.get(TRUE), rounds.get(DISPLACED)
+    first = true if any(f.where == TRUE for f in findings) else displaced
+    if first is None:
+        return found
+
+    def mean(kind: str) -> float:
+        mask = first.kinds.get(kind)
+        return gap(first.engine[mask], first.trainer[mask]).mean if mask is not None else 0.0
+
+    def grows(small: str, large: str) -> bool:
+        return 0 < _FAR * mean(small) < mean(large)
+
+    if _scaled(first):
+        found.append(
+            "the log-probs differ by a constant factor, as with another temperature: "
+            "rollout.temperature must be that of the engine's log-probs "
+            "(logprobs_mode=processed_logprobs in rollout.engine_kwargs)"
+        )
+    if grows(FEW, MANY) or (
+        alone is not None and _FAR * alone < gap(first.engine, first.trainer).mean
+    ):
+        found.append(
+            "the gap grows with the requests that run at once, as with wrong CUDA graphs: "
+            "rollout.engine_kwargs={compilation_config:{cudagraph_mode:PIECEWISE}}, or "
+            "rollout.enforce_eager=true"
+        )
+    if grows(ASKED_FIRST, ASKED_AGAIN):
+        found.append(
+            "prompts that were asked before are worse, as with old KV in the prefix cache: "
+            "rollout.enable_prefix_caching=false, or rollout.session_kv_slots=0"
+        )
+    if grows(STRAIGHT, CONTINUED):
+        found.append(
+            "tokens after an interruption or a sync are worse, as with old KV: "
+            "rollout.kv_on_swap=recompute, async_training.on_sync=drain"
+        )
+    if first is displaced:
+        found.append(
+            "only new weights are wrong, so a sync leaves a part as it was: a layer, a head that is "
+            "tied in one engine alone, or KV of old weights. model.path must be one model for both; "
+            "rollout.enable_prefix_caching=false tells KV from weights"
+        )
+    elif grows(EARLY, LATE):
+        found.append(
+            "the gap grows along a response, as with wrong positions or a wrong mask: the rope of "
+            "model.override_config, or rollout.engine_kwargs={attention_backend:...}"
+        )
+    else:
+        found.append(
+            "the gap is there from the first token on, as with another model: its positions "
+            "(rope), mask, or the order of its heads. rollout.engine=torch and model.dtype=float32 "
+            "show which engine and whether precision is the cause"
+        )
+    return found
+
+
+def _scaled(drawn: Drawn) -> bool:
+    """Return whether the engine's log-probs are nearly a multiple of the trainer's."""
+    a, b = drawn.trainer - drawn.trainer.mean(), drawn.engine - drawn.engine.mean()
+    power = float((a**2).sum() * (b**2).sum())
+    if not (np.isfinite(power) and power > 0):
+        return False
+    like, slope = float((a * b).sum()) / power**0.5, float((a * b).sum() / (a**2).sum())
+    return like > 0.98 and abs(slope - 1) > 0.03

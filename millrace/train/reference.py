@@ -1,0 +1,96 @@
+"""Log-probs of an independent model: transformers' own, unpacked, whole, and in a wider dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millrace.models.device import free_memory
+from millrace.models.model import empty_model, unfilled_model
+from millrace.train.layout import Ints
+from millrace.train.rows import Rows
+from millrace.waits.registry import count, doing
+
+_CELLS = 1 << 22
+"""Logits of one pass, unless a single row has more."""
+_ROOM = 1.5
+"""The model takes this many times the memory of its weights, with activations."""
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype whose rounding does not count beside that of `dtype`."""
+    return torch.float64 if dtype == torch.float32 else torch.float32
+
+
+@torch.no_grad()
+def log_probs(
+    folder: str,
+    weights: Iterator[tuple[str, Tensor]],
+    rows: Rows,
+    temperature: float,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
+    computes: bool,
+) -> Tensor:
+    """Return log p of each trained token, and a last element of 1, float64 on the host.
+
+    All ranks call this and iterate over `weights`. One of them `computes`, and the others return
+    zeros. If the model finds no room there, all elements are 0.
+    """
+    flat = torch.zeros(len(rows.versions) + 1, dtype=torch.float64)
+    model = None
+    if computes:
+        shape = empty_model(folder, trust_remote_code=trust_remote_code)
+        size = sum(p.numel() for p in shape.parameters()) * dtype.itemsize
+        if size * _ROOM < free_memory(device):
+            model = unfilled_model(folder, dtype, device, trust_remote_code=trust_remote_code)
+    own = {} if model is None else dict(model.named_parameters())
+    for name, tensor in weights:
+        if model is not None:
+            own.pop(name).copy_(tensor)
+    if model is None:
+        return flat
+    assert not own, f"the train engine lacks {sorted(own)[:3]}"
+    flat[-1] = 1.0
+    vocabulary = model.config.get_text_config().vocab_size
+    for k, members in enumerate(_batches(rows, vocabulary), 1):
+        count("passes")
+        with doing(f"reference log-probs of batch {k}"):
+            _read(model, rows, members, temperature, flat)
+    return flat
+
+
+def _batches(rows: Rows, vocabulary: int) -> Iterator[Ints]:
+    """Yield the rows in batches of like lengths."""
+    order = np.argsort(rows.inputs, kind="stable")
+    order = order[rows.inputs[order] > 0]
+    while len(order):
+        widths = rows.inputs[order]
+        fits = int((widths * np.arange(1, len(order) + 1) * vocabulary <= _CELLS).sum())
+        yield order[: max(fits, 1)]
+        order = order[max(fits, 1) :]
+
+
+def _read(
+    model: torch.nn.Module, rows: Rows, members: Ints, temperature: float, flat: Tensor
+) -> None:
+    """Read rows as a batch that is padded at the end. Nothing attends to the padding."""
+    device = next(model.parameters()).device
+    width = int(rows.inputs[members].max())
+    ids = np.zeros((len(members), width), dtype=np.int64)
+    for i, row in enumerate(members):
+        start, length = rows.starts[row], rows.inputs[row]
+        ids[i, :length] = rows.tokens[start : start + length]
+    logits = model(input_ids=torch.from_numpy(ids).to(device), use_cache=False).logits
+    for i, row in enumerate(members):
+        start, length = int(rows.starts[row]), int(rows.inputs[row])
+        at = np.flatnonzero(rows.trained[start + 1 : start + 1 + length])
+        z = logits[i, torch.from_numpy(at).to(device)].double() / temperature
+        targets = torch.from_numpy(rows.tokens[start + 1 + at]).to(device)
+        found = z.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        flat[torch.from_numpy(rows.order[start + 1 + at])] = found.cpu()

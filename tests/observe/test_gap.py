@@ -1,0 +1,111 @@
+"""The gap of two engines: figures, limits, kinds of tokens, and the causes that a pattern names."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from millrace.errors import GapError
+from millrace.observe import gap as gaps
+from millrace.observe.gap import Drawn, judge
+
+K = 2000
+
+
+def drawn(
+    error: np.ndarray | float = 0.0, *, noise: float = 0.02, kind: str = "", share: float = 0.5
+) -> Drawn:
+    """Return tokens of engines with `noise`, whose rollout engine has an `error` in one kind."""
+    dice = np.random.default_rng(0)
+    true = -dice.exponential(2.0, K)
+    wrong = np.arange(K) < (K * share if kind else K)
+    engine = true + noise * dice.standard_normal(K) + np.where(wrong, error, 0.0)
+    kinds = {kind: wrong} if kind else {}
+    return Drawn(engine, true + noise * dice.standard_normal(K), true, kinds)
+
+
+def test_figures_are_those_of_the_formulas() -> None:
+    a, b = np.array([-1.0, -2.0]), np.array([-1.5, -2.0])
+    found = gaps.gap(a, b)
+    assert (found.tokens, found.mean, found.worst) == (2, 0.25, 0.5)
+    assert found.k3 == pytest.approx((np.exp(-0.5) - 1 + 0.5) / 2)
+
+
+def test_a_log_prob_that_is_not_finite_is_over_every_limit() -> None:
+    one = drawn()
+    one.engine[7] = np.nan
+    assert judge({gaps.TRUE: one}, dtype="bfloat16", least=1e-3).error() is not None
+
+
+@pytest.mark.parametrize(("dtype", "noise"), [("float32", 1e-6), ("bfloat16", 0.02)])
+def test_noise_of_both_engines_is_within_the_limit(dtype: str, noise: float) -> None:
+    verdict = judge({gaps.TRUE: drawn(noise=noise)}, dtype=dtype, least=gaps.LEAST[dtype])
+    assert verdict.error() is None and verdict.explained
+    assert verdict.limit == max(gaps.LEAST[dtype], gaps.FACTOR * verdict.floor)
+
+
+def test_without_an_independent_model_the_floor_is_assumed() -> None:
+    one = drawn()
+    blind = Drawn(one.engine, one.trainer, np.full(K, np.nan), {})
+    verdict = judge({gaps.TRUE: blind}, dtype="bfloat16", least=1e-3)
+    assert not verdict.explained and verdict.floor == gaps.ASSUMED["bfloat16"]
+
+
+def test_a_trainer_far_from_an_independent_model_is_wrong_although_engines_agree() -> None:
+    one = drawn()
+    apart = Drawn(one.trainer, one.trainer, one.trainer - 0.3, {})
+    error = judge({gaps.TRUE: apart}, dtype="bfloat16", least=1e-3).error()
+    assert isinstance(error, GapError) and "trainer.engine=fsdp" in str(error)
+
+
+def test_a_kind_of_tokens_is_judged_by_itself() -> None:
+    """5 % of the tokens are wrong by 0.5: the mean of all hides it."""
+    verdict = judge(
+        {gaps.TRUE: drawn(0.5, kind=gaps.LONG, share=0.05)}, dtype="bfloat16", least=1e-3
+    )
+    assert [f.kind for f in verdict.findings] == [gaps.LONG]
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "key"),
+    [
+        (gaps.FEW, gaps.MANY, "rollout.enforce_eager=true"),
+        (gaps.ASKED_FIRST, gaps.ASKED_AGAIN, "rollout.enable_prefix_caching=false"),
+        (gaps.STRAIGHT, gaps.CONTINUED, "rollout.kv_on_swap=recompute"),
+        (gaps.EARLY, gaps.LATE, "rope"),
+    ],
+)
+def test_the_first_cause_follows_the_kind_that_is_worse(small: str, large: str, key: str) -> None:
+    one = drawn(np.random.default_rng(1).standard_normal(K), kind=large)
+    one = Drawn(one.engine, one.trainer, one.reference, {**one.kinds, small: ~one.kinds[large]})
+    verdict = judge({gaps.TRUE: one}, dtype="bfloat16", least=1e-3)
+    assert key in verdict.causes[0]
+
+
+def test_log_probs_that_differ_by_a_factor_name_the_temperature() -> None:
+    one = drawn()
+    scaled = Drawn(1.1 * one.trainer, one.trainer, one.reference, {})
+    verdict = judge({gaps.TRUE: scaled}, dtype="bfloat16", least=1e-3)
+    assert "rollout.temperature" in verdict.causes[0]
+
+
+def test_a_request_that_is_right_alone_names_the_graphs() -> None:
+    wrong = drawn(np.random.default_rng(1).standard_normal(K))
+    verdict = judge({gaps.TRUE: wrong}, dtype="bfloat16", least=1e-3, alone=0.02)
+    assert "rollout.enforce_eager=true" in verdict.causes[0]
+
+
+def test_a_part_of_a_change_that_engines_lack_shows_below_the_noise_of_tokens() -> None:
+    """The engine lacks 3 % of the change of the weights. The gap of its tokens is the noise."""
+    dice = np.random.default_rng(2)
+    noise, change = (scale * dice.standard_normal((3, 40_000)) for scale in (0.03, 1.0))
+    moved, true = np.full(40_000, -2.0), np.full(40_000, -2.0) + change[0]
+
+    def displaced(part: float) -> Drawn:
+        engine = moved + part * change[0] + noise[0]
+        return Drawn(engine, moved + noise[1], moved, {}, true + noise[2])
+
+    for part, found in ((0.0, False), (0.03, True)):
+        verdict = judge({gaps.DISPLACED: displaced(part)}, dtype="bfloat16", least=1e-3)
+        assert bool(verdict.findings) == found, (part, verdict.findings)
+    assert "sync" in verdict.causes[0]

@@ -1,0 +1,261 @@
+"""The proof of engines on the virtual clock: every mode, lost and joining replicas, wrong engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from millrace.errors import GapError, ReplicaLost
+from millrace.observe.gap import DISPLACED, TRUE, Verdict
+from millrace.observe.stopwatch import Stopwatch, untimed
+from millrace.pipeline.proof import BUDGET_S, Limits, Proof, rising
+from millrace.pipeline.rollouter import Rollouter
+from millrace.pipeline.run import run_pipeline
+from millrace.pipeline.sample_queue import SampleQueue
+from millrace.pipeline.trainer import Trainer
+from millrace.pipeline.turns import turns_of
+from millrace.rollout.episode import SingleTurn
+from millrace.rollout.pool import RolloutPool
+from millrace.rollout.roster import Roster
+from millrace.rollout.sample import SampleRoller
+from millrace.schedule.ledger import Ledger
+from millrace.schedule.schedule import Schedule
+from millrace.simulate import clock
+from millrace.simulate.cost import CostModel
+from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
+from millrace.types import Floats, Sample, SamplingParams, Segment, floats_of
+from tests.pipeline.simulated import RUNS, LongTail, Record, schedule_of
+
+COST = CostModel()
+
+
+class Displaced(SimTrainEngine):
+    """A trainer whose log-probs follow its weights."""
+
+    def __init__(self) -> None:
+        super().__init__(COST)
+        self.away = False
+        self.changes: list[bool] = []
+
+    async def displace(self, away: bool) -> None:
+        self.away = away
+        self.changes.append(away)
+
+    async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
+        value = -0.7 if self.away else -0.5
+        return [[value] * t.num_policy_tokens for s in samples for t in s.trajectories]
+
+
+@dataclass
+class Engine(SimRolloutEngine):
+    """A replica whose log-probs follow the weights that it got."""
+
+    train: Displaced
+    wrong: Callable[[int], float] = lambda version: 0.0
+    """What it adds to its log-probs, by version."""
+    weights: bool = False
+    drawn_at: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        SimRolloutEngine.__init__(self, COST, slots=24)
+
+    async def swap(self, version: int) -> float:
+        paused = await super().swap(version)
+        self.weights = self.train.away
+        return paused
+
+    async def generate(self, tokens: Any, params: SamplingParams, session: str) -> Any:
+        self.drawn_at.append(self._running + 1)
+        segments = await super().generate(tokens, params, session)
+        return tuple(replace(s, log_probs=self._log_probs(s)) for s in segments)
+
+    def _log_probs(self, segment: Segment) -> Floats:
+        value = -0.7 if segment.version % 2 else -0.5  # Version 1 is the displaced one.
+        return floats_of([value + self.wrong(segment.version)] * len(segment.tokens))
+
+
+@dataclass
+class World:
+    train: Displaced
+    engines: list[Engine]
+    pool: RolloutPool
+    proof: Proof
+    refused: list[GapError]
+    notes: list[str]
+
+
+def world(schedule: Schedule, engines: int = 2, **options: Any) -> World:
+    train = Displaced()
+    replicas = [Engine(train) for _ in range(engines)]
+    pool = RolloutPool(replicas, Roster(engines, max_restarts=1))
+    refused: list[GapError] = []
+    notes: list[str] = []
+    proof = Proof(
+        train,
+        pool,
+        SimWeightSync(COST, replicas),
+        turns_of(schedule.colocated, pool, train),
+        LongTail(),
+        SamplingParams(64),
+        schedule,
+        Limits("float32", 1e-5, 64, 128, 48),
+        note=notes.append,
+        refuse=refused.append,
+        **options,
+    )
+    return World(train, replicas, pool, proof, refused, notes)
+
+
+async def begin(found: World) -> None:
+    for engine in found.engines:
+        await engine.swap(0)
+
+
+def run(found: Callable[[], World], act: Callable[[World], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        one = found()
+        await begin(one)
+        return one, await act(one)
+
+    return clock.run(main())
+
+
+@pytest.mark.parametrize("mode", [m for m in RUNS if "+" not in m])
+def test_every_mode_proves_all_replicas_in_both_rounds_and_brings_the_weights_back(
+    mode: str,
+) -> None:
+    async def act(one: World) -> Verdict | None:
+        since = asyncio.get_running_loop().time()
+        verdict = await one.proof.run(0)
+        assert asyncio.get_running_loop().time() - since < BUDGET_S
+        assert not one.proof.due()
+        return verdict
+
+    one, verdict = run(lambda: world(schedule_of(mode)), act)
+    assert verdict.error() is None and verdict.gap.worst < 1e-6
+    assert all(verdict.rounds[name].tokens > 500 for name in (TRUE, DISPLACED))
+    assert one.train.changes == [True, False]
+    for engine in one.engines:
+        assert engine.version == 0 and not engine.weights and not engine.asleep
+        assert {1, 2, 4, 8, 16, 24} <= set(engine.drawn_at)
+    assert one.proof.limit == 1e-5
+    assert "engines proven" in one.notes[0]
+
+
+@pytest.mark.parametrize(("version", "where"), [(0, TRUE), (1, DISPLACED)])
+def test_a_replica_that_is_wrong_with_some_weights_ends_the_run_before_training(
+    version: int, where: str
+) -> None:
+    async def act(one: World) -> GapError:
+        one.engines[1].wrong = lambda drawn: 0.1 * (drawn == version)
+        with pytest.raises(GapError) as caught:
+            await one.proof.run(0)
+        return caught.value
+
+    one, error = run(lambda: world(schedule_of("async_partial")), act)
+    assert f"({where})" in str(error) and "guard.on_gap=warn" in str(error)
+    assert error.exit_code == 3 and one.train.changes == [True, False]
+
+
+def test_with_warn_the_run_says_it_and_goes_on() -> None:
+    async def act(one: World) -> Verdict | None:
+        one.engines[0].wrong = lambda version: 0.1
+        return await one.proof.run(0)
+
+    one, verdict = run(lambda: world(schedule_of("async_partial"), stops=False), act)
+    assert verdict.error() is not None and one.notes[0].startswith("warning: ")
+
+
+def test_a_replica_that_is_lost_meanwhile_does_not_end_the_proof() -> None:
+    async def act(one: World) -> Verdict | None:
+        draws = one.engines[1].generate
+
+        async def dies(*request: Any) -> Any:
+            if len(one.engines[1].drawn_at) == 9:
+                raise ReplicaLost("it died")
+            return await draws(*request)
+
+        one.engines[1].generate = dies  # type: ignore[method-assign]
+        return await one.proof.run(0)
+
+    one, verdict = run(lambda: world(schedule_of("async_partial")), act)
+    assert verdict.error() is None and one.pool.roster.live == [0]
+
+
+@pytest.mark.parametrize("mode", ["async_partial", "colocate_sync"])
+def test_a_replica_that_joins_is_proven_before_the_next_step(mode: str) -> None:
+    async def act(one: World) -> tuple[bool, bool, int]:
+        await one.proof.run(0)
+        roster = one.pool.roster
+        roster.lose(1, 0, "it died")
+        roster.restarted(1)
+        assert not one.proof.due(), "it has no weights yet"
+        roster.proven(1, 1)
+        due = one.proof.due()
+        one.engines[1].wrong = lambda version: 0.1
+        drawn = len(one.engines[1].drawn_at)
+        pause = one.proof._pause
+        await one.proof.probe(0, pause, untimed)
+        return due, one.proof.due(), len(one.engines[1].drawn_at) - drawn
+
+    one, (due, after, drawn) = run(lambda: world(schedule_of(mode)), act)
+    assert due and not after and drawn == 8
+    assert len(one.refused) == 1 and "version 0" in str(one.refused[0])
+
+
+def test_a_mode_without_tokens_of_the_live_version_draws_some_for_a_small_part_of_the_time() -> (
+    None
+):
+    """The simulated trainer reports no gap. So the trainer has the replicas probed."""
+
+    async def main() -> tuple[float, list[bool], float]:
+        schedule = schedule_of("one_step_off")
+        one = world(schedule)
+        ledger = Ledger(schedule, 4000)
+        queue = SampleQueue(ledger, deadline_s=1e8)
+        params = SamplingParams(max_tokens=1000)
+        roller = SampleRoller(SingleTurn(), SimReward(COST), str, params, 4, seed=0)
+        rollouter = Rollouter(queue, LongTail(), one.pool, roller)
+        for engine in one.engines:
+            engine.wrong = lambda version: 0.2 * (version % 2)  # Undo what `Engine` adds.
+        probes: list[float] = []
+        clock_ = asyncio.get_running_loop().time
+        probe = one.proof.probe
+
+        async def timed(*args: Any) -> None:
+            since = clock_()
+            await probe(*args)
+            probes.append(clock_() - since)
+
+        one.proof.probe = timed  # type: ignore[method-assign]
+        one.proof.floor = 0.0
+        turns = turns_of(schedule.colocated, one.pool, one.train)
+        sync = SimWeightSync(COST, one.engines)
+        watch = Stopwatch(clock_)
+        trainer = Trainer(
+            queue, rollouter, one.train, turns, sync, Record(ledger), watch, one.proof
+        )
+        one.proof.run = _nothing  # type: ignore[method-assign,assignment]
+        await trainer.begin()
+        since = clock_()
+        await run_pipeline(rollouter, trainer)
+        return sum(probes) / (clock_() - since), [not one.refused], float(len(probes))
+
+    share, fine, count = clock.run(main())
+    assert all(fine) and count > 2 and share < 0.02
+
+
+async def _nothing(version: int) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("top", "most"), [(1, 64), (7, 64), (64, 2), (512, 64), (1024, 64), (256, 2)]
+)
+def test_numbers_of_requests_rise_to_the_top_in_so_many_steps(top: int, most: int) -> None:
+    sizes = rising(top, most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == top and len(sizes) <= most + 4
