@@ -11,6 +11,7 @@ import itertools
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -229,26 +230,58 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
             yield node
 
 
-def test_files_and_functions_are_short() -> None:
-    folders = [PACKAGE, *(PACKAGE.parent / name for name in ("tests", "benchmarks"))]
-    everywhere = [p for folder in folders for p in folder.rglob("*.py")]
-    long = [str(p) for p in everywhere if p.read_text().count("\n") > 400]
-    assert not long
+BUDGETS = {
+    "agents": 4450,
+    "algorithms": 2950,
+    "bench": 1050,
+    "cli": 2450,
+    "config": 6100,
+    "data": 2250,
+    "decode": 1600,
+    "environments": 2350,
+    "errors": 250,
+    "models": 850,
+    "observe": 2100,
+    "pipeline": 4050,
+    "ports": 450,
+    "report": 8250,
+    "rewards": 3100,
+    "rollout": 1700,
+    "run": 5300,
+    "runtime": 3600,
+    "schedule": 800,
+    "simulate": 3200,
+    "sync": 2250,
+    "testing": 750,
+    "tools": 1000,
+    "train": 6550,
+    "types": 400,
+    "vllm": 1950,
+    "waits": 1450,
+    "other files": 150,
+}
+"""The lines of each room. A change that needs more says so here; one that needs less lowers it."""
+
+
+def test_rooms_keep_their_budgets() -> None:
+    """A file has one subject, whatever its length. A room that grows by a tenth is discussed."""
+    lines = Counter[str]()
     for path in FILES:
-        for function in functions(path):
-            length = (function.end_lineno or 0) - function.lineno + 1
-            assert length <= 60, f"{path}: {function.name} has {length} lines"
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        lines[room if room in BUDGETS else "other files"] += path.read_text().count("\n")
+    over = {room: n for room, n in lines.items() if n > 1.1 * BUDGETS[room]}
+    assert not over, f"lines over the budget of a room: {over}"
 
 
 def test_few_functions_take_the_whole_configuration() -> None:
-    """Most code takes its own section: at most 54 functions take a Config."""
+    """Most code takes its own section: at most 56 functions take a Config."""
 
     def takes_config(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
         arguments = [*function.args.args, *function.args.kwonlyargs]
         return any(a.annotation and ast.unparse(a.annotation) == "Config" for a in arguments)
 
     taking = [f"{p}: {f.name}" for p in FILES for f in functions(p) if takes_config(f)]
-    assert len(taking) <= 54, taking
+    assert len(taking) <= 56, taking
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "megatron"])

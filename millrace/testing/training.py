@@ -192,10 +192,12 @@ async def _displaced_weights_come_back(
         f"an independent model differs by {_difference(own, reference)} from the displaced weights"
     )
     assert moved > case.displaced, f"displaced weights moved log-probs by only {moved}"
-    for _ in range(2):
+    for again in range(2):
         await engine.displace(False)
         back = _difference(before, await engine.log_probs(samples))
-        assert back == 0.0, f"log-probs differ by {back} once the weights are back"
+        assert back == 0.0, (
+            f"log-probs differ by {back} after {again + 1} calls that bring weights back"
+        )
 
 
 async def _rewarded_trajectories_become_likelier(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,7 +156,7 @@ def replace_version(sample: Sample, version: int) -> Sample:
     return _changed(sample, version=version)
 
 
-def _changed(sample: Sample, **changes: int) -> Sample:
+def _changed(sample: Sample, **changes: Any) -> Sample:
     trajectories = (
         Trajectory.of(tuple(replace(s, **changes) for s in t.segments), t.score)
         for t in sample.trajectories

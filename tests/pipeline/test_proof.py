@@ -179,7 +179,7 @@ def test_a_replica_that_is_lost_meanwhile_does_not_end_the_proof() -> None:
                 raise ReplicaLost("it died")
             return await draws(*request)
 
-        one.engines[1].generate = dies  # type: ignore[method-assign]
+        one.engines[1].generate = dies  # type: ignore[method-assign, assignment]
         return await one.proof.run(0)
 
     one, verdict = run(lambda: world(schedule_of("async_partial")), act)
@@ -231,7 +231,7 @@ def test_a_mode_without_tokens_of_the_live_version_draws_some_for_a_small_part_o
             await probe(*args)
             probes.append(clock_() - since)
 
-        one.proof.probe = timed  # type: ignore[method-assign]
+        one.proof.probe = timed  # type: ignore[method-assign, assignment]
         one.proof.floor = 0.0
         turns = turns_of(schedule.colocated, one.pool, one.train)
         sync = SimWeightSync(COST, one.engines)
