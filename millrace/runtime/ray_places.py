@@ -39,8 +39,8 @@ from millrace.runtime.rpc import Limit
 
 START_DEADLINE_S = 180.0
 PLACEMENT_DEADLINE_S = 60.0
-_GROW_S = 5.0
-"""How long Ray may take to reserve devices that are free."""
+_GROW_S = 30.0
+"""How long Ray may take to reserve devices that are free, also on a busy machine."""
 _LOOK_S = 30.0
 """How long a process may take to look at a node that joined."""
 _POLL_S = 1.0

@@ -109,14 +109,8 @@ async def outcomes(pool: Any, *texts: Any) -> Any:
     answers = await asyncio.gather(
         *(pool.score(prompt(), completed([text])) for text in texts), return_exceptions=True
     )
-    return [
-        a.reason
-        if isinstance(a, RewardError)
-        else a
-        if isinstance(a, BaseException)
-        else a[0].value
-        for a in answers
-    ]
+    ends = [a if isinstance(a, BaseException) else a[0].value for a in answers]
+    return [a.reason if isinstance(a, RewardError) else a for a in ends]
 
 
 def alive(pid: Any) -> Any:
@@ -197,8 +191,8 @@ def test_a_call_past_its_deadline_is_killed_and_the_others_are_answered(tmp_path
         async with pool_of(tmp_path) as pool:
             assert await outcomes(pool, "a") == [1]
             hurry(pool)
-            texts = ("stubborn", "bb", "sleep 0.1", "ccc")
-            assert await outcomes(pool, *texts) == ["timeout", 2, 9, 3]
+            ends = await outcomes(pool, "stubborn", "bb", "sleep 0.1", "ccc")
+            assert ends == ["timeout", 2, 9, 3]
 
     asyncio.run(run())
 
