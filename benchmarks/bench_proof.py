@@ -152,7 +152,7 @@ def write(options: argparse.Namespace, config: Config, rows: list[dict[str, Any]
             f"| {row['arm']} | {row['gap']:.2g} | {row['times_floor']:.2f} | {row['times_limit']:.1f} | {kind} "
             f"| {row['missing']:.4f} |"
         )
-    Path(f"{options.out}.md.part").write_text("\n".join(lines) + "\n")
+    Path(f"{options.out}.table.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

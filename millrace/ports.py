@@ -167,10 +167,9 @@ class TrainEngine(Protocol):
         ...
 
     async def step(self, batch: TrainBatch) -> StepReport:
-        """Train on `batch`.
+        """Compute advantages over the batch. Then make `ppo_epochs` passes of optimizer steps.
 
-        Compute advantages over the batch. Then make `ppo_epochs` passes of optimizer steps over
-        mini-batches of `ppo_mini_batch_size` samples.
+        A step is over a mini-batch of `ppo_mini_batch_size` samples.
         """
         ...
 
@@ -189,19 +188,11 @@ class TrainEngine(Protocol):
         ...
 
     async def reference_log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
-        """Return what `log_probs` returns, computed by an independent model.
-
-        It has the served weights and a wider dtype. It shares no pass with the policy. The result
-        is empty if the model finds no room.
-        """
+        """Return `log_probs` of an independent model in a wider dtype. Empty if it has no room."""
         ...
 
     async def displace(self, away: bool) -> None:
-        """Change every weight that a sync sends by about 9 %, or undo it, bit for bit.
-
-        The change is a function of the weights. A call that finds the state it asks for does
-        nothing.
-        """
+        """Change every weight that a sync sends by about 9 %, or undo that bit for bit, once."""
         ...
 
     async def save(self, folder: str, staged: bool = False) -> None:
@@ -232,7 +223,7 @@ class WeightSource(Protocol):
     """The in-process side of a trainer rank, from which a sync reads.
 
     A shard is a tensor's name, its whole shape, its dtype in the transfer, the first row that this
-    rank sends, and its rows, perhaps none. Every row has one sender. Only values may change later.
+    rank sends, and its rows. Every row has one sender. Only values may change later.
     """
 
     @property
@@ -252,10 +243,7 @@ class WeightSource(Protocol):
         ...
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every whole tensor, in the serving dtype, in model order.
-
-        The call is collective over the ranks.
-        """
+        """Yield every whole tensor, in the serving dtype, in model order. It is collective."""
         ...
 
 
@@ -283,10 +271,7 @@ class WeightSync(Protocol):
         ...
 
     async def activate(self, version: PolicyVersion) -> float:
-        """Make the transferred weights live on every replica, between two tokens.
-
-        Return the seconds without decoding.
-        """
+        """Make the transferred weights live on every replica. Return the seconds without decoding."""
         ...
 
 

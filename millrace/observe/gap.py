@@ -253,7 +253,7 @@ def causes(
             "(logprobs_mode=processed_logprobs in rollout.engine_kwargs)"
         )
     if grows(FEW, MANY) or (
-        alone is not None and _FAR * alone < gap(first.engine, first.trainer).mean
+        first is true and alone is not None and _FAR * alone < gap(first.engine, first.trainer).mean
     ):
         found.append(
             "the gap grows with the requests that run at once, as with wrong CUDA graphs: "

@@ -11,35 +11,30 @@ ones, then displaced ones, so that a part that no sync reaches shows itself, the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
-from millrace.errors import GapError, ReplicaLost
+from millrace.errors import GapError
 from millrace.observe import gap as gaps
 from millrace.observe.gap import Drawn, Verdict
 from millrace.observe.stopwatch import Parts, untimed
-from millrace.pipeline.turns import Pause, Turns
-from millrace.ports import RolloutStats, TrainEngine, WeightSync
-from millrace.rollout.pool import RolloutPool
-from millrace.schedule.schedule import OnSync, Schedule
-from millrace.types import (
-    Author,
-    PolicyVersion,
-    Prompt,
-    Sample,
-    SamplingParams,
-    Segment,
-    Stop,
-    Tokens,
-    Trajectory,
-    joined,
+from millrace.pipeline.proof_draws import (
+    Draws,
+    Request,
+    cells,
+    drawn_by,
+    drawn_of,
+    rising,
+    spread,
 )
-
-T = TypeVar("T")
+from millrace.pipeline.turns import Pause, Turns
+from millrace.ports import TrainEngine, WeightSync
+from millrace.rollout.pool import RolloutPool
+from millrace.schedule.schedule import Schedule
+from millrace.types import PolicyVersion, Prompt, Sample, SamplingParams, Tokens, joined
 
 BUDGET_S = 20.0
 """The time of a proof, about. A slow engine gets fewer requests."""
@@ -53,14 +48,11 @@ _PROMPTS = 64
 _ASKED = 4
 """How often each prompt is asked at once."""
 _LONG = 16384
-_SMALL = 8
-"""Steps between numbers of requests, at the least: engines capture a graph for each eighth."""
 _PROBE = 8
 _PROBE_TOKENS = 32
 _RARELY = 200.0
 """A probe may take one part in this many of the time."""
 _TRIES = 3
-_POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,31 +75,6 @@ class Prompts(Protocol):
     """The prompt stream."""
 
     def __getitem__(self, index: int) -> Prompt: ...
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    """A conversation of one or two turns with a replica."""
-
-    session: str
-    prompt: Tokens
-    seed: int
-    lengths: tuple[int, ...]
-    kinds: frozenset[str]
-    beside: float = 0.0
-    """The share of its replica's requests that ran at its start."""
-    segments: list[Segment] = field(default_factory=list)
-
-    def tokens(self) -> Tokens:
-        return joined([self.prompt, *(s.tokens for s in self.segments)])
-
-    def sample(self, index: int) -> Sample:
-        whole = Trajectory.of(tuple(self.segments))
-        return Sample(Prompt(index, self.prompt, "", "proof"), (whole,))
-
-    @property
-    def drawn(self) -> list[Segment]:
-        return [s for s in self.segments if s.author is Author.POLICY]
 
 
 class Proof:
@@ -134,22 +101,15 @@ class Proof:
         """`stops` says whether `run` raises an error or notes it. `incarnation` counts the trainers of the run. `refuse` gets the error of a later probe."""
         self.engine, self.sync, self.turns = engine, sync, turns
         self.pool, self.prompts, self.schedule, self.limits = pool, prompts, schedule, limits
-        self.params = replace(params, stop=(), ignore_eos=True)
+        self._params, self.draws = params, Draws(pool, params, schedule)
         self.floor: float | None = None
         self._incarnation, self._note, self._refuse = incarnation, note, refuse
         self._stops, self._budget_s = stops, budget_s
         self._proven: set[tuple[int, int]] = set()
-        self._gate, self._idle = asyncio.Event(), asyncio.Event()
-        self._gate.set()
-        self._idle.set()
-        self._flying = 0
-        self._over = False
-        """Whether draws end with what they have."""
         self._displaced = False
-        self._tasks: dict[int, list[asyncio.Task[None]]] = {}
         self._begun = seed
         self._probe_at, self._probe_s = 0.0, 0.0
-        self._drawn_tokens = 0
+        self.draws.tokens = 0
         self._sizes: set[int] = set()
 
     @property
@@ -170,11 +130,11 @@ class Proof:
         since = clock()
         for _ in range(_TRIES):
             before = self._workers()
-            self._drawn_tokens, self._sizes = 0, set()
+            self.draws.tokens, self._sizes = 0, set()
             try:
                 verdict = await self._rounds(version)
             finally:
-                self._cancel()
+                self.draws.cancel()
             if self._workers() == before:
                 break
         else:
@@ -195,7 +155,7 @@ class Proof:
         sizes = f"1 to {max(self._sizes, default=0)} requests at once"
         assumed = "" if verdict.explained else ", assumed: no room for an independent model"
         return (
-            f"engines proven: {self._drawn_tokens:,} tokens in {seconds:.1f} s ({sizes}), "
+            f"engines proven: {self.draws.tokens:,} tokens in {seconds:.1f} s ({sizes}), "
             f"gap {verdict.gap.mean:.2g} (limit {verdict.limit:.2g}{assumed}), "
             f"worst token {verdict.gap.worst:.2g}"
         )
@@ -211,25 +171,25 @@ class Proof:
         first = await self._rise_and_fall(live, clock())
         self._displaced = False
         lasting = [await self._last(k) for k in live]
-        async with self.turns.window(self._pause, untimed):
+        async with self.turns.window(self.draws.pause, untimed):
             true = await self._compared(first, version)
             await self.engine.displace(True)
             await self.turns.make_room()
             await self.sync.transfer(version + 1)
-            async with self.turns.activation(self._pause):
+            async with self.turns.activation(self.draws.pause):
                 await self.sync.activate(version + 1)
             self._displaced = True
         until = clock() + budget * _SWAPPED
         second = self._again(live, first)
         for k, requests in second.items():
-            self._begin(k, requests)
-        await self._finish(until)
+            self.draws.begin(k, requests)
+        await self.draws.finish(until)
         drawn = [r for part in (*second.values(), *lasting) for r in part]
-        async with self.turns.window(self._pause, untimed):
+        async with self.turns.window(self.draws.pause, untimed):
             displaced = await self._compared(drawn, version + 1, undo=True)
             await self.turns.make_room()
             await self.sync.transfer(version)
-            async with self.turns.activation(self._pause):
+            async with self.turns.activation(self.draws.pause):
                 await self.sync.activate(version)
         rounds = {gaps.TRUE: true, gaps.DISPLACED: displaced}
         rounds = {name: d for name, d in rounds.items() if len(d.engine)}
@@ -241,10 +201,10 @@ class Proof:
 
     async def _alone(self, replica: int, version: PolicyVersion) -> float | None:
         """Return the gap of a request that runs alone, for the causes of an error."""
-        request = self._request(replica, 0, (min(_PROBE_TOKENS, self.params.max_tokens),))
-        self._begin(replica, [request])
-        await self._finish(asyncio.get_running_loop().time() + self._budget_s)
-        async with self.turns.window(self._pause, untimed, keep_weights=True):
+        request = self._request(replica, 0, (min(_PROBE_TOKENS, self._params.max_tokens),))
+        self.draws.begin(replica, [request])
+        await self.draws.finish(asyncio.get_running_loop().time() + self._budget_s)
+        async with self.turns.window(self.draws.pause, untimed, keep_weights=True):
             drawn = await self._compared([request], version, reference=False)
         return gaps.gap(drawn.engine, drawn.trainer).mean if len(drawn.engine) else None
 
@@ -270,11 +230,11 @@ class Proof:
         since, workers = clock(), self._workers()
         requests = []
         for k, _ in workers[1]:
-            length = min(_PROBE_TOKENS, self.params.max_tokens)
+            length = min(_PROBE_TOKENS, self._params.max_tokens)
             own = [self._request(k, i, (length,)) for i in range(_PROBE)]
-            self._begin(k, own)
+            self.draws.begin(k, own)
             requests += own
-        await self._finish(clock() + self._budget_s)
+        await self.draws.finish(clock() + self._budget_s)
         async with self.turns.window(pause, part, keep_weights=True):
             drawn = await self._compared(requests, version, reference=False)
         self._probe_s = clock() - since
@@ -294,23 +254,23 @@ class Proof:
 
     # -- draws
 
-    async def _rise_and_fall(self, replicas: Sequence[int], since: float) -> list[_Request]:
+    async def _rise_and_fall(self, replicas: Sequence[int], since: float) -> list[Request]:
         """Draw for prompts of the run on every replica, with rising and falling numbers."""
         rise, fall = since + self._budget_s * _RISE, since + self._budget_s * _FALL
         parts = await asyncio.gather(*(self._rise(k, len(replicas), rise) for k in replicas))
-        await self._interrupt(replicas)
-        await self._finish(fall)
+        await self.draws.interrupt(replicas)
+        await self.draws.finish(fall)
         return [request for part in parts for request in part]
 
-    async def _rise(self, replica: int, replicas: int, until: float) -> list[_Request]:
+    async def _rise(self, replica: int, replicas: int, until: float) -> list[Request]:
         clock = asyncio.get_running_loop().time
-        slots = (await self._stats(replica)).slots
+        slots = (await self.draws.stats(replica)).slots
         top = max(1, min(slots, -(-self.limits.at_once // max(1, replicas))))
-        room = min(self.params.max_tokens, 2 * _TOKENS)
+        room = min(self._params.max_tokens, 2 * _TOKENS)
         if not slots:
             return []
         sizes = rising(top, max(1, room // 4))
-        requests: list[_Request] = []
+        requests: list[Request] = []
         since = clock()
         for number, size in enumerate(sizes):
             # Earlier ones last longer, so that all of them run at the top.
@@ -325,10 +285,10 @@ class Proof:
             for request in group:
                 request.beside = size / slots
             requests += group
-            goal = (await self._stats(replica)).tokens + self._live(replica) + len(group)
-            self._begin(replica, group)
-            self._sizes.add(self._live(replica))
-            await self._reach(replica, goal, until)
+            goal = (await self.draws.stats(replica)).tokens + self.draws.live(replica) + len(group)
+            self.draws.begin(replica, group)
+            self._sizes.add(self.draws.live(replica))
+            await self.draws.reach(replica, goal, until)
             if clock() >= until:
                 break
         return requests
@@ -343,53 +303,51 @@ class Proof:
 
     def _request(
         self, replica: int, number: int, lengths: tuple[int, ...], prompt: Tokens | None = None
-    ) -> _Request:
+    ) -> Request:
         asked = number % _ASKED
         kinds = {gaps.ASKED_AGAIN if asked else gaps.ASKED_FIRST} if prompt is None else set[str]()
         if prompt is None:
             prompt = self.prompts[number // _ASKED % _PROMPTS].tokens
         self._begun += 1
         # The names of a validation: nothing that counts samples counts these.
-        return _Request(
+        return Request(
             f"val/proof/{replica}/{number}", prompt, self._begun, lengths, frozenset(kinds)
         )
 
-    def _long(self, replica: int, number: int) -> list[_Request]:
+    def _long(self, replica: int, number: int) -> list[Request]:
         """Return a request with the longest prompt that the run allows, made of real prompts."""
         longest, parts = min(self.limits.max_prompt_length, _LONG), [self.prompts[0].tokens]
         if longest < 2 * len(parts[0]):
             return []
         while sum(map(len, parts)) < longest and len(parts) < 4 * _PROMPTS:
             parts.append(self.prompts[len(parts) % _PROMPTS].tokens)
-        length = min(self.params.max_tokens, _PROBE_TOKENS)
+        length = min(self._params.max_tokens, _PROBE_TOKENS)
         request = self._request(replica, number, (length,), joined(parts)[:longest])
         request.kinds = frozenset({gaps.LONG})
         return [request]
 
-    async def _last(self, replica: int) -> list[_Request]:
+    async def _last(self, replica: int) -> list[Request]:
         """Keep requests running until the weights are displaced. Return those that last."""
-        slots = (await self._stats(replica)).slots
-        lasting: list[_Request] = []
+        slots = (await self.draws.stats(replica)).slots
+        lasting: list[Request] = []
 
         async def keep(number: int) -> None:
             while not self._displaced and replica in self.pool.roster.live:
-                request = self._request(replica, number, (min(self.params.max_tokens, _TOKENS),))
+                request = self._request(replica, number, (min(self._params.max_tokens, _TOKENS),))
                 lasting[number] = request
-                await self._draw(replica, request)
+                await self.draws.draw(replica, request)
                 await asyncio.sleep(0)
 
         count = min(slots, _PROBE)
         lasting += [self._request(replica, i, (1,)) for i in range(count)]
         for i in range(count):
-            self._start(replica, keep(i))
+            self.draws.start(replica, keep(i))
         return lasting
 
-    def _again(
-        self, replicas: Sequence[int], first: Sequence[_Request]
-    ) -> dict[int, list[_Request]]:
+    def _again(self, replicas: Sequence[int], first: Sequence[Request]) -> dict[int, list[Request]]:
         """Return requests like the first ones, in the same sessions. Some continue those."""
-        found: dict[int, list[_Request]] = {k: [] for k in replicas}
-        length = min(self.params.max_tokens, _PROBE_TOKENS)
+        found: dict[int, list[Request]] = {k: [] for k in replicas}
+        length = min(self._params.max_tokens, _PROBE_TOKENS)
         for old in first:
             replica, number = map(int, old.session.split("/")[2:])
             if replica not in found or gaps.LONG in old.kinds:
@@ -401,124 +359,11 @@ class Proof:
             found[replica].append(request)
         return found
 
-    def _begin(self, replica: int, requests: Iterable[_Request]) -> None:
-        for request in requests:
-            self._start(replica, self._draw(replica, request))
-
-    def _start(self, replica: int, work: Any) -> None:
-        self._tasks.setdefault(replica, []).append(asyncio.create_task(work, name="proof"))
-
-    def _live(self, replica: int) -> int:
-        return sum(not task.done() for task in self._tasks.get(replica, ()))
-
-    async def _draw(self, replica: int, request: _Request) -> None:
-        """Draw all turns of a request, through interruptions, until the end of the draws."""
-        known = 0
-        for number, length in enumerate(request.lengths):
-            if number:
-                context = request.prompt[: min(_SMALL, request.lengths[0])]
-                request.segments.append(Segment(context, Author.ENVIRONMENT))
-            drawn = 0
-            while drawn < length:
-                await self._gate.wait()
-                if self._over:
-                    return
-                whole = request.tokens()
-                params = replace(
-                    self.params, max_tokens=length - drawn, offset=drawn, seed=request.seed + number
-                )
-                if params.experts_from is not None:
-                    params = replace(params, experts_from=max(known - 1, 0))
-                got = await self._generate(replica, whole, params, request.session)
-                if got is None:
-                    return
-                request.segments += got
-                drawn += sum(len(s.tokens) for s in got)
-                known = len(whole) + sum(len(s.tokens) for s in got)
-                self._drawn_tokens += sum(len(s.tokens) for s in got)
-                if not got:
-                    await asyncio.sleep(0)
-
-    async def _generate(
-        self, replica: int, tokens: Tokens, params: SamplingParams, session: str
-    ) -> tuple[Segment, ...] | None:
-        """Return what a replica draws, or None if it is lost."""
-        self._flying += 1
-        self._idle.clear()
-        try:
-            call = self.pool.engines[replica].generate(tokens, params, session)
-            return await self._asked(replica, call)
-        finally:
-            self._flying -= 1
-            if not self._flying:
-                self._idle.set()
-
-    async def _stats(self, replica: int) -> RolloutStats:
-        """Return the totals of a replica. One that is lost has no slots."""
-        return await self._asked(replica, self.pool.engines[replica].stats()) or RolloutStats()
-
-    async def _asked(self, replica: int, call: Awaitable[T]) -> T | None:
-        """Return the answer of a replica, or None if it is lost."""
-        incarnation = self.pool.roster.incarnation(replica)
-        try:
-            return await call
-        except ReplicaLost as error:
-            self.pool.roster.lose(replica, incarnation, str(error))
-            return None
-
-    async def _reach(self, replica: int, goal: int, until: float) -> None:
-        """Wait until a replica has drawn `goal` tokens since its start, or nothing runs there."""
-        clock = asyncio.get_running_loop().time
-        while self._live(replica) and clock() < until:
-            if (await self._stats(replica)).tokens >= goal:
-                return
-            await asyncio.sleep(_POLL_S)
-
-    async def _interrupt(self, replicas: Iterable[int]) -> None:
-        await asyncio.gather(*(self._asked(k, self.pool.engines[k].interrupt()) for k in replicas))
-
-    async def _finish(self, until: float) -> None:
-        """Wait for all draws. Those that run at `until` end with what they have."""
-        tasks = [task for own in self._tasks.values() for task in own]
-        left = until - asyncio.get_running_loop().time()
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=max(0.0, left))
-            if late:
-                self._over = True
-                while not all(task.done() for task in late):
-                    await self._interrupt([k for k in self._tasks if self._live(k)])
-                    await asyncio.sleep(0)
-                self._over = False
-        for task in tasks:
-            task.result()
-        self._tasks.clear()
-
-    def _cancel(self) -> None:
-        for task in [task for own in self._tasks.values() for task in own]:
-            task.cancel()
-        self._tasks.clear()
-
-    @asynccontextmanager
-    async def _pause(self) -> AsyncIterator[float | None]:
-        """Pause the draws while the body runs, as the run pauses its rollouts at a sync."""
-        schedule = self.schedule
-        if schedule.on_sync is OnSync.SWAP and not schedule.colocated:
-            yield None
-            return
-        self._gate.clear()
-        if schedule.on_sync is not OnSync.DRAIN:
-            await self._interrupt([k for k in self._tasks if self._live(k)])
-        await self._idle.wait()
-        try:
-            yield None
-        finally:
-            self._gate.set()
-
     # -- comparison
 
     async def _compared(
         self,
-        requests: Sequence[_Request],
+        requests: Sequence[Request],
         version: PolicyVersion,
         *,
         reference: bool = True,
@@ -528,7 +373,7 @@ class Proof:
 
         On a slow trainer, these are some of the requests. `undo` ends the displacement.
         """
-        chosen = [r for r in spread(requests) if any(_own(s, version) for s in r.drawn)]
+        chosen = [r for r in spread(requests) if any(drawn_by(s, version) for s in r.drawn)]
         samples = [r.sample(i) for i, r in enumerate(chosen)]
         clock, budget = asyncio.get_running_loop().time, self._budget_s
         trainer: list[list[float]] = []
@@ -537,98 +382,16 @@ class Proof:
             part, since = tuple(samples[len(trainer) : len(trainer) + size]), clock()
             trainer += await self.engine.log_probs(part)
             taken, size = clock() - since, 2 * size
-            rate = sum(_cells(part)) / taken if taken else float("inf")
+            rate = sum(cells(part)) / taken if taken else float("inf")
         own: list[list[float]] = []
         unchanged: list[list[float]] | None = None
         some: tuple[Sample, ...] = ()
         if reference and trainer:
-            cells = np.cumsum(_cells(samples[: len(trainer)]))
-            count = max(1, int((cells <= rate * budget * _REFERENCE / 4).sum()))
+            read = np.cumsum(cells(samples[: len(trainer)]))
+            count = max(1, int((read <= rate * budget * _REFERENCE / 4).sum()))
             some = tuple(samples[: min(count, len(trainer))])
             own = await self.engine.reference_log_probs(some)
         if undo:
             await self.engine.displace(False)
             unchanged = await self.engine.log_probs(some) if own else None
         return drawn_of(chosen[: len(trainer)], version, trainer, own, unchanged)
-
-
-def rising(top: int, most: int) -> list[int]:
-    """Return at most `most` rising numbers of requests, about. The last one is `top`."""
-    step = max(_SMALL, -(-top // most))
-    small = [size for size in (1, 2, 4) if most > _SMALL]
-    return sorted({size for size in (*small, *range(step, top, step)) if size < top} | {top})
-
-
-def spread(requests: Sequence[_Request]) -> list[_Request]:
-    """Return the requests in a fixed order in which the first ones stand for all."""
-    order = sorted(range(len(requests)), key=lambda i: i * 2654435761 % 2**32)
-    return [requests[i] for i in order]
-
-
-def _cells(samples: Sequence[Sample]) -> list[int]:
-    return [len(s.prompt.tokens) + s.trajectories[0].num_tokens for s in samples]
-
-
-def _own(segment: Segment, version: PolicyVersion) -> bool:
-    """Return whether a segment was drawn with one version's weights and KV alone."""
-    return segment.version == version and segment.kv_version is None and bool(segment.tokens)
-
-
-def drawn_of(
-    requests: Sequence[_Request],
-    version: PolicyVersion,
-    trainer: Sequence[Sequence[float]],
-    reference: Sequence[Sequence[float]],
-    unchanged: Sequence[Sequence[float]] | None,
-) -> Drawn:
-    """Return the tokens of requests as arrays. `reference` and `unchanged` have the first ones."""
-    count = sum(len(s.tokens) for r in requests for s in r.drawn)
-    engine = np.concatenate(
-        [np.asarray(s.log_probs, np.float64) for r in requests for s in r.drawn] or [np.zeros(0)]
-    )
-    keep = np.zeros(count, dtype=bool)
-    names = (
-        *(gaps.EARLY, "tokens 8 to 63", gaps.LATE, gaps.FEW, gaps.MANY, gaps.ASKED_FIRST),
-        *(gaps.ASKED_AGAIN, gaps.STRAIGHT, gaps.CONTINUED, gaps.LONG, gaps.SECOND),
-    )
-    kinds = {name: np.zeros(count, dtype=bool) for name in names}
-    at = 0
-    for request in requests:
-        place, interrupted = 0, False
-        for segment in request.drawn:
-            size = len(segment.tokens)
-            here = slice(at, at + size)
-            keep[here] = _own(segment, version)
-            places = np.arange(place, place + size)
-            kinds[gaps.EARLY][here] = places < _SMALL
-            kinds["tokens 8 to 63"][here] = (places >= _SMALL) & (places < 64)
-            kinds[gaps.LATE][here] = places >= 64
-            if request.beside:
-                near = (
-                    gaps.FEW
-                    if request.beside <= 0.125
-                    else gaps.MANY
-                    if request.beside > 0.5
-                    else ""
-                )
-                if near:
-                    kinds[near][here] = places < _SMALL
-            kinds[gaps.CONTINUED if interrupted else gaps.STRAIGHT][here] = True
-            for name in request.kinds:
-                kinds[name][here] = True
-            interrupted |= segment.stop in (None, Stop.INTERRUPTED)
-            place, at = place + size, at + size
-
-    def filled(rows: Sequence[Sequence[float]]) -> Any:
-        flat = np.full(count, np.nan)
-        known = [x for row in rows for x in row]
-        flat[: len(known)] = known
-        return flat[keep]
-
-    return Drawn(
-        engine[keep],
-        filled(trainer),
-        filled(reference),
-        {name: mask[keep] for name, mask in kinds.items()},
-        None if unchanged is None else filled(unchanged),
-    )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from millrace.config import Config, GuardConfig, RolloutConfig
 from millrace.errors import GapError
-from millrace.observe import gap, trackers
+from millrace.observe import trackers
 from millrace.observe.guard import Guard
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import make_sinks, read_rows
@@ -22,7 +22,6 @@ from millrace.observe.watched import WatchedReward
 from millrace.pipeline.checkpoint import read_manifest
 from millrace.pipeline.history import History
 from millrace.pipeline.journal import NoJournal
-from millrace.pipeline.proof import Limits, Proof
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
@@ -40,6 +39,7 @@ from millrace.run import starts, supervised
 from millrace.run.agents import limits_of
 from millrace.run.engines import WatchedEngines
 from millrace.run.evaluate import make_validator
+from millrace.run.proof import make_proof, refuse
 from millrace.run.replicas import saved_without_replicas, validate_now
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
@@ -314,48 +314,6 @@ async def train_to_end(
     if stop.error is not None:
         raise stop.error
     return complete, seconds
-
-
-def make_proof(
-    s: Session, engines: WatchedEngines, rollouter: Rollouter, stop: StopRequest
-) -> Proof:
-    """Return what proves the engines of a run."""
-    c, ranks = s.config, s.engines.train.ranks
-    replicas = rollouter.roller
-    limits = Limits(
-        c.model.dtype,
-        least_limit(c),
-        c.rollout.max_prompt_length,
-        c.rollout.max_len,
-        c.schedule.capacity * replicas.num_responses,
-        c.guard.max_log_prob_gap,
-    )
-    return Proof(
-        *(engines.train, engines.pool, s.engines.sync, engines.turns, s.problems.train),
-        *(replicas.params, c.schedule, limits),
-        incarnation=lambda: ranks.incarnation,
-        note=s.progress.note,
-        refuse=lambda error: refuse(s, stop, error),
-        stops=c.guard.on_gap == "stop",
-    )
-
-
-def least_limit(c: Config) -> float:
-    """Return the smallest limit of a gap. Floors of small models are too small to be measured."""
-    from millrace.runtime.local import visible_gpus
-
-    on_gpu = c.trainer.device == "cuda" or (c.trainer.device == "auto" and bool(visible_gpus()))
-    tf32 = on_gpu and c.model.dtype == "float32"
-    return gap.LEAST_TF32 if tf32 else gap.LEAST[c.model.dtype]
-
-
-def refuse(s: Session, stop: StopRequest, error: GapError) -> None:
-    """Stop a run whose engines disagree, as a signal would. It saves a checkpoint, and then fails."""
-    if s.config.guard.on_gap == "warn":
-        s.progress.note(f"warning: {error}")
-    elif stop.error is None:
-        stop.error = error
-        stop.request()
 
 
 async def settle(
