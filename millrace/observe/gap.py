@@ -283,9 +283,10 @@ def causes(
         )
     else:
         found.append(
-            "the gap is there from the first token on, as with another model: its positions "
-            "(rope), mask, or the order of its heads. rollout.engine=torch and model.dtype=float32 "
-            "show which engine and whether precision is the cause"
+            "the gap is there from the first token on, as with graphs or kernels that read prompts "
+            "wrongly: rollout.enforce_eager=true shows it, and rollout.engine_kwargs chooses others; "
+            "or with another model: its positions (rope), mask, or the order of its heads. "
+            "rollout.engine=torch shows which engine is wrong"
         )
     return found
 
