@@ -198,7 +198,7 @@ def test_a_replica_that_joins_is_proven_before_the_next_step(mode: str) -> None:
         due = one.proof.due()
         one.engines[1].wrong = lambda version: 0.1
         drawn = len(one.engines[1].drawn_at)
-        pause = one.proof._pause
+        pause = one.proof.draws.pause
         await one.proof.probe(0, pause, untimed)
         return due, one.proof.due(), len(one.engines[1].drawn_at) - drawn
 
