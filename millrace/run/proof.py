@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from millrace.errors import GapError
 from millrace.observe import gap
+from millrace.observe.guard import CAUSES
 from millrace.pipeline.proof import Limits, Proof
 from millrace.pipeline.rollouter import Rollouter
 from millrace.run.engines import WatchedEngines
@@ -41,6 +42,15 @@ def least_limit(device: str, dtype: str) -> float:
 
     on_gpu = device == "cuda" or (device == "auto" and bool(visible_gpus()))
     return gap.LEAST_TF32 if on_gpu and dtype == "float32" else gap.LEAST[dtype]
+
+
+def of_version(figures: str) -> GapError:
+    """Return the error of a version whose engines disagree."""
+    causes = [
+        "a jump since the proof: old KV, graphs or kernels",
+        CAUSES["log_prob_gap"].rstrip("."),
+    ]
+    return gap.disagreement(figures, causes)
 
 
 def refuse(s: Session, stop: StopRequest, error: GapError) -> None:

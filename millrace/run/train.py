@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from millrace.config import Config, GuardConfig, RolloutConfig
-from millrace.errors import GapError
 from millrace.observe import trackers
 from millrace.observe.guard import Guard
 from millrace.observe.progress import Progress
@@ -39,7 +38,7 @@ from millrace.run import starts, supervised
 from millrace.run.agents import limits_of
 from millrace.run.engines import WatchedEngines
 from millrace.run.evaluate import make_validator
-from millrace.run.proof import make_proof, refuse
+from millrace.run.proof import make_proof, of_version, refuse
 from millrace.run.replicas import saved_without_replicas, validate_now
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
@@ -175,7 +174,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 figures=lambda: figures(s) | trackers.dropped(outside),
                 tokens=recorder.counts,
                 watch=recorder.watch,
-                on_gap=lambda figures: refuse(s, stop, GapError(figures)),
+                on_gap=lambda figures: refuse(s, stop, of_version(figures)),
             )
             async with s.journal(ledger, history.attempt, tasks) as kept:
                 loops = train_to_end(s, engines, ledger, stop, record, validated, kept)
