@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 FACTOR = 3.0
-"""Healthy starts reach 1.6 (benchmarks/results/proof.md). Every planted fault exceeds it twofold."""
+"""Healthy starts in bfloat16 on GPUs were at 1.0 (benchmarks/results/proof.md)."""
 LEAST = {"float32": 5e-5, "bfloat16": 1e-3}
 """The smallest limit of each dtype, nats: below it, floors are too small to be measured."""
 LEAST_TF32 = 5e-3
