@@ -56,6 +56,7 @@ _OPTIONAL = {
     "alembic": ("1.13", INSTALL["mlflow-skinny"], "trainer.logger=mlflow with a local database"),
     "duckdb": ("1.1", INSTALL["duckdb"], "millrace query"),
     "fastapi": ("0.115", INSTALL["fastapi"], "millrace serve"),
+    "gguf": ("0.17", INSTALL["gguf"], "millrace get-model without a hub"),
     "gymnasium": ("1", INSTALL["gymnasium"], "agents.environment=gymnasium:NAME"),
     "mcp": ("2", INSTALL["mcp"], "agents.environment=mcp:COMMAND"),
     "megatron-core": ("0.16.1", INSTALL["megatron-core"], "trainer.engine=megatron"),

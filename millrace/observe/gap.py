@@ -252,9 +252,8 @@ def causes(
             "rollout.temperature must be that of the engine's log-probs "
             "(logprobs_mode=processed_logprobs in rollout.engine_kwargs)"
         )
-    if grows(FEW, MANY) or (
-        first is true and alone is not None and _FAR * alone < gap(first.engine, first.trainer).mean
-    ):
+    beside = alone is not None and _FAR * alone < gap(first.engine, first.trainer).mean
+    if first is true and (grows(FEW, MANY) or beside):  # wrong graphs are wrong with all weights
         found.append(
             "the gap grows with the requests that run at once, as with wrong CUDA graphs: "
             "rollout.engine_kwargs={compilation_config:{cudagraph_mode:PIECEWISE}}, or "

@@ -148,12 +148,9 @@ async def open_session(
             run = await abandonable(open_run_dir, config)
         for note in (*config.notes, *run.notes):
             progress.note(note)
-        if trains:
-            progress.note(f"run folder: {run.path}")
         async with AsyncExitStack() as stack:
             watching = watched(run.path, config.trainer, progress.note)
             watchman = await stack.enter_async_context(watching)
-            await stack.enter_async_context(shown(progress, watchman.ask))
             opened = open_runtime(config, run, rollout=rollout, note=progress.note)
             runtime = await stack.enter_async_context(opened)
             watchman.side.more = runtime.answers
@@ -172,6 +169,10 @@ async def open_session(
                 agent = await stack.enter_async_context(player)
                 await rewards
                 refusable = False
+                # A refused run prints nothing but its error.
+                if trains:
+                    progress.note(f"run folder: {run.path}")
+                await stack.enter_async_context(shown(progress, watchman.ask))
                 peers = await workers
             copies = open_mirror(run.store, config.trainer, run.path, progress)
             engines_ = open_engines(runtime, config, run, peers, trains, progress)

@@ -105,7 +105,9 @@ def test_a_dry_run_prints_the_configuration_and_every_derived_number(
     )
     assert (code, err) == (0, "")
     printed = json.loads(out.splitlines()[-1])
-    assert set(printed) == {"config", "derived", "memory", "translated", "limits", "agents"}
+    assert set(printed) == {
+        *("config", "derived", "memory", "memory_assumes", "translated", "limits", "agents"),
+    }
     assert printed["config"] == recipe.load(
         QUICKSTART, [*SMALL, "trainer.total_epochs=3"]
     ).model_dump(mode="json")

@@ -194,7 +194,7 @@ def test_eval_of_the_checkpoint_reproduces_the_runs_final_values(
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home.folder)
         found = millrace("eval", home.recipe, *home.verl, *same, "--json").json
-    assert found.keys() == {"run_dir", "version", "val", "complete"}
+    assert found.keys() == {"run_dir", "version", "val", "samples", "complete"}
     assert found["version"] == 4 and found["val"] == trained["val"]
 
 
