@@ -20,6 +20,8 @@ NEVER = object()
 class Answers:
     """A peer with one answer for each method. An answer that is an exception is raised."""
 
+    deadline_s = HANG_S
+
     def __init__(self, name: str, death: str = "", **answers: Any) -> None:
         self.name, self.death, self.answers = name, death, answers | {"regroup": None}
         self.asked: list[Any] = []

@@ -117,6 +117,13 @@ def test_breaks_of_long_ago_do_not_count() -> None:
     assert world.ranks.losses == 0 and len(world.notes) == 4
 
 
+def test_the_waits_for_a_death_that_never_comes_leave_time_to_send_again() -> None:
+    """Each break waits for one, and the deadline is short."""
+    world = World(Worker("trainer-0", fails=2), Worker("rollout-0"), deadline_s=60.0)
+    world.transfer()
+    assert world.ranks.losses == 0 and len(world.notes) == 2
+
+
 @pytest.mark.parametrize("on", ["regroup", "keep"])
 def test_the_time_before_the_first_break_does_not_count(on: str) -> None:
     rank = Worker("trainer-0", fails=1)
