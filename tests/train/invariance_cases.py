@@ -60,19 +60,19 @@ CASES: dict[str, dict[str, Any]] = {
     "token weights, normalised": OWN
     | _correction(rollout_is="token", rollout_is_batch_normalize=True),
     "sequence weights in a band": OWN
-    | _correction(rollout_is="sequence", rollout_is_threshold="0.2_5.0"),
+    | _correction(rollout_is="sequence", rollout_is_threshold="0.002_5.0"),
     "rejection by token and by sequence": OWN
     | _correction(
         rollout_rs="token_k1,seq_max_k2",
-        rollout_rs_threshold=("0.4_3.0", 0.6),
-        rollout_token_veto_threshold=0.2,
+        rollout_rs_threshold=("0.4_3.0", 8),
+        rollout_token_veto_threshold=0.02,
     ),
     "rejection before the baseline": OWN
     | _correction(
-        rollout_rs="seq_mean_k1", rollout_rs_threshold="0.8_1.5", reject_before_baseline=True
+        rollout_rs="seq_mean_k1", rollout_rs_threshold="0.28_1.5", reject_before_baseline=True
     ),
     "rejection by the current policy": _correction(
-        rollout_rs="seq_mean_k3", rollout_rs_threshold=0.3
+        rollout_rs="seq_mean_k3", rollout_rs_threshold=1.1
     ),
     "weights in passing": _correction(rollout_is="sequence")
     | {"actor": {"policy_loss": {"loss_mode": "reinforce"}}},
@@ -80,9 +80,9 @@ CASES: dict[str, dict[str, Any]] = {
     "interpolated, normalised": OWN
     | _correction(rollout_is="token", rollout_is_batch_normalize=True, proximal="interpolate"),
     "geometric weights with a lower bound": OWN
-    | _correction(rollout_is="geometric", rollout_is_threshold_lower=0.95),
+    | _correction(rollout_is="geometric", rollout_is_threshold_lower=0.25),
     "second moment": _correction(m2_threshold=0.1, rollout_rs="seq_max_k1", rollout_rs_threshold=9),
-    "off-policy mask": _correction(off_policy_mask_threshold=0.01)
+    "off-policy mask": _correction(off_policy_mask_threshold=1.0)
     | {"actor": {"policy_loss": {"loss_mode": "sapo", "importance_sampling_level": "sequence"}}},
     "linear proximal": OWN | _correction(rollout_is="token", proximal="linear"),
     "high entropy": {

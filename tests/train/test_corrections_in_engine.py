@@ -89,10 +89,10 @@ def interpolated_weights(rows: Rows, _: Rows) -> Trained:
 
 
 def by_token_and_sequence(rows: Rows, _: Rows) -> Trained:
-    """Keep tokens with 0.4 <= arrival / rollout <= 2, in responses where no k2 exceeds 1.5."""
+    """Keep tokens with 0.4 <= arrival / rollout <= 2, in responses where no k2 exceeds 9."""
 
     def far(row: list[Token]) -> bool:
-        return max((t.arrival - t.rollout) ** 2 / 2 for t in row) > 1.5
+        return max((t.arrival - t.rollout) ** 2 / 2 for t in row) > 9
 
     return [
         [
@@ -105,18 +105,18 @@ def by_token_and_sequence(rows: Rows, _: Rows) -> Trained:
 
 
 def by_current_policy(rows: Rows, _: Rows) -> Trained:
-    """Keep a response if the mean k3 of current to rollout <= 0.3, anew in each mini-batch."""
+    """Keep a response if the mean k3 of current to rollout <= 1.15, anew in each mini-batch."""
 
     def near(row: list[Token]) -> bool:
         logs = [t.current - t.rollout for t in row]
-        return bool(row) and np.mean([math.exp(x) - 1 - x for x in logs]) <= 0.3  # type: ignore[return-value]
+        return bool(row) and np.mean([math.exp(x) - 1 - x for x in logs]) <= 1.15  # type: ignore[return-value]
 
     return [[(t, t.rollout, 1.0) for t in row] if near(row) else [] for row in rows]
 
 
 def geometric_weights(rows: Rows, _: Rows) -> Trained:
     means = [np.mean([t.arrival - t.rollout for t in row]) if row else 0.0 for row in rows]
-    bounded = [min(max(math.exp(mean), 0.95), CAP) for mean in means]
+    bounded = [min(max(math.exp(mean), 0.25), CAP) for mean in means]
     return [[(t, t.arrival, w) for t in row] for row, w in zip(rows, bounded, strict=True)]
 
 
@@ -140,10 +140,10 @@ def by_second_moment(rows: Rows, _: Rows) -> Trained:
 
 
 def off_policy_mask(rows: Rows, _: Rows) -> Trained:
-    """Weigh tokens of A < 0 by 0 if the mean of rollout - current is over 0.01."""
+    """Weigh tokens of A < 0 by 0 if the mean of rollout - current is over 0.7."""
 
     def near(row: list[Token]) -> bool:
-        return bool(np.mean([t.rollout - t.current for t in row]) <= 0.01)
+        return bool(np.mean([t.rollout - t.current for t in row]) <= 0.7)
 
     return [[(t, t.rollout, float(near(row) or t.advantage >= 0)) for t in row] for row in rows]
 
@@ -185,20 +185,20 @@ RULES: dict[str, tuple[dict[str, Any], Rule]] = {
         {
             "async_training": DECOUPLED,
             "algorithm": correction(
-                rollout_rs="token_k1,seq_max_k2", rollout_rs_threshold=("0.4_2.0", 1.5)
+                rollout_rs="token_k1,seq_max_k2", rollout_rs_threshold=("0.4_2.0", 9)
             ),
         },
         by_token_and_sequence,
     ),
     "rejection by the current policy": (
-        {"algorithm": correction(rollout_rs="seq_mean_k3", rollout_rs_threshold=0.3)},
+        {"algorithm": correction(rollout_rs="seq_mean_k3", rollout_rs_threshold=1.15)},
         by_current_policy,
     ),
     "age": ({"algorithm": correction(max_token_age=1)}, by_age),
     "geometric weights": (
         {
             "async_training": DECOUPLED,
-            "algorithm": correction(rollout_is="geometric", rollout_is_threshold_lower=0.95),
+            "algorithm": correction(rollout_is="geometric", rollout_is_threshold_lower=0.25),
         },
         geometric_weights,
     ),
@@ -211,7 +211,7 @@ RULES: dict[str, tuple[dict[str, Any], Rule]] = {
     ),
     "second moment": ({"algorithm": correction(m2_threshold=0.1)}, by_second_moment),
     "off-policy mask": (
-        {"algorithm": correction(off_policy_mask_threshold=0.01)},
+        {"algorithm": correction(off_policy_mask_threshold=0.7)},
         off_policy_mask,
     ),
 }
@@ -249,13 +249,13 @@ def test_two_steps_are_those_of_a_plain_loop(name: str, agg: str, folder: str) -
 
 def test_a_rejected_response_is_in_no_baseline(folder: str) -> None:
     keys = correction(
-        rollout_rs="seq_mean_k1", rollout_rs_threshold="0.8_1.5", reject_before_baseline=True
+        rollout_rs="seq_mean_k1", rollout_rs_threshold="0.4_1.5", reject_before_baseline=True
     )
     config = config_of(async_training=DECOUPLED, algorithm=keys)
     samples = samples_of()
 
     def kept(row: list[Token]) -> bool:
-        return not row or 0.8 <= math.exp(np.mean([t.arrival - t.rollout for t in row])) <= 1.5
+        return not row or 0.4 <= math.exp(np.mean([t.arrival - t.rollout for t in row])) <= 1.5
 
     def rule(rows: Rows, _: Rows) -> Trained:
         return [[(t, t.arrival, 1.0) for t in row] if kept(row) else [] for row in rows]

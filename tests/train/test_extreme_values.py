@@ -97,7 +97,10 @@ def given(shape: str, seed: int, size: float) -> Given:
     arrays = BatchArrays(
         version=2,
         rows=SimpleNamespace(  # type: ignore[arg-type]
-            first_row=edges, trajectory=np.arange(len(counts)), num_trajectories=len(counts)
+            first_row=edges,
+            trajectory=np.arange(len(counts)),
+            num_trajectories=len(counts),
+            old_kv=(ids % 2 == 0).numpy(),
         ),
         lengths=lengths,
         ids=ids,
