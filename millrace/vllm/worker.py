@@ -355,7 +355,7 @@ def _die_with_host() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     try:
         host, parent = psutil.Process(int(os.environ[HOST_PID])), psutil.Process(os.getppid())
-        core = parent if host in parent.parents() else None
+        core = parent if parent.ppid() == host.pid else None
     except psutil.NoSuchProcess:
         os._exit(1)
     threading.Thread(target=_end_after_host, args=(host, core), name="orphan", daemon=True).start()
