@@ -23,7 +23,6 @@ from millrace.types import Segment
 from millrace.vllm.receiver import VllmReceiver
 from tests.sync.fleet import regroup
 from tests.vllm.processes import WORKER_IN_CORE
-from tests.waiting import HANG_S
 
 EOS, VOCABULARY, LENGTH = 1, 48, 256
 SHAPE = ModelShape(
@@ -67,7 +66,7 @@ class Replica:
                     "max_response_length": LENGTH,
                 },
                 "actor": {"ppo_max_token_len_per_gpu": 2 * LENGTH},
-                "sync": {"timeout_s": HANG_S},
+                "sync": {"timeout_s": 60},
             }
         )
 

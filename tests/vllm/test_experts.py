@@ -16,7 +16,6 @@ from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, Tokens, joined_experts, tokens_of
 from tests.vllm.processes import engine_cores
 from tests.vllm.replica import EOS, PROMPT, VOCABULARY, Replica, gap
-from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.xdist_group("engines")
 
@@ -58,7 +57,7 @@ def mixture(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) ->
         runner.run(made.publish(0, 1))
         yield made
         runner.run(made.engine.close())
-        assert len(own) == 1 and not psutil.wait_procs(own, timeout=HANG_S)[1]
+        assert len(own) == 1 and not psutil.wait_procs(own, timeout=30)[1]
 
 
 def chosen(replica: Replica, seed: int, tokens: Any) -> list[set[int]]:

@@ -16,7 +16,6 @@ from ray.cluster_utils import Cluster
 from tests.e2e import runs
 from tests.vllm.processes import engine_cores
 from tests.vllm.test_e2e import VLLM
-from tests.waiting import HANG_S
 
 
 def test_a_run_on_a_cluster_and_nothing_left_of_it(tmp_path: Path) -> None:
@@ -41,7 +40,7 @@ def test_a_run_on_a_cluster_and_nothing_left_of_it(tmp_path: Path) -> None:
 
     try:
         processes, shared = asyncio.run(main())
-        _, left = psutil.wait_procs(processes, timeout=HANG_S)
+        _, left = psutil.wait_procs(processes, timeout=20)
         assert not left, "the cluster lives on, and nobody else would end them"
         assert shared
         assert not [path for path in shared if path.exists()], (

@@ -22,7 +22,6 @@ from millrace.vllm.receiver import VllmReceiver
 from tests.sync.fleet import regroup
 from tests.vllm.processes import engine_cores
 from tests.vllm.replica import PROMPT, Replica, gap
-from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.xdist_group("engines")
 
@@ -335,7 +334,7 @@ def test_an_engine_that_stands_still_or_dies_fails_its_requests_and_its_sync(
         await asyncio.sleep(stopped_after_s)
         core.suspend()
         with pytest.raises(WorkerError, match=f"stood still: .* answer {asked} within 1.5 s"):
-            await asyncio.wait_for(transfer, HANG_S)
+            await asyncio.wait_for(transfer, 30)
         core.resume()
 
     async def main() -> None:
@@ -351,10 +350,10 @@ def test_an_engine_that_stands_still_or_dies_fails_its_requests_and_its_sync(
         await asyncio.sleep(0.2)
         core.kill()
         with pytest.raises(WorkerError, match="vLLM's engine process has died"):
-            await asyncio.wait_for(interrupt, HANG_S)
+            await asyncio.wait_for(interrupt, 30)
         with pytest.raises(WorkerError, match="vLLM's engine process has died"):
-            await asyncio.wait_for(task, HANG_S)
+            await asyncio.wait_for(task, 30)
         with pytest.raises(WorkerError, match="vLLM's engine process has died"):
-            await asyncio.wait_for(replica.receiver.transfer(70), HANG_S)
+            await asyncio.wait_for(replica.receiver.transfer(70), 30)
 
     runner.run(main())
