@@ -36,7 +36,7 @@ VERSION = 2
 
 COV = {"clip_cov_ratio": 0.2, "clip_cov_lb": -5.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.2}
 BOUNDS = {
-    "dppo_tv": {"clip_ratio_low": 0.02, "clip_ratio_high": 0.02},
+    "dppo_tv": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1},
     "dppo_kl": {"clip_ratio_low": 0.004, "clip_ratio_high": 0.004},
 }
 OWN = {"async_training": {"use_rollout_log_probs": False}}
