@@ -219,13 +219,15 @@ class Arithmetic:
     """
 
     sign: ClassVar[str]
+    least: ClassVar[int] = 1
+    """The smallest number: an answer that repeats the question must not end with the result."""
     larger: int = field(default=99, metadata={"doc": "the larger number is at most this"})
     smaller: int = field(default=12, metadata={"doc": "the smaller number is at most this"})
 
     def __post_init__(self) -> None:
-        if not 1 <= self.smaller <= self.larger <= 999:
+        if not self.least <= self.smaller <= self.larger <= 999:
             raise ValueError(
-                f"1 <= smaller={self.smaller} <= larger={self.larger} <= 999 must hold"
+                f"{self.least} <= smaller={self.smaller} <= larger={self.larger} <= 999 must hold"
             )
 
     def result(self, a: int, b: int) -> int:
@@ -233,7 +235,7 @@ class Arithmetic:
 
     def problems(self) -> list[tuple[int, int]]:
         """Return all problems, of both splits."""
-        return [(a, b) for a in range(1, self.smaller + 1) for b in range(a, self.larger + 1)]
+        return [(a, b) for a in range(self.least, self.smaller + 1) for b in range(a, self.larger + 1)]
 
     def columns(self, rng: Random, numbers: Sequence[int]) -> dict[str, Any]:
         """Return the columns of the row of a problem, with its numbers in some order."""
@@ -260,6 +262,7 @@ class Products(Arithmetic):
 
     __slots__ = ()
     sign = "*"
+    least = 2
 
     def result(self, a: int, b: int) -> int:
         return a * b

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from millrace.errors import RewardError
 from millrace.rewards.normalise import minerva
 
-Form = Literal["tag", "hashes", "number", "boxed", "boxed_end", "answer_line", "formula", "any"]
+Form = Literal["tag", "hashes", "number", "last_number", "boxed", "boxed_end", "answer_line", "formula", "any"]
 """Where a response has its answer.
 
 | form | the answer |
@@ -21,6 +21,7 @@ Form = Literal["tag", "hashes", "number", "boxed", "boxed_end", "answer_line", "
 | tag | the text of the last `<answer>...</answer>` |
 | hashes | the number after the last `#### `, without commas |
 | number | the last number, as it is written |
+| last_number | the last number, without commas and without a full stop after it |
 | boxed | the content of the last `\\boxed{}` |
 | boxed_end | the same in the last 100 characters |
 | answer_line | the rest of the line after the last `Answer:`, in Minerva's normal form |
@@ -37,6 +38,7 @@ BOX_END = 100
 
 _HASHES = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")
+_LAST_NUMBER = re.compile(r"(?<!\d)-?\d[\d,]*(?:\.\d+)?")
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 
@@ -88,6 +90,11 @@ def _number(text: str) -> str | None:
     return next((n for n in reversed(_NUMBER.findall(text[-END:])) if n != "."), None)
 
 
+def _last_number(text: str) -> str | None:
+    number = _last(_LAST_NUMBER, text)
+    return None if number is None else number.replace(",", "")
+
+
 def _boxed(text: str) -> str | None:
     """Return the content of the last box. A box without braces ends at the next dollar sign."""
     if "\\boxed " in text:
@@ -131,6 +138,7 @@ _FORMS: dict[Form, Callable[[str], str | None]] = {
     "tag": _tag,
     "hashes": _hashes,
     "number": _number,
+    "last_number": _last_number,
     "boxed": _boxed,
     "boxed_end": _boxed_end,
     "answer_line": _answer_line,

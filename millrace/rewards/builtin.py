@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from typing import Any
 
@@ -50,6 +51,24 @@ def exact(
     return float(solution_str.strip() in [str(one).strip() for one in accepted])
 
 
+def last_number(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """Return 1 if the last number of the completion equals the ground truth, which is a number.
+
+    Commas and a full stop after the number do not count. In GSM8K, the ground truth is the text
+    after ####. The function reads no formulas: the answer "7 * 12" has the last number 12.
+    """
+    truth = str(required(data_source, ground_truth)).split("####")[-1].replace(",", "").strip()
+    answer = extract(solution_str, "last_number")
+    try:
+        right = float(answer is not None and Decimal(answer) == Decimal(truth))
+    except InvalidOperation:
+        rule = f"the ground truth {truth[:80]!r} is not a number"
+        raise RewardError("bad_ground_truth", f"{rule}. Fix: reward.function=math") from None
+    return {"score": right, "acc": right, "pred": answer}
+
+
 def math(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> dict[str, Any]:
@@ -58,6 +77,8 @@ def math(
     In GSM8K, the ground truth is the text after ####. The answer is the first that exists of a
     formula after "final answer is", all boxes, and the last formula or number of the completion.
     Several boxes are one answer, the set of their contents: boxes of 1 and 2 do not equal 2.
+    math-verify evaluates a formula. So a completion that repeats the question "What is 7 * 12?" is
+    right, and `last_number` fits such questions.
     math-verify's own deadlines are off, because they need signals. The pool has a deadline that
     also stops code that ignores signals.
     """
@@ -124,6 +145,7 @@ BUILTIN: dict[str, Callable[..., Result]] = {
     "exact": exact,
     "gsm8k": gsm8k,
     "gsm8k_flexible": gsm8k_flexible,
+    "last_number": last_number,
     "math": math,
     "math_dapo": math_dapo,
     "math_reward": math_reward,

@@ -16,7 +16,7 @@ from millrace.data.tasks import TASKS
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
 SCORERS: dict[str, str] = {
     **dict.fromkeys(TASKS, "exact"),
-    **dict.fromkeys(("products", "sums"), "math"),  # the answer may be a sentence
+    **dict.fromkeys(("products", "sums"), "last_number"),  # the answer may be a sentence
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "math_reward",
     "DigitalLearningGmbH/MATH-lighteval": "math_reward",
@@ -88,7 +88,7 @@ def advice_for_chat(
         return ""
     why, fix = _BARE[name]
     if _NUMBER.fullmatch(str(truth).split("####")[-1].strip()):
-        fix = f"{section}.function=math, which finds the number in a sentence, or {fix}"
+        fix = f"{section}.function=last_number, which reads sentences, or {fix}"
     rule = f"the scorer {name!r} and a model with a chat template: {why}"
     return f"warning: {section}.function = {function!r}, {data_source}: {rule}. Fix: {fix}."
 
@@ -113,5 +113,5 @@ def refusal(data_source: str, extra_info: dict[str, Any]) -> tuple[str, str] | N
     meant = "" if meant.startswith("one of") else meant
     return (
         f"no built-in scorer belongs to this data source; known are {known}",
-        f"{meant}{own}, or reward.function=exact (or math, gsm8k, math_dapo) for all rows",
+        f"{meant}{own}, or reward.function=exact (or last_number, math, gsm8k, math_dapo) for all rows",
     )

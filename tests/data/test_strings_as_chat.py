@@ -111,7 +111,7 @@ def test_a_run_says_how_strings_are_read_and_names_a_scorer_that_does_not_fit(
     assert problems.train[0].text == rendered()
     line, warning = problems.notes
     assert line.startswith("data.chat=auto") and Reading.WRAPPED in line
-    assert "reward.function = 'exact'" in warning and "reward.function=math" in warning
+    assert "reward.function = 'exact'" in warning and "reward.function=last_number" in warning
 
 
 def test_messages_need_no_line_and_a_scorer_that_fits_no_warning(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from millrace.rewards.builtin import (
     NEEDS_TRUTH,
     default,
     exact,
+    last_number,
     math,
     reasoning_gym,
 )
@@ -38,6 +39,42 @@ def test_a_row_without_a_ground_truth_is_an_error_of_its_scorer(name: str) -> No
     for text in ("None", "#### None", "\\boxed{None}", "Answer: None"):
         with pytest.raises(RewardError, match="a row of d has no ground truth"):
             BUILTIN[name]("d", text, None, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "score", "pred"),
+    [
+        ("7 * 12 = 84.", "84", 1, "84"),
+        ("It is 1,234!", "1234", 1, "1234"),
+        ("$84.00", "1,200 less is\n#### 84", 1, "84.00"),
+        ("from 90-84", "84", 1, "84"),
+        ("-84", "84", 0, "-84"),
+        ("It is 84, not 48.", "84", 0, "48"),
+        ("What is 7 * 12?", "84", 0, "12"),
+        ("7 * 12", "84", 0, "12"),
+        ("eighty-four", "84", 0, None),
+        ("", "84", 0, None),
+        ("84" + " and so on" * 100, 84, 1, "84"),
+    ],
+)
+def test_the_last_number_is_read_and_no_formula(
+    text: str, truth: Any, score: int, pred: str | None
+) -> None:
+    expected = {"score": score, "acc": score, "pred": pred}
+    assert last_number("d", text, truth, {}) == expected
+
+
+def test_the_last_number_needs_a_number() -> None:
+    with pytest.raises(RewardError, match=r"'x\^2' is not a number. Fix: reward.function=math"):
+        last_number("d", "4", "x^2", {})
+
+
+def test_an_answer_that_repeats_the_question_is_wrong() -> None:
+    for name in ("products", "sums"):
+        rows = load_source(f"task:{name}?smaller=99&larger=99&size=2000", seed=0)
+        for i in range(2000):
+            row = problem(rows, i)
+            assert to_score(default(name, row.text, row.ground_truth, {})).value == 0, row.text
 
 
 def test_each_data_source_has_its_own_scorer() -> None:

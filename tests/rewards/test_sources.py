@@ -35,7 +35,7 @@ def test_verls_sources_have_the_scorers_that_verl_gives_them(
 def test_generated_rows_keep_their_scorers() -> None:
     in_sentences = {"products", "sums"}
     assert {scorer_of(name, {}) for name in TASKS.keys() - in_sentences} == {"exact"}
-    assert {scorer_of(name, {}) for name in in_sentences} == {"math"}
+    assert {scorer_of(name, {}) for name in in_sentences} == {"last_number"}
     assert scorer_of("chain_sum", {"reasoning_gym": "chain_sum"}) == "reasoning_gym"
     assert scorer_of("file", {"metadata": {"source_dataset": "chain_sum"}}) == "reasoning_gym"
     assert scorer_of("file", {"metadata": {"source_dataset": "no such"}}) is None
