@@ -235,7 +235,9 @@ class Arithmetic:
 
     def problems(self) -> list[tuple[int, int]]:
         """Return all problems, of both splits."""
-        return [(a, b) for a in range(self.least, self.smaller + 1) for b in range(a, self.larger + 1)]
+        return [
+            (a, b) for a in range(self.least, self.smaller + 1) for b in range(a, self.larger + 1)
+        ]
 
     def columns(self, rng: Random, numbers: Sequence[int]) -> dict[str, Any]:
         """Return the columns of the row of a problem, with its numbers in some order."""

@@ -13,7 +13,9 @@ from typing import Any, Literal
 from millrace.errors import RewardError
 from millrace.rewards.normalise import minerva
 
-Form = Literal["tag", "hashes", "number", "last_number", "boxed", "boxed_end", "answer_line", "formula", "any"]
+Form = Literal[
+    "tag", "hashes", "number", "last_number", "boxed", "boxed_end", "answer_line", "formula", "any"
+]
 """Where a response has its answer.
 
 | form | the answer |

@@ -184,7 +184,10 @@ class RolloutWorker(Worker):
     async def load(self, engine: str, model_folder: str) -> None:
         keep_compiled_code()
         if engine == "vllm":
+            from millrace.vllm.fork import import_beside
+
             _vllm_environment(model_folder)
+            import_beside()
         with _importing():
             _engine_module(engine)
 

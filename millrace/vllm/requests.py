@@ -205,6 +205,13 @@ def sampling_params(params: SamplingParams, eos_ids: list[int]) -> vllm.Sampling
     )
 
 
+def warm_up_params() -> vllm.SamplingParams:
+    """Return the parameters that need every kernel of a request."""
+    return vllm.SamplingParams(
+        max_tokens=4, temperature=0.9, top_p=0.9, top_k=50, seed=0, logprobs=0, flat_logprobs=True
+    )
+
+
 def stop_string_end(
     request: ActiveRequest, drawn: Tokens, checked: int, decode: Callable[[Tokens], str]
 ) -> int:

@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import vllm.v1.engine.utils
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.models import registry
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from millrace.config.vllm_checks import HOST_PID
 from millrace.errors import WorkerError
+from millrace.vllm.fork import context
 
 _SHARED = "/dev/shm/psm_"
 _STDERR = "/proc/self/fd/2"
@@ -39,6 +42,10 @@ def start(arguments: dict[str, Any]) -> AsyncLLM:
     """Start vLLM. Raise WorkerError with the last error in the log of vLLM's processes."""
     os.environ[HOST_PID] = str(os.getpid())
     os.umask(0o077)  # vLLM's sockets in /tmp carry pickles, so they are the user's alone
+    # vLLM looks at the model's class in a further process, so that this one can fork.
+    registry._run_in_subprocess = lambda look: look()
+    if forked := context():
+        vllm.v1.engine.utils.get_mp_context = lambda: forked
     log, over = _Log(), threading.Event()
     threading.Thread(target=_end_failed_core, args=(log, over), name="start", daemon=True).start()
     try:
@@ -101,10 +108,10 @@ class _Log:
 def _end_failed_core(log: _Log, over: threading.Event) -> None:
     """Kill vLLM's processes when the log says that a core failed. vLLM then sees the core's end."""
     me = psutil.Process()
-    before = set(me.children())
+    before = set(me.children(recursive=True))
     while not over.wait(_POLL_S):
         if _FAILED in log.text() and not over.wait(_GRACE_S):
-            for child in set(me.children()) - before:
+            for child in set(me.children(recursive=True)) - before:
                 with contextlib.suppress(psutil.Error):  # the process has ended
                     if "resource_tracker" not in " ".join(child.cmdline()):
                         child.kill()

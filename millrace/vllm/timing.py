@@ -39,6 +39,9 @@ def time_starts() -> None:
                 setattr(self.model_runner, method, _timed(work, what))
 
     worker.init_device = timed_init
+    module_of_worker = importlib.import_module(worker.__module__)
+    if kernels := getattr(module_of_worker, "warmup_kernels", None):
+        setattr(module_of_worker, "warmup_kernels", _timed(kernels, "kernels"))  # noqa: B010
     for method, what in _OF_WORKER:
         setattr(worker, method, _timed(getattr(worker, method), what))
     compiling = decorators.monitor_torch_compile

@@ -35,6 +35,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as vllm_layers
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from millrace.config import Config
@@ -48,6 +49,7 @@ from millrace.sync.proof import bit_sums, changed, start_bit_sums
 from millrace.sync.store import bound_store
 from millrace.sync.table import read_specs
 from millrace.vllm.experts import folder_names, live_names, use_plain_experts
+from millrace.vllm.requests import warm_up_params
 from millrace.vllm.timing import time_starts
 from millrace.waits.registry import take_starts
 
@@ -355,7 +357,7 @@ def _die_with_host() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     try:
         host, parent = psutil.Process(int(os.environ[HOST_PID])), psutil.Process(os.getppid())
-        core = parent if parent.ppid() == host.pid else None
+        core = parent if host in parent.parents() and parent != host else None
     except psutil.NoSuchProcess:
         os._exit(1)
     threading.Thread(target=_end_after_host, args=(host, core), name="orphan", daemon=True).start()
@@ -386,6 +388,8 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     _die_with_host()
     _ignore_stop_signals()
     time_starts()
+    # vLLM would compile kernels for penalties, biases and bad words, which millrace never uses.
+    SamplingParams.for_sampler_warmup = staticmethod(warm_up_params)
     # vLLM's workers find each other through this store. torch's own store would listen on every
     # interface.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")

@@ -19,7 +19,7 @@ from millrace.train.fsdp import state as train_state
 from millrace.train.fsdp.critic import PackedCritic, copy_weights
 from millrace.train.fsdp.lora import StartPolicy
 from millrace.train.fsdp.policy import PackedPolicy
-from millrace.train.fsdp.sharding import division_of, load, mesh_of, sent_rows
+from millrace.train.fsdp.sharding import division_of, load, mesh_of, reshard, sent_rows
 from millrace.train.fsdp.trainable import Trainable, moved
 from millrace.train.step import TrainSteps
 
@@ -136,7 +136,7 @@ class FsdpTrainEngine(TrainSteps):
     def sent_weights(self) -> Iterator[Tensor]:
         """Yield this rank's rows of every trained weight. Frozen ones are sent only once."""
         if isinstance(self.policy, FSDPModule):
-            self.policy.reshard()
+            reshard(self.policy)
         for parameter in self.actor.parameters:
             yield lora.own_rows(parameter.detach())
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -22,8 +23,11 @@ from transformers import PreTrainedModel
 
 from millrace.config import ModelConfig, TrainerConfig
 from millrace.models.model import empty_model, fits, load_model
+from millrace.train.fused_norm import fuse_norms
 from millrace.train.ulysses import Division
 
+GATHERED_BYTES = 1 << 30
+"""Up to this size, the gathered weights stay from the forward to the backward pass."""
 UNIT = 1 << 25
 """The parameters of a unit of sharding, at least: 134 MB in float32, or one layer if it has more."""
 
@@ -155,6 +159,8 @@ def shard(
     Master weights stay in float32, and gradients are added up in float32.
     """
     layers = cast(Layered, module).layers()
+    if device.type == "cuda" and section.dtype == "bfloat16":
+        fuse_norms(module)
     if section.compile:
         for layer in layers:
             layer.forward = _compiled(layer.forward)  # type: ignore[method-assign]
@@ -165,10 +171,21 @@ def shard(
         param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32 if bf16 else None
     )
     home = CPUOffloadPolicy() if offloads(trainer, device) else OffloadPolicy()
+    gathered = sum(p.numel() for p in module.parameters()) * (2 if bf16 else 4)
+    # A small model's step is bound by the host, and a second gather costs it milliseconds.
+    again = gathered > GATHERED_BYTES
+    shared: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": home}
     for unit in _units(layers):
-        fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=home)
-    fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=home)
+        fully_shard(unit, reshard_after_forward=again, **shared)
+    fully_shard(module, **shared)
     return module
+
+
+def reshard(module: nn.Module) -> None:
+    """Free the gathered weights of all units of `module`."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _units(layers: list[nn.Module]) -> list[list[nn.Module]]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from millrace.config import ActorConfig, OptimConfig
 from millrace.train.balance import num_sequences
 from millrace.train.fsdp.routers import Routers
+from millrace.train.fsdp.sharding import reshard
 from millrace.train.layout import Ints
 from millrace.train.learner import Learner, LossOf
 from millrace.train.metrics import Meter
@@ -154,9 +155,9 @@ class Trainable(Learner):
                 own = token // share.own == share.rank
                 routed[position[own]] = routers.chosen()[token[own] - share.first]
         if isinstance(self.module, FSDPModule):
-            # After a forward pass, the root's weights stay gathered. They would be stale after a
-            # load, and would take memory during sleep.
-            self.module.reshard()
+            # After a forward pass, gathered weights may stay. They would be stale after a load,
+            # and would take memory during sleep.
+            reshard(self.module)
         whole = self.reduce(torch.stack(flats).to(self.device), dist.ReduceOp.SUM).cpu()
         if routed is not None:  # Each token is on one rank, and is 0 on the others.
             own = torch.from_numpy(routed).to(self.device)
