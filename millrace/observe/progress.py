@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -122,8 +122,16 @@ def shown(validation: dict[str, float], between: str = "  ") -> str:
     """Return the values of a validation in one line."""
     return between.join(
         f"{name.removeprefix('val/')} {value:.{0 if name.endswith('/reward_errors') else 3}f}"
-        for name, value in validation.items()
+        for name, value in distinct(validation)
     )
+
+
+def distinct(validation: dict[str, float]) -> Iterator[tuple[str, float]]:
+    """Yield the names and values of a validation, without accuracies that equal their scores."""
+    for name, value in validation.items():
+        score = name.replace("/acc/", "/")
+        if score == name or value != validation.get(score):
+            yield name, value
 
 
 def sparkline(values: list[float], width: int) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from millrace.observe.progress import shown
+from millrace.observe.progress import distinct, shown
 from millrace.pipeline.validation import Result, Transcript
 from millrace.run.train import Outcome
 
@@ -46,7 +46,7 @@ def show(console: Console, outcome: Outcome) -> None:
     )
     say(
         f"{outcome.samples_trained} samples in {outcome.optimizer_steps} optimizer steps, "
-        f"{outcome.versions} versions; start {times.get('start', 0):.1f} s, "
+        f"{outcome.versions} versions; engines after {times.get('start', 0):.1f} s, "
         f"warm-up {times.get('warm_up', 0):.1f} s, RL {outcome.train_seconds:.1f} s",
     )
     say(f"run         {outcome.run_dir}")
@@ -69,11 +69,8 @@ def _comparison(first: Result | None, last: Result) -> Table:
     table = Table(title="held-out problems")
     for name in ("", "before", "after"):
         table.add_column(name, justify="left" if not name else "right")
-    for name, value in last.values.items():
+    for name, value in distinct(last.values):
         before = first.values.get(name) if first else None
-        score = name.replace("/acc/", "/")
-        if score != name and value == last.values[score]:
-            continue  # the accuracy is the score
         table.add_row(
             Text(name.removeprefix("val/")),
             "-" if before is None else f"{before:.3f}",
