@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.train import packed_attention as attention
-from millrace.train.fsdp.policy import layers_of, states_before_targets
+from millrace.train.fsdp.policy import layers_of, states_before_targets, train_pad_token
 from millrace.train.packing import MicroBatch
 
 
@@ -20,6 +20,7 @@ class PackedCritic(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         model.set_attn_implementation(attention.NAME)
+        train_pad_token(model)
         model.train(False)
         self.body = cast(PreTrainedModel, model.base_model)
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=True)

@@ -39,6 +39,7 @@ class PackedPolicy(nn.Module):
         super().__init__()
         _check_head(model)
         model.set_attn_implementation(attention.NAME)
+        train_pad_token(model)
         # Dropout is always off, because training and rollout must give the same log-probs.
         model.train(False)
         if checkpoint_share:
@@ -93,6 +94,16 @@ def states_before_targets(body: nn.Module, batch: MicroBatch) -> tuple[Tensor, T
     ).last_hidden_state[0]
     select, mine = share.selected(batch.select)
     return hidden.index_select(0, select), mine
+
+
+def train_pad_token(model: PreTrainedModel) -> None:
+    """Let the embedding of the pad token get its gradient as an input.
+
+    transformers drops it. Packed rows have no padding, and the pad token of some models is one of
+    their texts: SmolLM2's is <|im_end|>, which ends every message.
+    """
+    embedding: Any = model.get_input_embeddings()  # type: ignore[no-untyped-call]
+    embedding.padding_idx = None
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
