@@ -62,7 +62,6 @@ class Limits:
     dtype: str
     least: float
     """The smallest limit of a gap, nats."""
-    max_prompt_length: int
     max_len: int
     """Tokens of a prompt and its response."""
     at_once: int
@@ -245,11 +244,9 @@ class Proof:
         limit = self.limit
         if len(drawn.engine) and limit is not None:
             found = gaps.gap(drawn.engine, drawn.trainer)
-            limit = gaps.limit_of_few(limit, found.tokens)
-            if found.mean > limit:
-                finding = gaps.Finding(gaps.TRUE, "the gap of a probe", found.mean, limit)
-                causes = gaps.causes({gaps.TRUE: drawn}, [finding])
-                figures = f"version {version}: {found}, limit {limit:.3g}"
+            if findings := gaps.of_kinds(gaps.TRUE, drawn, 0.0, limit):
+                figures = f"version {version}: {gaps.worst(findings)}; a probe: {found}"
+                causes = gaps.causes({gaps.TRUE: drawn}, findings)
                 self._refuse(gaps.disagreement(figures, causes))
 
     # -- draws
@@ -305,8 +302,9 @@ class Proof:
         self, replica: int, number: int, lengths: tuple[int, ...], prompt: Tokens | None = None
     ) -> Request:
         asked = number % _ASKED
-        kinds = {gaps.ASKED_AGAIN if asked else gaps.ASKED_FIRST} if prompt is None else set[str]()
+        kinds = {gaps.OF_REPLICA.format(replica)}
         if prompt is None:
+            kinds.add(gaps.ASKED_AGAIN if asked else gaps.ASKED_FIRST)
             prompt = self.prompts[number // _ASKED % _PROMPTS].tokens
         self._begun += 1
         # The names of a validation: nothing that counts samples counts these.
@@ -315,15 +313,18 @@ class Proof:
         )
 
     def _long(self, replica: int, number: int) -> list[Request]:
-        """Return a request with the longest prompt that the run allows, made of real prompts."""
-        longest, parts = min(self.limits.max_prompt_length, _LONG), [self.prompts[0].tokens]
-        if longest < 2 * len(parts[0]):
+        """Return a request with the longest context that the run allows, made of real prompts.
+
+        A response may be long, and its last tokens have positions that no other request reaches.
+        """
+        length = min(self._params.max_tokens, 2 * _PROBE_TOKENS)
+        longest = min(self.limits.max_len - length, _LONG)
+        if longest < 2 * len(self.prompts[0].tokens):
             return []
-        while sum(map(len, parts)) < longest and len(parts) < 4 * _PROMPTS:
-            parts.append(self.prompts[len(parts) % _PROMPTS].tokens)
-        length = min(self._params.max_tokens, _PROBE_TOKENS)
-        request = self._request(replica, number, (length,), joined(parts)[:longest])
-        request.kinds = frozenset({gaps.LONG})
+        parts = joined([self.prompts[i].tokens for i in range(_PROMPTS)])
+        prompt = parts * (longest // len(parts) + 1)
+        request = self._request(replica, number, (length,), prompt[:longest])
+        request.kinds |= {gaps.LONG}
         return [request]
 
     async def _last(self, replica: int) -> list[Request]:
@@ -355,7 +356,8 @@ class Proof:
             request = self._request(replica, number, (length,))
             whole = old.tokens()
             if number % _ASKED == 1 and len(whole) + length <= self.limits.max_len:
-                request.prompt, request.kinds = whole, frozenset({gaps.SECOND})
+                request.prompt = whole
+                request.kinds = frozenset({gaps.OF_REPLICA.format(replica), gaps.SECOND})
             found[replica].append(request)
         return found
 
@@ -383,7 +385,7 @@ class Proof:
             trainer += await self.engine.log_probs(part)
             taken, size = clock() - since, 2 * size
             rate = sum(cells(part)) / taken if taken else float("inf")
-        own: list[list[float]] = []
+        own: list[list[list[float]]] = []
         unchanged: list[list[float]] | None = None
         some: tuple[Sample, ...] = ()
         if reference and trainer:

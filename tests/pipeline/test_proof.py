@@ -102,7 +102,7 @@ def world(schedule: Schedule, engines: int = 2, **options: Any) -> World:
         LongTail(),
         SamplingParams(64),
         schedule,
-        Limits("float32", 1e-5, 64, 128, 48),
+        Limits("float32", 1e-5, 128, 48),
         note=notes.append,
         refuse=refused.append,
         **options,
@@ -159,6 +159,22 @@ def test_a_replica_that_is_wrong_with_some_weights_ends_the_run_before_training(
     one, error = run(lambda: world(schedule_of("async_partial")), act)
     assert f"({where})" in str(error) and "guard.on_gap=warn" in str(error)
     assert error.exit_code == 3 and one.train.changes == [True, False]
+
+
+def test_one_wrong_replica_of_eight_is_found_although_the_mean_of_all_is_within_the_limit() -> None:
+    """Its gap is 4 limits, so the mean of all is half a limit. A probe must find it, too."""
+
+    async def act(one: World) -> GapError:
+        one.engines[3].wrong = lambda version: 4e-5
+        with pytest.raises(GapError) as caught:
+            await one.proof.run(0)
+        await one.proof.probe(0, one.proof.draws.pause, untimed)
+        return caught.value
+
+    one, error = run(lambda: world(schedule_of("async_partial"), engines=8), act)
+    assert one.proof.limit == 1e-5
+    assert [name in str(error) for name in ("replica 3", "replica 4")] == [True, False]
+    assert len(one.refused) == 1 and "replica 3" in str(one.refused[0])
 
 
 def test_with_warn_the_run_says_it_and_goes_on() -> None:
