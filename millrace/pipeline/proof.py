@@ -123,7 +123,8 @@ class Proof:
     async def run(self, version: PolicyVersion) -> Verdict | None:
         """Prove all replicas, which have the weights of `version`. Rollouts have the devices.
 
-        Return None if workers were lost again and again meanwhile. Raises GapError.
+        Return None if workers were lost again and again meanwhile, or if none drew a token. The
+        first probe then proves those that serve. Raises GapError.
         """
         clock = asyncio.get_running_loop().time
         since = clock()
@@ -136,8 +137,10 @@ class Proof:
                 self.draws.cancel()
             if self._workers() == before:
                 break
-        else:
-            self._note("warning: the engines are not proven: workers were lost meanwhile")
+        if self._workers() != before or not verdict.gap.tokens:
+            self.floor = gaps.ASSUMED[self.limits.dtype]
+            why = "workers were lost meanwhile" if self._workers() != before else "no token was drawn"
+            self._note(f"warning: the engines are not proven yet: {why}. A probe follows")
             return None
         self.floor = verdict.floor
         self._proven |= set(before[1])

@@ -202,6 +202,46 @@ def test_a_replica_that_is_lost_meanwhile_does_not_end_the_proof() -> None:
     assert verdict.error() is None and one.pool.roster.live == [0]
 
 
+@pytest.mark.parametrize("lost", ["from the start", "in each try"])
+def test_engines_without_a_proof_are_not_called_proven_and_are_probed_once_they_serve(
+    lost: str,
+) -> None:
+    async def act(one: World) -> tuple[Verdict | None, bool]:
+        roster = one.pool.roster
+        one.engines[0].wrong = lambda version: 0.1
+        roster.lose(1, 0, "it died")
+        if lost == "from the start":
+            roster.lose(0, 0, "it died")
+        else:
+            draw = one.engines[0].generate
+
+            async def dies(*request: Any) -> Any:
+                roster.lose(0, roster.incarnation(0), "it died")
+                roster.restarted(0)
+                roster.proven(0, roster.incarnation(0))
+                return await draw(*request)
+
+            one.engines[0].generate = dies  # type: ignore[method-assign, assignment]
+        verdict = await one.proof.run(0)
+        if lost == "from the start":
+            roster.restarted(0)
+            roster.proven(0, 1)
+        else:
+            one.engines[0].generate = draw  # type: ignore[method-assign]
+        due = one.proof.due()
+        await one.proof.probe(0, one.proof.draws.pause, untimed)
+        return verdict, due
+
+    def few() -> World:
+        one = world(schedule_of("async_partial"))
+        one.pool.roster.max_restarts = 10**9
+        return one
+
+    one, (verdict, due) = run(few, act)
+    assert verdict is None and due and one.proof.limit
+    assert one.notes[0].startswith("warning: ") and len(one.refused) == 1
+
+
 @pytest.mark.parametrize("mode", ["async_partial", "colocate_sync"])
 def test_a_replica_that_joins_is_proven_before_the_next_step(mode: str) -> None:
     async def act(one: World) -> tuple[bool, bool, int]:

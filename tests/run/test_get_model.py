@@ -210,3 +210,8 @@ def test_the_cache_is_the_users_or_the_one_that_the_environment_names(
     assert model_folder("smollm2") == tmp_path / "millrace" / "smollm2"
     monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path / "other"))
     assert model_folder("smollm2") == tmp_path / "other" / "smollm2"
+
+
+def test_a_folder_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"FOLDER = .*Fix: a folder that can be made"):
+        get_model("smollm2", tmp_path / ("a" * 300), print)
