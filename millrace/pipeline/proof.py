@@ -139,7 +139,9 @@ class Proof:
                 break
         if self._workers() != before or not verdict.gap.tokens:
             self.floor = gaps.ASSUMED[self.limits.dtype]
-            why = "workers were lost meanwhile" if self._workers() != before else "no token was drawn"
+            why = (
+                "workers were lost meanwhile" if self._workers() != before else "no token was drawn"
+            )
             self._note(f"warning: the engines are not proven yet: {why}. A probe follows")
             return None
         self.floor = verdict.floor
@@ -309,7 +311,7 @@ class Proof:
         if prompt is None:
             kinds.add(gaps.ASKED_AGAIN if asked else gaps.ASKED_FIRST)
             prompt = self.prompts[number // _ASKED % _PROMPTS].tokens
-        self._begun += 1
+        self._begun += 1 << 16  # vLLM adds to a seed what is drawn, and turns add to it, too
         # The names of a validation: nothing that counts samples counts these.
         return Request(
             f"val/proof/{replica}/{number}", prompt, self._begun, lengths, frozenset(kinds)
