@@ -187,8 +187,12 @@ class TrainEngine(Protocol):
         """
         ...
 
-    async def reference_log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
-        """Return `log_probs` of an independent model in a wider dtype. Empty if it has no room."""
+    async def reference_log_probs(self, samples: tuple[Sample, ...]) -> list[list[list[float]]]:
+        """Return two lists for each trajectory: `log_probs` of an independent model, and ranks.
+
+        The model has a wider dtype. A rank is the probability of all likelier tokens, with half of
+        that of equally likely ones. Return an empty list if the model has no room.
+        """
         ...
 
     async def displace(self, away: bool) -> None:

@@ -71,7 +71,7 @@ class Engines:
         dtype = c.model.dtype
         least = LEAST_TF32 if on_gpu and dtype == "float32" else LEAST[dtype]
         rollout = c.rollout
-        sizes = rollout.max_prompt_length, rollout.max_len, rollout.max_num_seqs
+        sizes = rollout.max_len, rollout.max_num_seqs
         schedule = c.schedule
         if self.rollout._recompute:
             schedule = replace(schedule, on_sync=OnSync.SWAP)
@@ -263,6 +263,62 @@ def with_rope(folder: str, factor: float = 0.5) -> Iterator[str]:
         yield copy
 
 
+def top_k(one: Engines) -> contextlib.AbstractContextManager[None]:
+    """Draw from the 16 likeliest tokens. The log-probs are those of the full distribution."""
+    generate = one.rollout.generate
+
+    async def cut(tokens: Tokens, params: SamplingParams, session: str) -> tuple[Segment, ...]:
+        found: tuple[Segment, ...] = await generate(tokens, replace(params, top_k=16), session)
+        return found
+
+    return patched(one.rollout, "generate", cut)
+
+
+def rounded_keys(one: Engines) -> contextlib.AbstractContextManager[None]:
+    """Round the keys of the middle layer to bfloat16 in a run in float32."""
+    project = one.rollout._model.model.layers[_layers(one) // 2].self_attn.k_proj
+    forward = project.forward
+    return patched(project, "forward", lambda x: forward(x).bfloat16().to(x.dtype))
+
+
+def shared_page(one: Engines) -> contextlib.AbstractContextManager[None]:
+    """Let a page of a session's kept KV belong to the next session, too."""
+    kept = one.rollout._decoder.kept
+    keep = kept.keep
+
+    def twice(session: str, tokens: Any, version: int) -> Any:
+        found = keep(session, tokens, version)
+        if found is not None and len(found.pages) > 1:
+            kept._free.append(int(found.pages[0]))
+        return found
+
+    return patched(kept, "keep", twice)
+
+
+def shifted_extension(one: Engines) -> contextlib.AbstractContextManager[None]:
+    """Shift the positions of tokens that are read after kept KV by one."""
+    from millrace.decode import decoder
+
+    plan = decoder.plan_extension
+
+    def shifted(*args: Any) -> Any:
+        found = plan(*args)
+        return found and replace(found, positions=found.positions + 1)
+
+    return patched(decoder, "plan_extension", shifted)
+
+
+def late_rope(one: Engines) -> contextlib.AbstractContextManager[None]:
+    """Scale the positions in the last fifth of the longest context."""
+    rope, start = one.rollout._model.model.rotary_emb, 0.8 * one.config.rollout.max_len
+    forward = rope.forward
+
+    def scaled(x: Tensor, position_ids: Tensor) -> Any:
+        return forward(x, position_ids.clamp(max=start) + (position_ids - start).clamp(min=0) / 2)
+
+    return patched(rope, "forward", scaled)
+
+
 ANY: dict[str, Plant] = {
     "one layer's weights not synced": unsynced_layer,
     "a head transposed": head_transposed,
@@ -274,8 +330,14 @@ TORCH: dict[str, Plant] = {
     "a tied head loaded untied": untied_head,
     "attention mask off by one": mask,
     "KV of old weights under recompute": old_kv_recompute,
+    "draws from the likeliest tokens alone": top_k,
+    "keys of one layer in bfloat16": rounded_keys,
+    "a page of kept KV in two sessions": shared_page,
+    "positions after kept KV off by one": shifted_extension,
 }
 """Faults of the torch engine."""
+LONG: dict[str, Plant] = {"rope wrong at the last positions": late_rope}
+"""Faults of long responses, which the configuration must allow."""
 ROPE = "RoPE base wrong"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -30,5 +32,6 @@ def get_model(
 
     Example: millrace get-model smollm2
     """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # leave no half model
     result = getting.get_model(name, folder, lambda line: typer.echo(line, err=True))
     report(json_, result, f"{result['model']}: {result['source']}")

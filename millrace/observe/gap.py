@@ -30,6 +30,10 @@ ASSUMED = {"float32": 1e-3, "bfloat16": 0.04}
 STALE_SHARE = 0.003
 """The part of a change of all weights that may seem missing in an engine, with _SIGMAS of noise."""
 _SIGMAS = 4.0
+RANK_SHIFT = 0.005
+"""The shift of the mean rank of drawn tokens that a dtype may make, without its noise."""
+_DOUBT = 16.0
+"""A mean rank of healthy draws is over its limit once in e^16 proofs, at the most, about."""
 _FEW = 64
 """A kind of tokens with fewer tokens than this is not judged by itself."""
 _FAR = 2.0
@@ -75,6 +79,11 @@ class Drawn:
     """What the tokens have in common, by name."""
     unchanged: Floats | None = None
     """The trainer's log-probs with the true weights, if the weights were displaced."""
+    ranks: Floats | None = None
+    """The reference's probability of all likelier tokens, with half of that of equal ones.
+
+    Its expected value is exactly 1/2 if tokens are drawn from the policy.
+    """
 
     def missing(self) -> tuple[float, float]:
         """Return the part of the displacement that the engine lacks, and its standard error.
@@ -109,6 +118,14 @@ class Finding:
     value: float
     limit: float
 
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.where}) {self.value:.3g}, limit {self.limit:.3g}"
+
+
+def worst(findings: Sequence[Finding]) -> Finding:
+    """Return the finding that is the most times over its limit."""
+    return max(findings, key=lambda one: one.value / one.limit)
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -128,12 +145,8 @@ class Verdict:
         """Return the error of engines that disagree. None if they agree."""
         if not self.findings:
             return None
-        worst = max(self.findings, key=lambda one: one.value / one.limit)
-        return disagreement(
-            f"{worst.kind} ({worst.where}) {worst.value:.3g}, limit {worst.limit:.3g}; "
-            + "; ".join(f"{name}: {figures}" for name, figures in self.rounds.items()),
-            self.causes,
-        )
+        rounds = "; ".join(f"{name}: {figures}" for name, figures in self.rounds.items())
+        return disagreement(f"{worst(self.findings)}; {rounds}", self.causes)
 
 
 def disagreement(figures: str, causes: Sequence[str]) -> GapError:
@@ -172,11 +185,12 @@ def judge(
     figures = {name: gap(d.engine, d.trainer) for name, d in rounds.items()}
     missing = 0.0
     for name, drawn in rounds.items():
-        findings += _of_kinds(name, drawn, floor, least)
+        findings += of_kinds(name, drawn, floor, least)
         part, error = drawn.missing()
         if abs(part) > (most := STALE_SHARE + _SIGMAS * error):
             findings.append(Finding(name, _MISSING, abs(part), most))
         missing = max(missing, abs(part))
+    findings += _of_ranks(rounds)
     both = [
         np.concatenate([getattr(d, side) for d in rounds.values()])
         for side in ("engine", "trainer")
@@ -196,9 +210,22 @@ def judge(
 _ALL = "the mean gap of all tokens"
 _TRAINER = "the trainer's own gap to an independent model"
 _MISSING = "the share of a change of weights that engines lack"
+_RANKS = "the shift of the mean rank of drawn tokens"
 
 
-def _of_kinds(name: str, drawn: Drawn, floor: float, least: float) -> list[Finding]:
+def _of_ranks(rounds: Mapping[str, Drawn]) -> list[Finding]:
+    """Judge whether tokens are drawn from the policy, whose log-probs may be right all the same."""
+    known = [d.ranks[np.isfinite(d.ranks)] for d in rounds.values() if d.ranks is not None]
+    shift = np.concatenate([np.zeros(0), *known]) - 0.5
+    if not len(shift):
+        return []
+    # Freedman's inequality for sums of draws, whose differences are at most 1.
+    noise = np.sqrt(2 * _DOUBT * (shift**2).sum()) + 2 / 3 * _DOUBT
+    limit, value = RANK_SHIFT + float(noise) / len(shift), abs(float(shift.mean()))
+    return [Finding("any weights", _RANKS, value, limit)] if value > limit else []
+
+
+def of_kinds(name: str, drawn: Drawn, floor: float, least: float) -> list[Finding]:
     """Return the kinds of tokens over their limits. All tokens are the first kind."""
     found = []
     for kind, mask in {_ALL: np.ones(len(drawn.engine), dtype=bool), **drawn.kinds}.items():
@@ -219,7 +246,8 @@ EARLY, LATE = "first tokens", "tokens after the 64th"
 FEW, MANY = "first tokens beside few requests", "first tokens beside many requests"
 ASKED_FIRST, ASKED_AGAIN = "prompts asked for the first time", "prompts asked again"
 STRAIGHT, CONTINUED = "tokens before an interruption", "tokens after an interruption"
-LONG = "the longest prompts"
+LONG = "the longest contexts"
+OF_REPLICA = "tokens of replica {}"
 SECOND = "second turns"
 
 
@@ -234,6 +262,14 @@ def causes(
             "model.compile=false, actor.ulysses_sequence_parallel_size=1, trainer.engine=fsdp and "
             "model.dtype=float32 show which part"
         )
+    if any(f.kind == _RANKS for f in findings):
+        found.append(
+            "tokens are not drawn from the distribution whose log-probs the engine returns, as with "
+            "top-k, top-p, a penalty or another temperature: remove it from "
+            "rollout.engine_kwargs. rollout.engine=torch shows which engine is wrong"
+        )
+    if all(f.kind in (_RANKS, _TRAINER) for f in findings):
+        return found
     true, displaced = rounds.get(TRUE), rounds.get(DISPLACED)
     first = true if any(f.where == TRUE for f in findings) else displaced
     if first is None:

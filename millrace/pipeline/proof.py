@@ -62,7 +62,6 @@ class Limits:
     dtype: str
     least: float
     """The smallest limit of a gap, nats."""
-    max_prompt_length: int
     max_len: int
     """Tokens of a prompt and its response."""
     at_once: int
@@ -124,7 +123,8 @@ class Proof:
     async def run(self, version: PolicyVersion) -> Verdict | None:
         """Prove all replicas, which have the weights of `version`. Rollouts have the devices.
 
-        Return None if workers were lost again and again meanwhile. Raises GapError.
+        Return None if workers were lost again and again meanwhile, or if none drew a token. The
+        first probe then proves those that serve. Raises GapError.
         """
         clock = asyncio.get_running_loop().time
         since = clock()
@@ -137,8 +137,12 @@ class Proof:
                 self.draws.cancel()
             if self._workers() == before:
                 break
-        else:
-            self._note("warning: the engines are not proven: workers were lost meanwhile")
+        if self._workers() != before or not verdict.gap.tokens:
+            self.floor = gaps.ASSUMED[self.limits.dtype]
+            why = (
+                "workers were lost meanwhile" if self._workers() != before else "no token was drawn"
+            )
+            self._note(f"warning: the engines are not proven yet: {why}. A probe follows")
             return None
         self.floor = verdict.floor
         self._proven |= set(before[1])
@@ -245,11 +249,9 @@ class Proof:
         limit = self.limit
         if len(drawn.engine) and limit is not None:
             found = gaps.gap(drawn.engine, drawn.trainer)
-            limit = gaps.limit_of_few(limit, found.tokens)
-            if found.mean > limit:
-                finding = gaps.Finding(gaps.TRUE, "the gap of a probe", found.mean, limit)
-                causes = gaps.causes({gaps.TRUE: drawn}, [finding])
-                figures = f"version {version}: {found}, limit {limit:.3g}"
+            if findings := gaps.of_kinds(gaps.TRUE, drawn, 0.0, limit):
+                figures = f"version {version}: {gaps.worst(findings)}; a probe: {found}"
+                causes = gaps.causes({gaps.TRUE: drawn}, findings)
                 self._refuse(gaps.disagreement(figures, causes))
 
     # -- draws
@@ -305,25 +307,29 @@ class Proof:
         self, replica: int, number: int, lengths: tuple[int, ...], prompt: Tokens | None = None
     ) -> Request:
         asked = number % _ASKED
-        kinds = {gaps.ASKED_AGAIN if asked else gaps.ASKED_FIRST} if prompt is None else set[str]()
+        kinds = {gaps.OF_REPLICA.format(replica)}
         if prompt is None:
+            kinds.add(gaps.ASKED_AGAIN if asked else gaps.ASKED_FIRST)
             prompt = self.prompts[number // _ASKED % _PROMPTS].tokens
-        self._begun += 1
+        self._begun += 1 << 16  # vLLM adds to a seed what is drawn, and turns add to it, too
         # The names of a validation: nothing that counts samples counts these.
         return Request(
             f"val/proof/{replica}/{number}", prompt, self._begun, lengths, frozenset(kinds)
         )
 
     def _long(self, replica: int, number: int) -> list[Request]:
-        """Return a request with the longest prompt that the run allows, made of real prompts."""
-        longest, parts = min(self.limits.max_prompt_length, _LONG), [self.prompts[0].tokens]
-        if longest < 2 * len(parts[0]):
+        """Return a request with the longest context that the run allows, made of real prompts.
+
+        A response may be long, and its last tokens have positions that no other request reaches.
+        """
+        length = min(self._params.max_tokens, 2 * _PROBE_TOKENS)
+        longest = min(self.limits.max_len - length, _LONG)
+        if longest < 2 * len(self.prompts[0].tokens):
             return []
-        while sum(map(len, parts)) < longest and len(parts) < 4 * _PROMPTS:
-            parts.append(self.prompts[len(parts) % _PROMPTS].tokens)
-        length = min(self._params.max_tokens, _PROBE_TOKENS)
-        request = self._request(replica, number, (length,), joined(parts)[:longest])
-        request.kinds = frozenset({gaps.LONG})
+        parts = joined([self.prompts[i].tokens for i in range(_PROMPTS)])
+        prompt = parts * (longest // len(parts) + 1)
+        request = self._request(replica, number, (length,), prompt[:longest])
+        request.kinds |= {gaps.LONG}
         return [request]
 
     async def _last(self, replica: int) -> list[Request]:
@@ -355,7 +361,8 @@ class Proof:
             request = self._request(replica, number, (length,))
             whole = old.tokens()
             if number % _ASKED == 1 and len(whole) + length <= self.limits.max_len:
-                request.prompt, request.kinds = whole, frozenset({gaps.SECOND})
+                request.prompt = whole
+                request.kinds = frozenset({gaps.OF_REPLICA.format(replica), gaps.SECOND})
             found[replica].append(request)
         return found
 
@@ -383,7 +390,7 @@ class Proof:
             trainer += await self.engine.log_probs(part)
             taken, size = clock() - since, 2 * size
             rate = sum(cells(part)) / taken if taken else float("inf")
-        own: list[list[float]] = []
+        own: list[list[list[float]]] = []
         unchanged: list[list[float]] | None = None
         some: tuple[Sample, ...] = ()
         if reference and trainer:

@@ -224,7 +224,7 @@ def drawn_of(
     requests: Sequence[Request],
     version: PolicyVersion,
     trainer: Sequence[Sequence[float]],
-    reference: Sequence[Sequence[float]],
+    reference: Sequence[Sequence[Sequence[float]]],
     unchanged: Sequence[Sequence[float]] | None,
 ) -> Drawn:
     """Return the tokens of requests as arrays. `reference` and `unchanged` have the first ones."""
@@ -234,8 +234,9 @@ def drawn_of(
     )
     keep = np.zeros(count, dtype=bool)
     names = (
-        *(gaps.EARLY, "tokens 8 to 63", gaps.LATE, gaps.FEW, gaps.MANY, gaps.ASKED_FIRST),
-        *(gaps.ASKED_AGAIN, gaps.STRAIGHT, gaps.CONTINUED, gaps.LONG, gaps.SECOND),
+        *(gaps.EARLY, "tokens 8 to 63", gaps.LATE, gaps.FEW, gaps.MANY),
+        *(gaps.STRAIGHT, gaps.CONTINUED),
+        *sorted({name for r in requests for name in r.kinds}),
     )
     kinds = {name: np.zeros(count, dtype=bool) for name in names}
     at = 0
@@ -274,7 +275,8 @@ def drawn_of(
     return Drawn(
         engine[keep],
         filled(trainer),
-        filled(reference),
+        filled([log_probs for log_probs, _ in reference]),
         {name: mask[keep] for name, mask in kinds.items()},
         None if unchanged is None else filled(unchanged),
+        filled([ranks for _, ranks in reference]),
     )

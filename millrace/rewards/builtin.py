@@ -60,12 +60,15 @@ def last_number(
     after ####. The function reads no formulas: the answer "7 * 12" has the last number 12.
     """
     truth = str(required(data_source, ground_truth)).split("####")[-1].replace(",", "").strip()
-    answer = extract(solution_str, "last_number")
     try:
-        right = float(answer is not None and Decimal(answer) == Decimal(truth))
+        number = Decimal(truth)
     except InvalidOperation:
+        number = Decimal("nan")
+    if not number.is_finite():
         rule = f"the ground truth {truth[:80]!r} is not a number"
-        raise RewardError("bad_ground_truth", f"{rule}. Fix: reward.function=math") from None
+        raise RewardError("bad_ground_truth", f"{rule}. Fix: reward.function=math")
+    answer = extract(solution_str, "last_number")
+    right = float(answer is not None and Decimal(answer) == number)
     return {"score": right, "acc": right, "pred": answer}
 
 

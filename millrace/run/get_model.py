@@ -62,20 +62,18 @@ def get_model(name: str, folder: Path | None, say: Say) -> dict[str, Any]:
     if name not in MODELS:
         raise bad_value("NAME", name, "is no model that millrace knows", " or ".join(MODELS))
     folder = model_folder(name) if folder is None else folder.absolute()
-    marker = _marker(folder)
-    if marker is not None and not (damaged := _damaged(folder, marker.sha256)):
-        return {"model": str(folder), "source": marker.source, "new": False, "complete": True}
-    present = {p.name for p in folder.iterdir()} if folder.is_dir() else set[str]()
-    foreign = present - ({MARKER, *marker.sha256} if marker else set())
-    if foreign or (folder.exists() and not folder.is_dir()):
-        rule = (
-            f"has files that `millrace get-model` has not made ({', '.join(sorted(foreign)[:3])})"
-        )
-        rule = rule if foreign else "is a file"
-        raise bad_value("FOLDER", str(folder), rule, "a new or an empty folder")
-    if marker is not None:
-        say(f"{folder}: {damaged} is damaged, so the model is made again")
     try:
+        marker = _marker(folder)
+        if marker is not None and not (damaged := _damaged(folder, marker.sha256)):
+            return {"model": str(folder), "source": marker.source, "new": False, "complete": True}
+        present = {p.name for p in folder.iterdir()} if folder.is_dir() else set[str]()
+        foreign = present - ({MARKER, *marker.sha256} if marker else set())
+        if foreign or (folder.exists() and not folder.is_dir()):
+            rule = f"has files that `millrace get-model` has not made ({', '.join(sorted(foreign)[:3])})"
+            rule = rule if foreign else "is a file"
+            raise bad_value("FOLDER", str(folder), rule, "a new or an empty folder")
+        if marker is not None:
+            say(f"{folder}: {damaged} is damaged, so the model is made again")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
             made = Path(scratch) / "model"

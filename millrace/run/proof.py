@@ -21,7 +21,6 @@ def make_proof(
     limits = Limits(
         c.model.dtype,
         least_limit(c.trainer.device, c.model.dtype),
-        c.rollout.max_prompt_length,
         c.rollout.max_len,
         c.schedule.capacity * replicas.num_responses,
         c.guard.max_log_prob_gap,

@@ -54,9 +54,11 @@ class RemoteTrainEngine:
         values: list[list[float]] = (await self._all("log_probs", (samples,), list[list[float]]))[0]
         return values
 
-    async def reference_log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
-        result = list[list[float]]
-        values: list[list[float]] = (await self._all("reference_log_probs", (samples,), result))[0]
+    async def reference_log_probs(self, samples: tuple[Sample, ...]) -> list[list[list[float]]]:
+        result = list[list[list[float]]]
+        values: list[list[list[float]]] = (
+            await self._all("reference_log_probs", (samples,), result)
+        )[0]
         return values
 
     async def displace(self, away: bool) -> None:

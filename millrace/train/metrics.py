@@ -5,6 +5,7 @@ The docstring of each function documents the metrics that it computes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -225,7 +226,7 @@ def _sampler_metrics(
     A token whose ratio is not finite counts only in staleness/token_*. k1 is the mean of rollout log-prob - current log-prob. k3 is never negative and has less noise.
     log_prob_gap_same_version is the mean of |rollout log-prob - current log-prob|. It covers the
     tokens that the live version drew before any step, on KV of its own alone. Without such tokens
-    it is missing.
+    it is missing. One log-prob that is not finite makes it infinite.
     """
     at = (output[1, :-2] > 0) & data.include
     current, rollout = output[0, :-2], data.rollout
@@ -242,6 +243,13 @@ def _sampler_metrics(
         metrics |= drift(*policies, at)
     bins = max(1, min(options.lag_bound, MAX_AGE_BINS))
     metrics |= by_age(current[at], rollout[at], data.ages[at], bins)
+    if same_weights is not None:
+        own = at & same_weights & (data.ages == 0)
+        if data.rows.old_kv is not None:
+            own &= ~torch.from_numpy(data.rows.old_kv)
+        # Two engines that agree have no token that is possible in one of them alone.
+        gap = (rollout - current)[own].abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        metrics |= {GAP: gap.mean().item(), GAP_TOKENS: float(len(gap))} if len(gap) else {}
     at &= (rollout - current).isfinite()
     if not bool(at.any()):
         return metrics
@@ -252,12 +260,6 @@ def _sampler_metrics(
         "actor/rollout_probs_diff_mean": diff.mean().item(),
         "actor/rollout_probs_diff_max": diff.max().item(),
     }
-    if same_weights is not None:
-        own = same_weights & (data.ages == 0)
-        if data.rows.old_kv is not None:
-            own &= ~torch.from_numpy(data.rows.old_kv)
-        gap = (rollout - current)[at & own].abs()
-        metrics |= {GAP: gap.mean().item(), GAP_TOKENS: float(len(gap))} if len(gap) else {}
     return metrics
 
 

@@ -26,7 +26,7 @@ def wider(dtype: torch.dtype) -> torch.dtype:
 
 
 @torch.no_grad()
-def log_probs(
+def log_probs_and_ranks(
     folder: str,
     weights: Iterator[tuple[str, Tensor]],
     rows: Rows,
@@ -37,12 +37,12 @@ def log_probs(
     trust_remote_code: bool,
     computes: bool,
 ) -> Tensor:
-    """Return log p of each trained token, and a last element of 1, float64 on the host.
+    """Return log p and the rank of each trained token, and a last column of 1, [2, K + 1].
 
-    All ranks call this and iterate over `weights`. One of them `computes`, and the others return
-    zeros. If the model finds no room there, all elements are 0.
+    They are float64 on the host. All ranks call this and iterate over `weights`. One of them
+    `computes`, and the others return zeros. If the model finds no room there, all elements are 0.
     """
-    flat = torch.zeros(len(rows.versions) + 1, dtype=torch.float64)
+    flat = torch.zeros(2, len(rows.versions) + 1, dtype=torch.float64)
     model = None
     if computes:
         shape = empty_model(folder, trust_remote_code=trust_remote_code)
@@ -56,7 +56,7 @@ def log_probs(
     if model is None:
         return flat
     assert not own, f"the train engine lacks {sorted(own)[:3]}"
-    flat[-1] = 1.0
+    flat[:, -1] = 1.0
     vocabulary = model.config.get_text_config().vocab_size
     for k, members in enumerate(_batches(rows, vocabulary), 1):
         count("passes")
@@ -83,14 +83,22 @@ def _read(
     device = next(model.parameters()).device
     width = int(rows.inputs[members].max())
     ids = np.zeros((len(members), width), dtype=np.int64)
+    places = []
     for i, row in enumerate(members):
         start, length = rows.starts[row], rows.inputs[row]
         ids[i, :length] = rows.tokens[start : start + length]
-    logits = model(input_ids=torch.from_numpy(ids).to(device), use_cache=False).logits
-    for i, row in enumerate(members):
-        start, length = int(rows.starts[row]), int(rows.inputs[row])
-        at = np.flatnonzero(rows.trained[start + 1 : start + 1 + length])
-        z = logits[i, torch.from_numpy(at).to(device)].double() / temperature
-        targets = torch.from_numpy(rows.tokens[start + 1 + at]).to(device)
-        found = z.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-        flat[torch.from_numpy(rows.order[start + 1 + at])] = found.cpu()
+        places.append(np.flatnonzero(rows.trained[start + 1 : start + 1 + length]))
+    # The logits of a long prompt would take more memory than the model.
+    first = int(min(at[0] for at in places))
+    tokens = torch.from_numpy(ids).to(device)
+    logits = model(input_ids=tokens, use_cache=False, logits_to_keep=width - first).logits
+    for i, (row, at) in enumerate(zip(members, places, strict=True)):
+        start = int(rows.starts[row])
+        z = logits[i, torch.from_numpy(at - first).to(device)].double() / temperature
+        targets = torch.from_numpy(rows.tokens[start + 1 + at]).to(device)[:, None]
+        z = z.log_softmax(-1)
+        found = z.gather(1, targets)[:, 0]
+        p = z.exp_()
+        own = p.gather(1, targets)
+        rank = p.where(p > own, 0.0).sum(1) + p.where(p == own, 0.0).sum(1) / 2
+        flat[:, torch.from_numpy(rows.order[start + 1 + at])] = torch.stack((found, rank)).cpu()

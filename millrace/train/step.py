@@ -205,10 +205,10 @@ class TrainSteps(ABC):
         flat = self.actor.tokens(rows, temperature=self.options.temperature)[0]
         return [part.tolist() for part in flat.split(rows.trained_of_trajectories.tolist())]
 
-    async def reference_log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
-        """Return `log_probs` of transformers' own model on rank 0, or nothing if it has no room."""
+    async def reference_log_probs(self, samples: tuple[Sample, ...]) -> list[list[list[float]]]:
+        """Read `samples` with transformers' own model on rank 0, if it has room there."""
         rows, own = rows_of_samples(samples), self.config.model
-        flat = reference.log_probs(
+        flat = reference.log_probs_and_ranks(
             self.model_folder,
             self.full_weights(),
             rows,
@@ -218,10 +218,11 @@ class TrainSteps(ABC):
             trust_remote_code=own.trust_remote_code,
             computes=self.rank == 0,
         )
-        *whole, found = self._sum_ranks(flat).cpu().split([len(flat) - 1, 1])
-        if not found.item():
+        flat = self._sum_ranks(flat).cpu()
+        if not flat[0, -1].item():
             return []
-        return [part.tolist() for part in whole[0].split(rows.trained_of_trajectories.tolist())]
+        parts = flat[:, :-1].split(rows.trained_of_trajectories.tolist(), dim=1)
+        return [part.tolist() for part in parts]
 
     async def displace(self, away: bool) -> None:
         if away != self._away:

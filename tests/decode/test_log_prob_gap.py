@@ -6,6 +6,7 @@ If the weights differ, the guard raises an alarm.
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from millrace.observe.guard import Guard
 from millrace.observe.metrics import GAP_LIMIT, GAP_TOKENS
 from millrace.ports import StepReport, TrainBatch
 from millrace.train.fsdp import engine as fsdp_train
-from millrace.types import Prompt, Sample, SamplingParams, Score, Trajectory
+from millrace.types import Prompt, Sample, SamplingParams, Score, Trajectory, floats_of
 from tests.decode.helpers import folder, prompt
 
 METRIC = "actor/log_prob_gap_same_version"
@@ -162,3 +163,21 @@ def _changed(sample: Sample, **changes: Any) -> Sample:
         for t in sample.trajectories
     )
     return replace(sample, trajectories=tuple(trajectories))
+
+
+def test_a_token_to_which_its_engine_gives_no_probability_is_over_every_limit() -> None:
+
+    async def main() -> None:
+        pair = Pair(1.0)
+        first, *others = await pair.samples()
+        wrong, *rest = first.trajectories
+        (segment,) = wrong.segments
+        log_probs = floats_of([-math.inf, *segment.log_probs[1:]])
+        spoiled = Trajectory.of((replace(segment, log_probs=log_probs),), wrong.score)
+        samples = (replace(first, trajectories=(spoiled, *rest)), *others)
+        pair.train.restart(OptimConfig(lr=0.0), 100)
+        row = (await pair.train.step(TrainBatch(samples, 0))).metrics
+        alarms = Guard(GuardConfig()).check(1, row | {GAP_LIMIT: 1e3})
+        assert [alarm.name for alarm in alarms] == ["log_prob_gap"]
+
+    asyncio.run(main())

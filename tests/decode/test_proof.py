@@ -36,10 +36,10 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def config(model: str, **keys: Any) -> Config:
+def config(model: str, response: int = 48, **keys: Any) -> Config:
     rollout = {
         "max_prompt_length": 64,
-        "max_response_length": 48,
+        "max_response_length": response,
         "max_num_seqs": 12,
         "session_kv_slots": 12,
     }
@@ -97,6 +97,23 @@ def test_every_planted_fault_exceeds_its_limit_twofold(model: str) -> None:
         assert (await one.prove(100, FAR)).error() is None
 
     prove(config(model), use)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_fault_of_the_last_positions_of_long_responses_is_found(model: str, dtype: str) -> None:
+    """In bfloat16, the mean of all tokens hides it."""
+
+    async def use(one: proving.Engines) -> list[Verdict]:
+        verdicts = [await one.prove(0, FAR)]
+        for plant in proving.LONG.values():
+            with plant(one):
+                verdicts.append(await one.prove(1, FAR))
+        return verdicts
+
+    healthy, *wrong = prove(config(model, 800, dtype=dtype), use)
+    assert healthy.error() is None
+    for verdict in wrong:
+        assert max((f.value / f.limit for f in verdict.findings), default=0.0) > 2
 
 
 def test_another_base_of_rope_is_found(model: str) -> None:

@@ -102,7 +102,7 @@ def world(schedule: Schedule, engines: int = 2, **options: Any) -> World:
         LongTail(),
         SamplingParams(64),
         schedule,
-        Limits("float32", 1e-5, 64, 128, 48),
+        Limits("float32", 1e-5, 128, 48),
         note=notes.append,
         refuse=refused.append,
         **options,
@@ -161,6 +161,22 @@ def test_a_replica_that_is_wrong_with_some_weights_ends_the_run_before_training(
     assert error.exit_code == 3 and one.train.changes == [True, False]
 
 
+def test_one_wrong_replica_of_eight_is_found_although_the_mean_of_all_is_within_the_limit() -> None:
+    """Its gap is 4 limits, so the mean of all is half a limit. A probe must find it, too."""
+
+    async def act(one: World) -> GapError:
+        one.engines[3].wrong = lambda version: 4e-5
+        with pytest.raises(GapError) as caught:
+            await one.proof.run(0)
+        await one.proof.probe(0, one.proof.draws.pause, untimed)
+        return caught.value
+
+    one, error = run(lambda: world(schedule_of("async_partial"), engines=8), act)
+    assert one.proof.limit == 1e-5
+    assert [name in str(error) for name in ("replica 3", "replica 4")] == [True, False]
+    assert len(one.refused) == 1 and "replica 3" in str(one.refused[0])
+
+
 def test_with_warn_the_run_says_it_and_goes_on() -> None:
     async def act(one: World) -> Verdict | None:
         one.engines[0].wrong = lambda version: 0.1
@@ -184,6 +200,46 @@ def test_a_replica_that_is_lost_meanwhile_does_not_end_the_proof() -> None:
 
     one, verdict = run(lambda: world(schedule_of("async_partial")), act)
     assert verdict.error() is None and one.pool.roster.live == [0]
+
+
+@pytest.mark.parametrize("lost", ["from the start", "in each try"])
+def test_engines_without_a_proof_are_not_called_proven_and_are_probed_once_they_serve(
+    lost: str,
+) -> None:
+    async def act(one: World) -> tuple[Verdict | None, bool]:
+        roster = one.pool.roster
+        one.engines[0].wrong = lambda version: 0.1
+        roster.lose(1, 0, "it died")
+        if lost == "from the start":
+            roster.lose(0, 0, "it died")
+        else:
+            draw = one.engines[0].generate
+
+            async def dies(*request: Any) -> Any:
+                roster.lose(0, roster.incarnation(0), "it died")
+                roster.restarted(0)
+                roster.proven(0, roster.incarnation(0))
+                return await draw(*request)
+
+            one.engines[0].generate = dies  # type: ignore[method-assign, assignment]
+        verdict = await one.proof.run(0)
+        if lost == "from the start":
+            roster.restarted(0)
+            roster.proven(0, 1)
+        else:
+            one.engines[0].generate = draw  # type: ignore[method-assign]
+        due = one.proof.due()
+        await one.proof.probe(0, one.proof.draws.pause, untimed)
+        return verdict, due
+
+    def few() -> World:
+        one = world(schedule_of("async_partial"))
+        one.pool.roster.max_restarts = 10**9
+        return one
+
+    one, (verdict, due) = run(few, act)
+    assert verdict is None and due and one.proof.limit
+    assert one.notes[0].startswith("warning: ") and len(one.refused) == 1
 
 
 @pytest.mark.parametrize("mode", ["async_partial", "colocate_sync"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -64,9 +65,12 @@ def test_the_last_number_is_read_and_no_formula(
     assert last_number("d", text, truth, {}) == expected
 
 
-def test_the_last_number_needs_a_number() -> None:
-    with pytest.raises(RewardError, match=r"'x\^2' is not a number. Fix: reward.function=math"):
-        last_number("d", "4", "x^2", {})
+@pytest.mark.parametrize("text", ["4", "no number"])
+@pytest.mark.parametrize("truth", ["x^2", "nan", "Infinity", ""])
+def test_the_last_number_needs_a_number(truth: str, text: str) -> None:
+    rule = re.escape(f"{truth!r} is not a number. Fix: reward.function=math")
+    with pytest.raises(RewardError, match=rule):
+        last_number("d", text, truth, {})
 
 
 def test_an_answer_that_repeats_the_question_is_wrong() -> None:

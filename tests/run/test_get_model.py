@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -210,3 +211,32 @@ def test_the_cache_is_the_users_or_the_one_that_the_environment_names(
     assert model_folder("smollm2") == tmp_path / "millrace" / "smollm2"
     monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path / "other"))
     assert model_folder("smollm2") == tmp_path / "other" / "smollm2"
+
+
+def test_a_folder_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"FOLDER = .*Fix: a folder that can be made"):
+        get_model("smollm2", tmp_path / ("a" * 300), print)
+
+
+_SLOW = """
+import sys, time
+from pathlib import Path
+from millrace.cli.main import app
+from millrace.run import get_model as own
+def fill(model, folder, scratch, say):
+    (folder / "model.safetensors").write_bytes(b"a half")
+    print("filling", flush=True)
+    time.sleep(600)
+own._fill = fill
+app(["get-model", "smollm2", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _SLOW, str(tmp_path / "models" / "tiny")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"filling\n"
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    assert not list((tmp_path / "models").iterdir())
