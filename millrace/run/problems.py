@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,9 @@ from millrace.data.sources import Rows, load_sources
 from millrace.errors import bad_row, bad_value
 from millrace.models import checks as model_checks
 from millrace.models.shape import write_shape
-from millrace.rewards.builtin import NEEDS_TRUTH
+from millrace.rewards.builtin import NEEDS_TRUTH, number
 from millrace.rewards.functions import check_name
-from millrace.rewards.sources import refusal
+from millrace.rewards.sources import refusal, scorer_of
 from millrace.run.agents import check_player, row_check
 from millrace.run.prompt_notes import prompt_notes
 from millrace.types import Prompt, Tokens, tokens_of
@@ -62,13 +62,13 @@ def load(config: Config, *, scored: bool = True) -> Sources:
     named = {key: part.function for key, part in parts.items() if part.kind == "function"}
     for section, name in named.items() if scored else ():
         check_name(name, f"{section}.function")
-    functions = [name for name in named.values() if name or not config.agents.player]
+    functions = {key: name for key, name in named.items() if name or not config.agents.player}
     check = partial(
         check_rows,
         prompt_key=data.prompt_key,
-        need_ground_truth=any(name in NEEDS_TRUTH for name in functions),
-        refusal=refusal if scored and "" in functions else None,
-        inspect=_row_check(data.chat, config.agents),
+        need_ground_truth=any(name in NEEDS_TRUTH for name in functions.values()),
+        refusal=refusal if scored and "" in functions.values() else None,
+        inspect=_row_check(data.chat, config.agents, functions if scored else {}),
     )
     train = load_sources(data.train_files, seed=seed, max_rows=data.train_max_samples)
     check(train)
@@ -96,8 +96,10 @@ def load(config: Config, *, scored: bool = True) -> Sources:
     return Sources(train, val, sft)
 
 
-def _row_check(chat: str, agents: AgentConfig) -> Callable[[Problem, str], None]:
-    """Return the check of each row's prompt, and of the columns that agents read."""
+def _row_check(
+    chat: str, agents: AgentConfig, functions: Mapping[str, str]
+) -> Callable[[Problem, str], None]:
+    """Return the check of each row's prompt, its ground truth, and the columns of agents."""
     of_agents = row_check(agents)
 
     def check(row: Problem, where: str) -> None:
@@ -106,6 +108,12 @@ def _row_check(chat: str, agents: AgentConfig) -> Callable[[Problem, str], None]
             raise bad_row(where, row.prompt, rule, "data.chat=auto, or a prompt that is a string")
         if of_agents is not None:
             of_agents(row, where)
+        for section, function in functions.items():
+            name = function or scorer_of(row.data_source, row.extra_info)
+            if name == "last_number" and number(row.ground_truth) is None:
+                rule = "is not a number, and the scorer last_number compares numbers"
+                fix = f"a number, or {section}.function=math for formulas, or exact for texts"
+                raise bad_row(f"{where}, ground truth", row.ground_truth, rule, fix)
 
     return check
 

@@ -64,9 +64,10 @@ def test_the_last_number_is_read_and_no_formula(
     assert last_number("d", text, truth, {}) == expected
 
 
-def test_the_last_number_needs_a_number() -> None:
-    with pytest.raises(RewardError, match=r"'x\^2' is not a number. Fix: reward.function=math"):
-        last_number("d", "4", "x^2", {})
+@pytest.mark.parametrize("truth", ["x^2", "NaN", "Infinity", "50%"])
+def test_the_last_number_needs_a_number(truth: str) -> None:
+    with pytest.raises(RewardError, match=r" is not a number. Fix: reward.function=math"):
+        last_number("d", "4", truth, {})
 
 
 def test_an_answer_that_repeats_the_question_is_wrong() -> None:
