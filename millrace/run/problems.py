@@ -30,6 +30,7 @@ from millrace.rewards.builtin import NEEDS_TRUTH, number
 from millrace.rewards.functions import check_name
 from millrace.rewards.sources import refusal, scorer_of
 from millrace.run.agents import check_player, row_check
+from millrace.run.get_model import MODELS
 from millrace.run.prompt_notes import prompt_notes
 from millrace.types import Prompt, Tokens, tokens_of
 
@@ -233,6 +234,8 @@ def _check_model(path: str, rollout_engine: str) -> None:
     if not folder.exists() and hub.NAME.fullmatch(path):
         if why := hub.refusal("model", path):
             fix = "a folder of a Hugging Face causal model, a hub id, or '' for a newly built model"
+            if path in MODELS:
+                fix = f"'model.path=${{model:{path}}}', the folder of `millrace get-model {path}`"
             raise bad_value(
                 "model.path", path, f"no such folder (from {Path.cwd()}), and {why}", fix
             )

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace.config import Config, layers, recipe
+from millrace.config.cached import model_folder
 from millrace.errors import ConfigError
 from millrace.schedule.modes import MODES
 
@@ -284,6 +285,10 @@ def test_numbers_are_numbers_however_they_are_spelled(
         (
             "model.shape={hidden_size: 32}",
             lambda c: c.model.shape.hidden_size == 32 and c.model.shape.num_hidden_layers == 3,
+        ),
+        (
+            "model.path=${model:smollm2}",
+            lambda c: c.model.path == str(model_folder("smollm2")),
         ),
         ("reward.function=a.py:f=g", lambda c: c.reward.function == "a.py:f=g"),
     ],
