@@ -281,6 +281,7 @@ def test_numbers_are_numbers_however_they_are_spelled(
         ),
         ("rollout.stop=['\\n\\n']", lambda c: c.rollout.stop == ("\\n\\n",)),
         ("trainer.run_dir=", lambda c: c.trainer.run_dir == ""),
+        ("trainer.run_dir=~/mine", lambda c: c.trainer.run_dir == str(Path.home() / "mine")),
         ("+rollout.n=5", lambda c: c.rollout.n == 5),
         (
             "model.shape={hidden_size: 32}",
