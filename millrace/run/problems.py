@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -199,7 +199,15 @@ def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
         new_model=not model.path,
         parts=config.reward.parts,
     )
-    return Problems(chat, train, val, demonstrations, tuple(notes))
+    return Problems(chat, train, val, demonstrations, (*_random_weights(model.path), *notes))
+
+
+def _random_weights(path: str) -> Iterator[str]:
+    """Yield a warning if the user's folder has no weights, so that they are drawn."""
+    if path and Path(path).is_dir() and not model_checks.has_weights(Path(path)):
+        rule = "the folder has no weights, so they are random, except those of a checkpoint"
+        fix = "*.safetensors in the folder; for a run's model, `millrace export RUN FOLDER`"
+        yield f"warning: model.path = {path!r}: {rule}. Fix: {fix}."
 
 
 def prompts_of_an_epoch(
