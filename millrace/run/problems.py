@@ -303,6 +303,8 @@ def _check_model_folder(folder: Path, path: str, rollout_engine: str) -> None:
             "its config.json has no model_type",
             "the config.json of a Hugging Face causal model",
         )
+    if damaged := model_checks.damaged(folder):
+        raise bad_value("model.path", path, damaged, "get the file again, whole")
 
 
 def _check_overrides(model: ModelConfig) -> None:

@@ -88,7 +88,7 @@ def prepared(
     prompt: str,
     *overrides: str,
     template: str | None = CHATML,
-    weights: str = "model.safetensors",
+    weights: str = "pytorch_model.bin",
 ) -> Problems:
     folder, rows = tmp_path / "instruct", tmp_path / "train.jsonl"
     made = tokenizer(template)
