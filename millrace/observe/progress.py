@@ -98,7 +98,7 @@ class Progress:
         """Show that the RL loop begins. `each_version` makes plain lines show each version."""
         s = self.state
         s.each_version = each_version
-        s.phase, s.phase_total = "training", 0
+        s.phase, s.phase_total, s.phase_note = "training", 0, ""
         s.samples, s.total, s.version, s.versions = samples, total, version, versions
         s.row, s.rewards = {}, []  # An earlier run on the same engines may have left some.
         s.trained_since, s.trained_from = self._clock(), samples

@@ -215,7 +215,7 @@ def test_lines_say_what_a_version_came_to_and_when_the_run_ends(tmp_path: Path) 
             },
         )
     said = path.read_text().splitlines()
-    assert said[0] == "supervised warm-up 3/10 loss 0.5"
+    assert said[:2] == ["supervised warm-up 3/10 loss 0.5", "training"]
     assert said[-1].startswith(
         "version 4/10  samples 40/100  reward 0.500  staleness 1.00  idle trainer 25% rollouter 50%  1,234 tokens/s"
     )
