@@ -1,8 +1,9 @@
-"""The folder of what millrace downloads, and `${model:NAME}` in recipes: a model in that folder."""
+"""The folder of what millrace downloads, and `${model:NAME}`: a model in that folder."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -22,6 +23,11 @@ def cache_folder() -> Path:
 def model_folder(name: str) -> Path:
     """Return the folder of a model that `millrace get-model NAME` gets."""
     return cache_folder() / name
+
+
+def resolved(override: str) -> str:
+    """Return the value of an override with the folders that `${model:NAME}` means."""
+    return re.sub(r"\$\{model:([\w.-]+)\}", lambda found: str(model_folder(found[1])), override)
 
 
 OmegaConf.register_resolver("model", lambda name: str(model_folder(name)), replace=True)

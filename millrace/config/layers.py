@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from millrace.config import cached  # noqa: F401 - ${model:NAME} of recipes
+from millrace.config import cached
 from millrace.config.explain import all_keys, example, section_of
 from millrace.config.packaged import find, hides
 from millrace.config.verl.translate import Note, Setting, translate
@@ -106,7 +106,7 @@ def settings_of(overrides: Sequence[str]) -> list[Setting]:
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
             rule = "must be of the form key=value, without spaces"
             raise bad_value("override", item, rule, f"for example {example(key)}")
-        settings += _leaves({key: _value(text)}, "")
+        settings += _leaves({key: _value(cached.resolved(text))}, "")
     return settings
 
 

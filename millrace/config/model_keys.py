@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from millrace.config.section import OneOrMore, Section, Sources
+from millrace.config.section import Home, OneOrMore, Section, Sources
 from millrace.errors import bad_value
 
 
@@ -55,7 +55,7 @@ class ModelShape(Section):
 
 
 class ModelConfig(Section):
-    path: str = ""
+    path: Annotated[str, Home] = ""
     """Folder or hub id of a Hugging Face causal model with its tokenizer.
 
     Empty builds a new Qwen2-shaped model from model.shape.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from millrace.config.section import Section
+from millrace.config.section import Home, Section
 from millrace.errors import bad_value
 
 Kind = Literal["function", "model", "judge"]
@@ -27,7 +27,7 @@ End with one line: SCORE: <number from 0 to 10>
 
 
 class RewardModelConfig(Section):
-    path: str = ""
+    path: Annotated[str, Home] = ""
     """Folder or hub id of a Hugging Face sequence classifier with its tokenizer.
 
     It reads the prompt and the response through its own chat template. Empty means no reward model.
@@ -110,7 +110,7 @@ class JudgeConfig(Section):
     """Seconds before the first retry. It doubles with each retry. Retry-After goes first."""
     cache: bool = True
     """Keep scores on disk, so that the same response is judged once."""
-    cache_dir: str = ""
+    cache_dir: Annotated[str, Home] = ""
     """Folder of the cache. Empty uses the run's own folder. A resumed run keeps it."""
     cache_size: int = Field(100_000, ge=1)
     """Most scores in the cache. The oldest go first."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 
 class Section(BaseModel):
@@ -28,6 +29,9 @@ class Section(BaseModel):
                 inner.check_all()
         self.check()
 
+
+Home = AfterValidator(os.path.expanduser)
+"""Reads ~ as the user's home: a shell leaves it as it is behind the = of an override."""
 
 OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from millrace.config.megatron_keys import MegatronConfig
-from millrace.config.section import Section
+from millrace.config.section import Home, Section
 from millrace.errors import ConfigError, bad_value
 
 
@@ -121,13 +121,13 @@ class TrainerConfig(Section):
     Any address of fsspec works; S3 needs millrace[s3]. Keys come from the environment alone. With
     resume=auto, a run without its own checkpoints fetches the newest one from there.
     """
-    resume: Annotated[str, BeforeValidator(_resume_of)] = "never"
+    resume: Annotated[str, BeforeValidator(_resume_of), Home] = "never"
     """Which checkpoint the run resumes from: never, auto, or the folder of a checkpoint.
 
     auto takes the newest whole checkpoint of run_dir, if there is one. true means auto, and false
     means never.
     """
-    run_dir: str = ""
+    run_dir: Annotated[str, Home] = ""
     """Folder of the run. Empty makes a new folder runs/<recipe>-<number>."""
     logger: tuple[
         Literal["console", "mlflow", "prometheus", "tensorboard", "trackio", "wandb"], ...

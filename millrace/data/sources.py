@@ -144,7 +144,7 @@ def _part(key: str, spec: str, seed: int, split: str) -> Part:
             key,
             spec,
             f"a source is {_KINDS}; {path.suffix or 'no extension'} is none",
-            "convert it to .jsonl",
+            "convert it to .jsonl" if spec else f"one of these forms, or {key}=[] for no source",
         )
     if match is None:
         close = difflib.get_close_matches(spec.partition(":")[0], ["task", "reasoning_gym"], n=1)

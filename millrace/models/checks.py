@@ -8,6 +8,7 @@ that they can make on the loaded model.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from millrace.errors import ConfigError, bad_value
@@ -53,6 +54,24 @@ LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Keys of config.json that change logits, unless they are null or 1."""
 
 _FIX = "a causal model with standard attention, such as Qwen2, Qwen3, Llama or Mistral"
+
+
+def damaged(path: Path) -> str:
+    """Return which file of weights in a folder is cut off, or a pointer to one. Else ""."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return f"its {file.name} is damaged: {error}"
+    return ""
+
+
+def has_weights(path: Path) -> bool:
+    """Return whether a folder has weights in a form that transformers loads."""
+    return any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))
 
 
 def refusal(path: str, config: Mapping[str, Any], engine: str) -> ConfigError | None:

@@ -21,6 +21,7 @@ from transformers.initialization import no_init_weights
 
 from millrace.config import ModelConfig
 from millrace.errors import bad_value
+from millrace.models.checks import has_weights
 from millrace.models.shape import write_shape as write_shape
 from millrace.models.tokenizer import load_tokenizer
 
@@ -114,11 +115,6 @@ def _first_eos(*sources: Any) -> tuple[int, ...]:
         if ids is not None:
             return (ids,) if isinstance(ids, int) else tuple(ids)
     return ()
-
-
-def has_weights(path: Path) -> bool:
-    """Return whether a folder has weights in a form that transformers loads."""
-    return any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))
 
 
 def empty_model(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:

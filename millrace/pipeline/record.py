@@ -239,9 +239,11 @@ class RunRecord:
                 result = await validator.run(version, on_scored)
             except ReplicaLost as error:
                 self._cut = True
+                then = (
+                    "the next version is validated instead" if on_scored is None else "begins anew"
+                )
                 self._progress.note(
-                    f"the validation of version {version} was cut short, and the next version is "
-                    f"validated instead: {error}"
+                    f"the validation of version {version} was cut short, and {then}: {error}"
                 )
                 return
             facts["values"] = result.values

@@ -59,17 +59,22 @@ def last_number(
     Commas and a full stop after the number do not count. In GSM8K, the ground truth is the text
     after ####. The function reads no formulas: the answer "7 * 12" has the last number 12.
     """
-    truth = str(required(data_source, ground_truth)).split("####")[-1].replace(",", "").strip()
-    try:
-        number = Decimal(truth)
-    except InvalidOperation:
-        number = Decimal("nan")
-    if not number.is_finite():
-        rule = f"the ground truth {truth[:80]!r} is not a number"
+    truth = number(required(data_source, ground_truth))
+    if truth is None:
+        rule = f"the ground truth {str(ground_truth)[:80]!r} is not a number"
         raise RewardError("bad_ground_truth", f"{rule}. Fix: reward.function=math")
     answer = extract(solution_str, "last_number")
-    right = float(answer is not None and Decimal(answer) == number)
+    right = float(answer is not None and Decimal(answer) == truth)
     return {"score": right, "acc": right, "pred": answer}
+
+
+def number(ground_truth: Any) -> Decimal | None:
+    """Return the number that `last_number` compares with, or None if the ground truth is none."""
+    try:
+        found = Decimal(str(ground_truth).split("####")[-1].replace(",", "").strip())
+    except InvalidOperation:
+        return None
+    return found if found.is_finite() else None
 
 
 def math(

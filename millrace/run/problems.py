@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,11 @@ from millrace.data.sources import Rows, load_sources
 from millrace.errors import bad_row, bad_value
 from millrace.models import checks as model_checks
 from millrace.models.shape import write_shape
-from millrace.rewards.builtin import NEEDS_TRUTH
+from millrace.rewards.builtin import NEEDS_TRUTH, number
 from millrace.rewards.functions import check_name
-from millrace.rewards.sources import refusal
+from millrace.rewards.sources import refusal, scorer_of
 from millrace.run.agents import check_player, row_check
+from millrace.run.get_model import MODELS
 from millrace.run.prompt_notes import prompt_notes
 from millrace.types import Prompt, Tokens, tokens_of
 
@@ -62,13 +63,13 @@ def load(config: Config, *, scored: bool = True) -> Sources:
     named = {key: part.function for key, part in parts.items() if part.kind == "function"}
     for section, name in named.items() if scored else ():
         check_name(name, f"{section}.function")
-    functions = [name for name in named.values() if name or not config.agents.player]
+    functions = {key: name for key, name in named.items() if name or not config.agents.player}
     check = partial(
         check_rows,
         prompt_key=data.prompt_key,
-        need_ground_truth=any(name in NEEDS_TRUTH for name in functions),
-        refusal=refusal if scored and "" in functions else None,
-        inspect=_row_check(data.chat, config.agents),
+        need_ground_truth=any(name in NEEDS_TRUTH for name in functions.values()),
+        refusal=refusal if scored and "" in functions.values() else None,
+        inspect=_row_check(data.chat, config.agents, functions if scored else {}),
     )
     train = load_sources(data.train_files, seed=seed, max_rows=data.train_max_samples)
     check(train)
@@ -96,8 +97,10 @@ def load(config: Config, *, scored: bool = True) -> Sources:
     return Sources(train, val, sft)
 
 
-def _row_check(chat: str, agents: AgentConfig) -> Callable[[Problem, str], None]:
-    """Return the check of each row's prompt, and of the columns that agents read."""
+def _row_check(
+    chat: str, agents: AgentConfig, functions: Mapping[str, str]
+) -> Callable[[Problem, str], None]:
+    """Return the check of each row's prompt, its ground truth, and the columns of agents."""
     of_agents = row_check(agents)
 
     def check(row: Problem, where: str) -> None:
@@ -106,6 +109,12 @@ def _row_check(chat: str, agents: AgentConfig) -> Callable[[Problem, str], None]
             raise bad_row(where, row.prompt, rule, "data.chat=auto, or a prompt that is a string")
         if of_agents is not None:
             of_agents(row, where)
+        for section, function in functions.items():
+            name = function or scorer_of(row.data_source, row.extra_info)
+            if name == "last_number" and number(row.ground_truth) is None:
+                rule = "is not a number, and the scorer last_number compares numbers"
+                fix = f"a number, or {section}.function=math for formulas, or exact for texts"
+                raise bad_row(f"{where}, ground truth", row.ground_truth, rule, fix)
 
     return check
 
@@ -190,7 +199,15 @@ def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
         new_model=not model.path,
         parts=config.reward.parts,
     )
-    return Problems(chat, train, val, demonstrations, tuple(notes))
+    return Problems(chat, train, val, demonstrations, (*_random_weights(model.path), *notes))
+
+
+def _random_weights(path: str) -> Iterator[str]:
+    """Yield a warning if the user's folder has no weights, so that they are drawn."""
+    if path and Path(path).is_dir() and not model_checks.has_weights(Path(path)):
+        rule = "the folder has no weights, so they are random, except those of a checkpoint"
+        fix = "*.safetensors in the folder; for a run's model, `millrace export RUN FOLDER`"
+        yield f"warning: model.path = {path!r}: {rule}. Fix: {fix}."
 
 
 def prompts_of_an_epoch(
@@ -225,6 +242,8 @@ def _check_model(path: str, rollout_engine: str) -> None:
     if not folder.exists() and hub.NAME.fullmatch(path):
         if why := hub.refusal("model", path):
             fix = "a folder of a Hugging Face causal model, a hub id, or '' for a newly built model"
+            if path in MODELS:
+                fix = f"'model.path=${{model:{path}}}', the folder of `millrace get-model {path}`"
             raise bad_value(
                 "model.path", path, f"no such folder (from {Path.cwd()}), and {why}", fix
             )
@@ -284,6 +303,8 @@ def _check_model_folder(folder: Path, path: str, rollout_engine: str) -> None:
             "its config.json has no model_type",
             "the config.json of a Hugging Face causal model",
         )
+    if damaged := model_checks.damaged(folder):
+        raise bad_value("model.path", path, damaged, "get the file again, whole")
 
 
 def _check_overrides(model: ModelConfig) -> None:

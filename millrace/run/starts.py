@@ -77,7 +77,7 @@ async def _show(progress: Progress, ask: Callable[[], Sequence[Answer]]) -> None
         if (phase := progress.state.phase).startswith((ENGINES, SYNC)):
             waits = waiting_for(await abandonable(ask))
             if progress.state.phase == phase:
-                progress.phase(phase, note=waits)
+                progress.phase(phase, note=f"({waits})" if waits else "")
 
 
 def waiting_for(answers: Iterable[Answer]) -> str:
@@ -96,8 +96,11 @@ def waiting_for(answers: Iterable[Answer]) -> str:
 
 async def report(
     engines: Engines, run: Path, version: int, watch: Watch, note: Callable[[str], None]
-) -> None:
-    """Write where the seconds of the start went: to the file, to the trace and to the terminal."""
+) -> float:
+    """Write where the seconds of the start went: to the file, to the trace and to the terminal.
+
+    Returns the seconds, without those of the warm-up.
+    """
     parts = {DRIVER: take_starts()} | await engines.starts()
     parts = {
         name: [p for p in each if p.end - p.begin >= _SHORTEST_S] for name, each in parts.items()
@@ -120,6 +123,7 @@ async def report(
         note(text)
     if any(p.what == "compile" for each in parts.values() for p in each):
         note(f"  compiled code is kept in {cache_folder()}")
+    return seconds
 
 
 def seconds_of(parts: Parts) -> float:

@@ -46,7 +46,7 @@ def show(console: Console, outcome: Outcome) -> None:
     )
     say(
         f"{outcome.samples_trained} samples in {outcome.optimizer_steps} optimizer steps, "
-        f"{outcome.versions} versions; engines after {times.get('start', 0):.1f} s, "
+        f"{outcome.versions} versions; start {times.get('start', 0):.1f} s, "
         f"warm-up {times.get('warm_up', 0):.1f} s, RL {outcome.train_seconds:.1f} s",
     )
     say(f"run         {outcome.run_dir}")

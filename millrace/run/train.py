@@ -82,7 +82,7 @@ class Outcome:
 
 async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcome:
     """Run a new run, or the rest of a resumed one: prepare, warm up, train, validate."""
-    begin, folder = time.perf_counter(), None
+    folder = None
     try:
         async with open_session(config, progress) as s:
             started = time.perf_counter()
@@ -90,7 +90,6 @@ async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcom
             warm, folder = time.perf_counter(), s.run.path
             outcome = await run_training(s, ledger, stop)
             outcome.timings.update(
-                start=started - begin,
                 warm_up=warm - started if s.run.resume_from is None and config.sft.steps else 0.0,
                 train=outcome.train_seconds,
             )
@@ -178,7 +177,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
             )
             async with s.journal(ledger, history.attempt, tasks) as kept:
                 loops = train_to_end(s, engines, ledger, stop, record, validated, kept)
-                complete, seconds = await loops
+                complete, start, seconds = await loops
         history.end(ledger.totals(), complete)
         recorder.end(ledger.snapshot())
     finally:
@@ -199,6 +198,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
         last=record.last if complete else None,
         complete=complete,
         checkpoint=next(reversed(s.checkpoints.all()), None),
+        timings={"start": start},
     )
 
 
@@ -261,8 +261,8 @@ async def train_to_end(
     record: RunRecord,
     validated: dict[int, dict[str, float]],
     journal: NoJournal,
-) -> tuple[bool, float]:
-    """Run both loops. Returns whether the run is complete, and the seconds of training.
+) -> tuple[bool, float, float]:
+    """Run both loops. Returns whether the run is complete, and the seconds of start and training.
 
     `validated` has the validations of earlier attempts, by version.
     """
@@ -278,7 +278,7 @@ async def train_to_end(
     with parts.part("sync_transfer"):
         await as_actor("trainer", trainer.begin())
     record.gap_limit = proof.limit if proof else None
-    await starts.report(s.engines, s.run.path, ledger.version, watch, s.progress.note)
+    started = await starts.report(s.engines, s.run.path, ledger.version, watch, s.progress.note)
     if 0 in validated:
         record.first = Result(0, validated[0], ())
     elif ledger.version == 0 and c.val_before_train:
@@ -312,7 +312,7 @@ async def train_to_end(
     await engines.pool.stats()  # The last figures of the accounts.
     if stop.error is not None:
         raise stop.error
-    return complete, seconds
+    return complete, started, seconds
 
 
 async def settle(

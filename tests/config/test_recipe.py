@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace.config import Config, layers, recipe
+from millrace.config.cached import model_folder
 from millrace.errors import ConfigError
 from millrace.schedule.modes import MODES
 
@@ -280,10 +281,15 @@ def test_numbers_are_numbers_however_they_are_spelled(
         ),
         ("rollout.stop=['\\n\\n']", lambda c: c.rollout.stop == ("\\n\\n",)),
         ("trainer.run_dir=", lambda c: c.trainer.run_dir == ""),
+        ("trainer.run_dir=~/mine", lambda c: c.trainer.run_dir == str(Path.home() / "mine")),
         ("+rollout.n=5", lambda c: c.rollout.n == 5),
         (
             "model.shape={hidden_size: 32}",
             lambda c: c.model.shape.hidden_size == 32 and c.model.shape.num_hidden_layers == 3,
+        ),
+        (
+            "model.path=${model:smollm2}",
+            lambda c: c.model.path == str(model_folder("smollm2")),
         ),
         ("reward.function=a.py:f=g", lambda c: c.reward.function == "a.py:f=g"),
     ],

@@ -84,7 +84,11 @@ def test_messages_without_a_template_name_the_file_that_lacks() -> None:
 
 
 def prepared(
-    tmp_path: Path, prompt: str, *overrides: str, template: str | None = CHATML
+    tmp_path: Path,
+    prompt: str,
+    *overrides: str,
+    template: str | None = CHATML,
+    weights: str = "pytorch_model.bin",
 ) -> Problems:
     folder, rows = tmp_path / "instruct", tmp_path / "train.jsonl"
     made = tokenizer(template)
@@ -97,6 +101,7 @@ def prepared(
         ],
     )
     write_shape(folder, config.model.shape, vocab_size=len(made), max_position_embeddings=256)
+    (folder / weights).touch()
     rows.write_text(f'{{"prompt": {prompt}, "answer": "2"}}\n')
     return prepare(config, load(config), tmp_path / "model")
 
@@ -116,6 +121,11 @@ def test_a_run_says_how_strings_are_read_and_names_a_scorer_that_does_not_fit(
 
 def test_messages_need_no_line_and_a_scorer_that_fits_no_warning(tmp_path: Path) -> None:
     assert prepared(tmp_path, CHAT, "reward.function=math").notes == ()
+
+
+def test_a_model_without_weights_is_named(tmp_path: Path) -> None:
+    (warning,) = prepared(tmp_path, CHAT, "reward.function=math", weights="model.gguf").notes
+    assert str(tmp_path / "instruct") in warning and "random" in warning
 
 
 def test_without_the_template_there_is_no_warning(tmp_path: Path) -> None:

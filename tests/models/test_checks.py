@@ -81,3 +81,11 @@ def test_a_model_of_the_hub_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(hub, "model_config", lambda name: {"model_type": "gpt_oss"})
     with pytest.raises(ConfigError, match=r"model.path = 'openai/gpt-oss-20b': .*gpt_oss"):
         problems.load(config_of("model.path=openai/gpt-oss-20b"))
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n"])
+def test_weights_that_are_cut_off_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^model.path = .*model.safetensors is damaged: .*Fix: "):
+        load(tmp_path, {"model_type": "qwen2"})

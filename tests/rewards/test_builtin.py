@@ -66,7 +66,7 @@ def test_the_last_number_is_read_and_no_formula(
 
 
 @pytest.mark.parametrize("text", ["4", "no number"])
-@pytest.mark.parametrize("truth", ["x^2", "nan", "Infinity", ""])
+@pytest.mark.parametrize("truth", ["x^2", "nan", "Infinity", "", "50%"])
 def test_the_last_number_needs_a_number(truth: str, text: str) -> None:
     rule = re.escape(f"{truth!r} is not a number. Fix: reward.function=math")
     with pytest.raises(RewardError, match=rule):

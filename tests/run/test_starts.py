@@ -88,11 +88,13 @@ def test_a_run_writes_where_its_start_went(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    done = runs.command("train", str(runs.RECIPE), *runs.SMALL, f"trainer.run_dir={folder}")
+    words = ("train", str(runs.RECIPE), *runs.SMALL, f"trainer.run_dir={folder}", "--json")
+    done = runs.command(*words)
     assert done.returncode == 0, done.stderr
     (line,) = (folder / "start.jsonl").read_text().splitlines()
     start = json.loads(line)
     assert start["version"] == 0 and start["seconds"] > 0
+    assert json.loads(done.stdout)["timings"]["start"] == start["seconds"]
     named = {name: {what for what, _, _ in parts} for name, parts in start["parts"].items()}
     assert {"imports", "workers", "prompts"} <= named["driver"]
     assert "imports" in named["trainer-0"] and "imports" in named["rollout-0"]

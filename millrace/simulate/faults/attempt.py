@@ -150,7 +150,7 @@ class Attempt:
                 watch=watch,
             )
             async with s.journal(ledger, history.attempt, tasks, self._synced) as kept:
-                complete, _ = await train_to_end(s, engines, ledger, self.stop, record, {}, kept)
+                complete, *_ = await train_to_end(s, engines, ledger, self.stop, record, {}, kept)
         history.end(ledger.totals(), complete)
         self._check(self._after, s, ledger, record, complete)
         return complete

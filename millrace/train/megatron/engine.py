@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from millrace.config import Config, OptimConfig
+from millrace.models.checks import has_weights
 from millrace.models.device import pick
 from millrace.models.megatron_checks import check_model
-from millrace.models.model import has_weights, load_model
+from millrace.models.model import load_model
 from millrace.train.megatron import shape as sizes
 from millrace.train.megatron import state, weights
 from millrace.train.megatron.modules import Policy
