@@ -83,7 +83,12 @@ def advice_for_chat(
 
     `section` is the reward's section, and `function` its function, "" for the scorer of the source.
     """
-    name = function or scorer_of(data_source, extra_info) or ""
+    own = scorer_of(data_source, extra_info)
+    name = function or own or ""
+    if name == "math" and own == "last_number":
+        echo = "it evaluates formulas, so an answer that repeats the question is right"
+        fix = f"{section}.function=last_number"
+        return f"warning: {section}.function = 'math', {data_source}: {echo}. Fix: {fix}."
     if name not in _BARE:
         return ""
     why, fix = _BARE[name]

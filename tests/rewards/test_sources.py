@@ -6,7 +6,7 @@ import pytest
 
 from millrace.data.tasks import TASKS
 from millrace.rewards.builtin import BUILTIN
-from millrace.rewards.sources import SCORERS, refusal, scorer_of
+from millrace.rewards.sources import SCORERS, advice_for_chat, refusal, scorer_of
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,14 @@ def test_generated_rows_keep_their_scorers() -> None:
     assert scorer_of("file", {"metadata": {"source_dataset": "chain_sum"}}) == "reasoning_gym"
     assert scorer_of("file", {"metadata": {"source_dataset": "no such"}}) is None
     assert scorer_of("file", {"metadata": [1]}) is None
+
+
+def test_a_scorer_that_pays_an_echo_of_the_question_is_warned_about() -> None:
+    warning = advice_for_chat("reward", "math", "products", {}, "84")
+    assert "products" in warning and "Fix: reward.function=last_number" in warning
+    assert not advice_for_chat("reward", "last_number", "products", {}, "84")
+    assert not advice_for_chat("reward", "", "products", {}, "84")
+    assert not advice_for_chat("reward", "math", "numina_olympiads", {}, "84")
 
 
 def test_every_scorer_of_the_table_is_built_in() -> None:
