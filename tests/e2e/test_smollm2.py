@@ -15,6 +15,7 @@ from millrace.config.cached import model_folder
 FOLDER = Path(os.environ.get("MILLRACE_SMOLLM2") or model_folder("smollm2"))
 
 
+@pytest.mark.real
 @pytest.mark.skipif(
     not (FOLDER / "model.safetensors").is_file(), reason="make test-real gets the weights"
 )
