@@ -169,24 +169,23 @@ def test_a_server_that_prints_to_its_output_is_understood() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "reason"),
+    ("command", "reason", "seconds"),
     [
-        (("no-such-command",), "lost"),
-        (("python3", "-c", "import sys; sys.exit('bad luck')"), "lost"),
-        (("sleep", "10000"), "deadline"),
-        (("yes",), "deadline"),
-        (("python3", "-c", "while True: print('x' * 65536)"), "deadline"),
-        (("python3", "-c", "while True: print('x' * 65536, end='')"), "lost"),
+        (("no-such-command",), "lost", HANG_S),
+        (("python3", "-c", "import sys; sys.exit('bad luck')"), "lost", HANG_S),
+        (("sleep", "10000"), "deadline", 0.5),
+        (("yes",), "deadline", 0.5),
+        (("python3", "-c", "while True: print('x' * 65536)"), "deadline", 0.5),
+        (("python3", "-c", "while True: print('x' * 65536, end='')"), "lost", 20.0),
     ],
 )
 def test_a_server_that_does_not_come_up(
-    command: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch
+    command: tuple[str, ...], reason: str, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a line that is too long, the package reads on until the deadline. Then the error comes."""
     monkeypatch.setattr(mcp_connection, "_MOST_LINE", 2**20)
 
     async def work() -> None:
-        seconds = 0.5 if reason == "deadline" else HANG_S
         servers = McpServers(McpOptions(command, start_deadline_s=seconds))
         environment = servers.make()
         with pytest.raises(EpisodeError) as caught:
