@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--piece-s", type=float, default=1200)
     parser.add_argument("--plot", type=Path, metavar="FILE")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     out = options.run.with_name(f"{options.run.name}.soak.jsonl")
     lines = read(out)
     if options.plot:
