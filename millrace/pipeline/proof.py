@@ -108,7 +108,6 @@ class Proof:
         self._displaced = False
         self._begun = seed
         self._probe_at, self._probe_s = 0.0, 0.0
-        self.draws.tokens = 0
         self._sizes: set[int] = set()
 
     @property
@@ -130,7 +129,8 @@ class Proof:
         since = clock()
         for _ in range(_TRIES):
             before = self._workers()
-            self.draws.tokens, self._sizes = 0, set()
+            self.draws.tokens.clear()
+            self._sizes = set()
             try:
                 verdict = await self._rounds(version)
             finally:
@@ -145,7 +145,7 @@ class Proof:
             self._note(f"warning: the engines are not proven yet: {why}. A probe follows")
             return None
         self.floor = verdict.floor
-        self._proven |= set(before[1])
+        self._proven |= self._drew(before)
         self._put_off()
         if error := verdict.error():
             if self._stops:
@@ -159,7 +159,7 @@ class Proof:
         sizes = f"1 to {max(self._sizes, default=0)} requests at once"
         assumed = "" if verdict.explained else ", assumed: no room for an independent model"
         return (
-            f"engines proven: {self.draws.tokens:,} tokens in {seconds:.1f} s ({sizes}), "
+            f"engines proven: {self.draws.tokens.total():,} tokens in {seconds:.1f} s ({sizes}), "
             f"gap {verdict.gap.mean:.2g} (limit {verdict.limit:.2g}{assumed}), "
             f"worst token {verdict.gap.worst:.2g}"
         )
@@ -168,6 +168,10 @@ class Proof:
         roster = self.pool.roster
         live = tuple((i, roster.incarnation(i)) for i in roster.live)
         return self._incarnation(), live
+
+    def _drew(self, workers: tuple[int, tuple[tuple[int, int], ...]]) -> set[tuple[int, int]]:
+        """Return the replicas that drew tokens. The others are not proven."""
+        return {worker for worker in workers[1] if self.draws.tokens[worker[0]]}
 
     async def _rounds(self, version: PolicyVersion) -> Verdict:
         clock, budget = asyncio.get_running_loop().time, self._budget_s
@@ -232,6 +236,7 @@ class Proof:
         """Compare a few tokens of every replica with the trainer, which has the same weights."""
         clock = asyncio.get_running_loop().time
         since, workers = clock(), self._workers()
+        self.draws.tokens.clear()
         requests = []
         for k, _ in workers[1]:
             length = min(_PROBE_TOKENS, self._params.max_tokens)
@@ -245,7 +250,7 @@ class Proof:
         self._put_off()
         if self._workers() != workers:
             return
-        self._proven |= set(workers[1])
+        self._proven |= self._drew(workers)
         limit = self.limit
         if len(drawn.engine) and limit is not None:
             found = gaps.gap(drawn.engine, drawn.trainer)

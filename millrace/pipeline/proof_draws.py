@@ -7,6 +7,7 @@ produces   requests with their segments, and the arrays of what they drew
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -71,8 +72,8 @@ class Draws:
     def __init__(self, pool: RolloutPool, params: SamplingParams, schedule: Schedule) -> None:
         self._pool, self._schedule = pool, schedule
         self._params = replace(params, stop=(), ignore_eos=True)
-        self.tokens = 0
-        """Tokens drawn so far."""
+        self.tokens = Counter[int]()
+        """Tokens drawn so far, by replica."""
         self._gate, self._idle = asyncio.Event(), asyncio.Event()
         self._gate.set()
         self._idle.set()
@@ -118,7 +119,7 @@ class Draws:
                 request.segments += got
                 drawn += sum(len(s.tokens) for s in got)
                 known = len(whole) + sum(len(s.tokens) for s in got)
-                self.tokens += sum(len(s.tokens) for s in got)
+                self.tokens[replica] += sum(len(s.tokens) for s in got)
                 if not got:
                     await asyncio.sleep(0)
 

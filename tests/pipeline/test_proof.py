@@ -242,6 +242,21 @@ def test_engines_without_a_proof_are_not_called_proven_and_are_probed_once_they_
     assert one.notes[0].startswith("warning: ") and len(one.refused) == 1
 
 
+def test_a_replica_that_drew_no_token_is_not_proven_by_the_others() -> None:
+    async def act(one: World) -> bool:
+        stats = one.engines[1].stats
+
+        async def no_slots() -> Any:
+            return replace(await stats(), slots=0)
+
+        one.engines[1].stats = no_slots  # type: ignore[method-assign]
+        await one.proof.run(0)
+        return one.proof.due()
+
+    one, due = run(lambda: world(schedule_of("async_partial")), act)
+    assert due and not one.engines[1].drawn_at
+
+
 @pytest.mark.parametrize("mode", ["async_partial", "colocate_sync"])
 def test_a_replica_that_joins_is_proven_before_the_next_step(mode: str) -> None:
     async def act(one: World) -> tuple[bool, bool, int]:
