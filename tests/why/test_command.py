@@ -31,6 +31,37 @@ def why(run: Path, *options: str) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
+AT_ONCE = """
+import importlib, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import msgspec
+from millrace.waits import answer, ask, side
+
+def serve(server, data):
+    while True:
+        with server.accept()[0] as connection:
+            connection.sendall(data)
+
+run = Path(sys.argv[1])
+(run / side.FOLDER).mkdir()
+server, told = side.listen(run / side.FOLDER / "x.sock"), {"name": "x", "pid": 1, "host": "here"}
+data = msgspec.json.encode([answer.Answer("x", 1, "here")])
+threading.Thread(target=serve, args=(server, data), daemon=True).start()
+sys.setswitchinterval(1e-6)
+for _ in range(200):
+    importlib.reload(answer)
+    importlib.reload(ask)
+    with ThreadPoolExecutor(8) as pool:
+        assert all(one[0].name == "x" for one in pool.map(lambda k: ask.ask_one(run, told), range(8)))
+"""
+
+
+def test_answers_that_come_at_once_do_not_crash_the_process(tmp_path: Path) -> None:
+    """msgspec crashes where threads decode a type for the first time. New modules have new types."""
+    subprocess.run([sys.executable, "-c", AT_ONCE, str(tmp_path)], check=True)
+
+
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "DEADLINE_S", HANG_S)
