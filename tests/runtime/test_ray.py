@@ -151,13 +151,22 @@ def test_a_replica_of_two_gpus_has_both_on_one_node_beside_the_trainers(
     asyncio.run(main())
 
 
+async def two_find_places(runtime: RayRuntime) -> None:
+    """Wait until Ray knows of the devices that were given back, also by the test before."""
+    async with asyncio.timeout(HANG_S):
+        while (await runtime.limit()).most != 2:  # noqa: ASYNC110 - Ray has no event
+            await asyncio.sleep(0.1)
+
+
 def test_a_further_replica_gets_two_gpus_that_nobody_has_and_gives_them_back(
-    cluster: Cluster, tmp_path: Path
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The start takes the four GPUs of one node. The other node has two."""
+    monkeypatch.setattr(ray_places, "_GROW_S", HANG_S)
 
     async def main() -> None:
         async with opened(cluster, tmp_path, (1, 2), (1, 2), tp=2, gpus_in_node=4) as runtime:
+            await two_find_places(runtime)
             found = await gpus_of_actors(runtime, {"rollout": 2})
             assert [gpus for _, gpus in found.values()] == ["2,3", "0,1"]
             assert found["rollout-0"][0] != found["rollout-1"][0]
@@ -167,9 +176,7 @@ def test_a_further_replica_gets_two_gpus_that_nobody_has_and_gives_them_back(
             last = next(w.peer for w in runtime._workers if w.peer.name == "rollout-1")
             await runtime.end(last)
             runtime.release(1)
-            async with asyncio.timeout(HANG_S):
-                while (await runtime.limit()).most != 2:  # noqa: ASYNC110 - Ray has no event
-                    await asyncio.sleep(0.1)
+            await two_find_places(runtime)
             assert [*runtime._places._seats] == [0]
 
     asyncio.run(main())

@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.runtime.clusters import start_no_idle_workers
 from tests.waiting import HANG_S, until
 
 pytestmark = [
@@ -55,10 +54,7 @@ def idle_parent() -> Iterator[None]:
             child.wait(HANG_S)
 
 
-def test_actors_end_with_a_killed_driver(
-    idle_parent: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start_no_idle_workers(monkeypatch)
+def test_actors_end_with_a_killed_driver(idle_parent: None, tmp_path: Path) -> None:
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(tmp_path)],
         stdout=subprocess.PIPE,

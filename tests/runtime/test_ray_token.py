@@ -20,7 +20,6 @@ import ray
 
 from millrace.runtime import ray_token
 from millrace.runtime.ray import RayRuntime
-from tests.runtime.clusters import start_no_idle_workers
 from tests.runtime.test_placement import config
 from tests.waiting import HANG_S
 
@@ -42,7 +41,6 @@ os._exit(0)
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Give Ray an empty home, without settings of the user."""
-    start_no_idle_workers(monkeypatch)
     for name in (ray_token.MODE, ray_token.TOKEN, ray_token.PATH, "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     home = tmp_path / "home"
