@@ -138,7 +138,7 @@ def interrupted(chain: Chain) -> None:
 
     The driver has died before, and its supervisor has started it anew.
     """
-    process = chain.start("--keep-going")
+    process = chain.start("--keep-going", "guard.enable=true")
     (driver,) = psutil.Process(process.pid).children()
     workers = driver.children(recursive=True)
     driver.kill()
@@ -225,7 +225,7 @@ def lost_last_replica(chain: Chain) -> range:
     Return its versions. No replica is there to validate the last ones. Errors of other workers,
     whose collectives broke, are not reported.
     """
-    chain.start("rollout.max_restarts=0")
+    chain.start("rollout.max_restarts=0", "guard.enable=true")
     chain.worker("rollout-0").kill()
     assert chain.end() == 1
     said = chain.said()

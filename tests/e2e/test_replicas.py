@@ -49,6 +49,7 @@ async def hurt(s: Session, ledger: Ledger) -> None:
 def test_a_run_heals_a_replica_that_is_killed_and_one_that_stands_still(tmp_path: Path) -> None:
     notes: list[str] = []
     keys = [
+        "guard.enable=true",
         "rollout.n_gpus_per_node=2",
         "rollout.total_rollout_steps=100000",
         "rollout.heartbeat_s=0.5",

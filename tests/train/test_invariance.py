@@ -1,7 +1,7 @@
 """Tests that loss and gradient do not depend on how a mini-batch is split.
 
-They cover every loss, aggregation and correction, on one rank and on four that share tokens. Each
-has a second layout of two or four ranks.
+They cover every loss, aggregation and correction, on one rank and on four that share tokens. Most
+have a second layout of two or four ranks.
 """
 
 from __future__ import annotations
