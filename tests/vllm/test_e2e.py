@@ -14,6 +14,7 @@ from tests.e2e import runs
 from tests.e2e.accounts import check_accounts
 from tests.e2e.test_modes import OVERLAP, check_rows
 from tests.vllm.processes import WORKER_IN_CORE, engine_cores
+from tests.waiting import HANG_S
 
 WAYS = [
     *(("async_partial", OVERLAP), ("async_swap", OVERLAP)),
@@ -54,6 +55,7 @@ def test_each_way_to_sync_and_the_quickstart_learns(
                 ) == (64, 64, 0, 0, 0), mode
                 check_rows(folder, outcome.versions, mode)
             long = [
+                "guard.enable=true",
                 "rollout.n=8",
                 "actor.ppo_mini_batch_size=32",
                 "rollout.total_rollout_steps=1024",
@@ -82,5 +84,5 @@ def test_each_way_to_sync_and_the_quickstart_learns(
             psutil.Process(core.ppid()).kill()
             return [core, *core.children(recursive=True)]
 
-    _, left = psutil.wait_procs(asyncio.run(main()), timeout=30)
+    _, left = psutil.wait_procs(asyncio.run(main()), timeout=HANG_S)
     assert not left, "vLLM outlived its host"

@@ -6,25 +6,19 @@ A run learns from them, and no process of vLLM outlives the run on the cluster.
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import psutil
-import ray
-from ray.cluster_utils import Cluster
 
 from tests.e2e import runs
+from tests.runtime.clusters import open_cluster
 from tests.vllm.processes import engine_cores
 from tests.vllm.test_e2e import VLLM
+from tests.waiting import HANG_S
 
 
 def test_a_run_on_a_cluster_and_nothing_left_of_it(tmp_path: Path) -> None:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    node = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
-    on_ray = ["trainer.runtime=ray", f"trainer.ray_address={cluster.address}", "mode=async_partial"]
-
-    async def main() -> tuple[list[psutil.Process], set[Path]]:
+    async def main(on_ray: list[str]) -> tuple[list[psutil.Process], set[Path]]:
         async with runs.session(tmp_path, *VLLM, *on_ray, "sft.steps=20") as s:
             cores = engine_cores()
             assert len(cores) == 1
@@ -38,17 +32,17 @@ def test_a_run_on_a_cluster_and_nothing_left_of_it(tmp_path: Path) -> None:
             assert all(row["sync/bytes"] > 0 for row in runs.rows(tmp_path / "run"))
         return [*cores, *under], shared
 
-    try:
-        processes, shared = asyncio.run(main())
-        _, left = psutil.wait_procs(processes, timeout=20)
+    with open_cluster(num_cpus=2) as cluster:
+        address = f"trainer.ray_address={cluster.address}"
+        processes, shared = asyncio.run(
+            main(["trainer.runtime=ray", address, "mode=async_partial"])
+        )
+        _, left = psutil.wait_procs(processes, timeout=HANG_S)
         assert not left, "the cluster lives on, and nobody else would end them"
         assert shared
         assert not [path for path in shared if path.exists()], (
             "shared memory stays until the node is started again"
         )
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 def shared_memory(core: psutil.Process) -> set[Path]:
