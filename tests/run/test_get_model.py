@@ -222,7 +222,8 @@ def test_a_folder_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
 
 
 _SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 from pathlib import Path
 from millrace.cli.main import app
 from millrace.run import get_model as own
