@@ -12,6 +12,7 @@ import itertools
 import secrets
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -84,7 +85,7 @@ def _unwritable(path: Path, error: OSError) -> Exception:
 
 def _page(page: dict[str, Any], run: RunFolder | None, table: Table | None) -> str:
     """Return the HTML, with as many samples as fit."""
-    parts = {"plotly": _packed(_plotly()), "page": _packed(msgspec.json.encode(page))}
+    parts = {"plotly": _plotly(), "page": _packed(msgspec.json.encode(page))}
     shell = _shell(page["title"], parts | {"samples": ""})
     room = LIMIT - len(shell.encode()) - 1000
     if run is None or table is None:
@@ -112,10 +113,11 @@ def _packed(data: bytes, level: int = 9) -> str:
     return base64.b64encode(gzip.compress(data, level, mtime=0)).decode()
 
 
-def _plotly() -> bytes:
+@cache  # a live report is written again and again
+def _plotly() -> str:
     from plotly.offline import get_plotlyjs
 
-    return get_plotlyjs().encode()
+    return _packed(get_plotlyjs().encode())
 
 
 def _shell(title: str, parts: dict[str, str]) -> str:
