@@ -43,7 +43,9 @@ class Sync:
         raise NotImplementedError
 
     async def transfer(self, version: int) -> TransferReport:
-        both = self._sender.transfer(version), self._receiver.transfer(version)
+        # A thread of its own: a sender may block its event loop until the receiver has answered.
+        sending = asyncio.to_thread(lambda: asyncio.run(self._sender.transfer(version)))
+        both = sending, self._receiver.transfer(version)
         return (await asyncio.gather(*both))[1]  # type: ignore[no-any-return]
 
     async def activate(self, version: int) -> float:
