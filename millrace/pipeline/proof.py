@@ -390,17 +390,21 @@ class Proof:
         clock, budget = asyncio.get_running_loop().time, self._budget_s
         trainer: list[list[float]] = []
         size, rate, taken, until = 1, 0.0, 0.0, clock() + budget * _COMPARE
+        shortest = budget
         while len(trainer) < len(samples) and (not trainer or clock() + 2 * taken < until):
             part, since = tuple(samples[len(trainer) : len(trainer) + size]), clock()
             trainer += await self.engine.log_probs(part)
             taken, size = clock() - since, 2 * size
+            shortest = min(shortest, taken)
             rate = sum(cells(part)) / taken if taken else float("inf")
         own: list[list[list[float]]] = []
         unchanged: list[list[float]] | None = None
         some: tuple[Sample, ...] = ()
         if reference and trainer:
             read = np.cumsum(cells(samples[: len(trainer)]))
-            count = max(1, int((read <= rate * budget * _REFERENCE / 4).sum()))
+            count = int((read <= rate * budget * _REFERENCE / 4).sum())
+            # It reads samples one by one, and each takes about as long as the shortest call here.
+            count = max(1, min(count, int(budget * _REFERENCE / shortest) if shortest else count))
             some = tuple(samples[: min(count, len(trainer))])
             own = await self.engine.reference_log_probs(some)
         if undo:
