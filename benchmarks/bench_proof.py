@@ -28,6 +28,7 @@ os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 from millrace.config import Config, recipe
 from millrace.config.packaged import packaged
+from millrace.errors import MillraceError
 from millrace.observe.gap import Verdict
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -113,10 +114,21 @@ async def main(options: argparse.Namespace) -> None:
                 await one.sync.transfer(0)
                 await one.sync.activate(0)
             await arm("healthy, after the faults", one, options.starts + 1)
-        if left():
-            with proving.with_rope(folder) as wrong:
-                async with proving.engines(config, folder, prompts, rollout_folder=wrong) as one:
-                    await arm(proving.ROPE, one, options.starts)
+        changes = dict(proving.CONFIG)
+        if config.rollout.engine == "vllm":
+            changes |= proving.VLLM
+        for name, change in changes.items():
+            if not left():
+                print(f"left out: {name}")
+                continue
+            try:
+                with proving.changed(folder, change) as wrong:
+                    async with proving.engines(
+                        config, folder, prompts, rollout_folder=wrong
+                    ) as one:
+                        await arm(name, one, options.starts)
+            except MillraceError as error:  # found before the first token
+                print(f"{name}: refused: {error}", flush=True)
     write(options, config, rows)
 
 

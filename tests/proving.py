@@ -252,17 +252,35 @@ def old_kv_recompute(one: Engines) -> Iterator[None]:
         yield
 
 
+Change = Callable[[dict[str, Any]], None]
+
+
 @contextmanager
-def with_rope(folder: str, factor: float = 0.5) -> Iterator[str]:
-    """Yield a copy of a model folder whose rope has another base."""
+def changed(folder: str, change: Change) -> Iterator[str]:
+    """Yield a copy of a model folder with a changed config.json."""
     with tempfile.TemporaryDirectory() as copy:
         shutil.copytree(folder, copy, dirs_exist_ok=True)
         path = Path(copy) / "config.json"
         tree = json.loads(path.read_text())
-        rope = tree.get("rope_parameters") or tree
-        rope["rope_theta"] = factor * rope.get("rope_theta", 10_000.0)
+        change(tree)
         path.write_text(json.dumps(tree))
         yield copy
+
+
+def rope(tree: dict[str, Any]) -> None:
+    """Halve the base of rope."""
+    parameters = tree.get("rope_parameters") or tree
+    parameters["rope_theta"] = 0.5 * parameters.get("rope_theta", 10_000.0)
+
+
+def window(tree: dict[str, Any]) -> None:
+    """Let a Llama's attention see the last 64 tokens alone."""
+    tree |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 64}
+
+
+def own_head(tree: dict[str, Any]) -> None:
+    """Give a model with a tied head a head of its own, which no sync reaches."""
+    tree["tie_word_embeddings"] = False
 
 
 def top_k(one: Engines) -> contextlib.AbstractContextManager[None]:
@@ -340,7 +358,13 @@ TORCH: dict[str, Plant] = {
 """Faults of the torch engine."""
 LONG: dict[str, Plant] = {"rope wrong at the last positions": late_rope}
 """Faults of long responses, which the configuration must allow."""
-ROPE = "RoPE base wrong"
+CONFIG: dict[str, Change] = {"RoPE base wrong": rope}
+"""Faults of the config.json that the rollout engine reads."""
+VLLM: dict[str, Change] = {
+    "a tied head loaded untied": own_head,
+    "attention sees 64 tokens alone": window,
+}
+"""More of them, for vLLM."""
 
 
 _QUESTIONS = (

@@ -117,7 +117,7 @@ def test_a_fault_of_the_last_positions_of_long_responses_is_found(model: str, dt
 
 
 def test_another_base_of_rope_is_found(model: str) -> None:
-    with proving.with_rope(model) as wrong:
+    with proving.changed(model, proving.rope) as wrong:
         verdict = prove(config(model), lambda one: one.prove(0, FAR), of=wrong)
     error = verdict.error()
     assert error is not None and "model.path" not in str(error).partition("Likely")[0]
