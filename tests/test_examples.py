@@ -1,4 +1,4 @@
-"""Templates for clusters.
+"""The loop to read, and templates for clusters.
 
 The Slurm script starts a cluster of two nodes, which are both this machine. The Kubernetes job has
 the required fields.
@@ -197,3 +197,21 @@ def test_the_page_says_every_variable_of_the_slurm_script() -> None:
     page = (EXAMPLES.parent / "docs" / "clusters.md").read_text()
     read = set(re.findall(r"\$\{((?:MILLRACE|RAY)_\w+):-", SCRIPT.read_text()))
     assert read == set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+
+
+def test_the_loop_to_read_trains_each_sample_once_and_learns() -> None:
+    keys = ["rollout.total_rollout_steps=256", "sft.steps=100"]
+    command = [sys.executable, str(EXAMPLES / "loop.py"), *keys]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    *_, last = done.stdout.splitlines()
+    assert "256 admitted, 256 retired, 0 dropped, 0 of 96 slots" in last
+    rewards = [float(x) for x in re.findall(r"reward ([0-9.]+)", done.stdout)]
+    assert len(rewards) == 8 and sum(rewards[4:]) > sum(rewards[:4])
+
+
+def test_the_loop_to_read_is_short_and_refuses_a_mode_that_it_does_not_show() -> None:
+    assert len((EXAMPLES / "loop.py").read_text().splitlines()) <= 250
+    command = [sys.executable, str(EXAMPLES / "loop.py"), "mode=one_step_off"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 1 and "mode=async_partial" in done.stderr
