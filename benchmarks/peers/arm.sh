@@ -16,7 +16,11 @@ sums) PROMPT=128 RESPONSE=96 ;;
 eight) PROMPT=640 RESPONSE=256 ;;
 *) echo "error: TASK = $TASK: no such task. Fix: sums or eight." >&2; exit 2 ;;
 esac
-[ -f "$HERE/$framework.sh" ] || { echo "error: NAME = $name: no such arm. Fix: millrace:MODE." >&2; exit 2; }
+case $framework:$kind in
+millrace:* | verl:sync | verl:async) ;;
+trl:colocate | trl:server | trl:async) ;;
+*) echo "error: NAME = $name: no such arm. Fix: a name of benchmarks/peers/README.md." >&2; exit 2 ;;
+esac
 MODEL=$(realpath "${MODEL:?the folder of SmolLM2-135M-Instruct}")
 
 n=1
@@ -24,9 +28,9 @@ while [ -e "$OUT/$framework-$kind-$TASK-$SEED.$n.jsonl" ]; do n=$((n + 1)); done
 mkdir -p "$OUT"
 tag=$(realpath "$OUT")/$framework-$kind-$TASK-$SEED.$n WORK=$(mktemp -d /tmp/arm.XXXXXX) # Ray needs a short path
 trap 'rm -rf "$WORK"' EXIT
-cache=$(realpath "${CACHE:-$WORK/cache}") PORT=$((21000 + 1000 * ${GPUS%%,*}))
-warm=$([ -d "$cache" ] && echo true || echo false)
-mkdir -p "$cache"
+mkdir -p "${CACHE:=$WORK/cache}/$framework"
+cache=$(realpath "$CACHE/$framework") PORT=$((21000 + 1000 * ${GPUS%%,*}))
+warm=$([ "$(ls -A "$cache")" ] && echo true || echo false)
 case $framework in
 millrace) path=$HERE/../..${SITE:+:$SITE} ;;
 *) path=${PEERS:+$PEERS:}${SITE:+$SITE:}$HERE ;;
@@ -43,7 +47,7 @@ printf '{"event": "start", "t": %s, "arm": "%s", "task": "%s", "seed": %s, "step
 code=0
 cd "$WORK"
 python3 "$HERE/within.py" "$limit" bash "$HERE/$framework.sh" "$kind" "$@" > "$tag.log" 2>&1 || code=$?
-[ "$framework" = millrace ] && { python3 "$HERE/millrace_events.py" "$RUN" "$EVENTS" || true; }
+[ "$framework" != millrace ] || python3 "$HERE/millrace_events.py" "$RUN" "$EVENTS"
 printf '{"event": "end", "t": %s, "code": %s}\n' "$EPOCHREALTIME" $code >> "$EVENTS"
 [ $code = 0 ] || { grep -h Error "$tag.log" | sort | uniq -c | sort -rn | head -5 | cut -c1-300 || true; }
 python3 "$HERE/table.py" "$EVENTS"

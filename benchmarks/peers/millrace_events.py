@@ -39,7 +39,9 @@ def events(start: float, seconds: float, rows: list[dict[str, Any]]) -> list[dic
 
 def main(run: str, file: str) -> None:
     start = json.loads(Path(file).read_text().splitlines()[0])["t"]
-    seconds = json.loads(Path(run, "start.jsonl").read_text().splitlines()[0])["seconds"]
+    if not (started := Path(run, "start.jsonl")).exists():
+        return  # it ended during its start
+    seconds = json.loads(started.read_text().splitlines()[0])["seconds"]
     rows = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
     with Path(file).open("a") as out:
         out.writelines(json.dumps(event) + "\n" for event in events(start, seconds, rows))

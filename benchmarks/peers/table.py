@@ -2,8 +2,8 @@
 
 A file's folder names its machine. Runs of the same arm and task are one row: the mean, and least to
 greatest. Seconds begin with the first step. A reward is the mean of eight optimizer steps. The ratio
-is that of RL seconds to the mean of millrace:async_partial on the same machine and task. A run that
-did not end by itself has no ratio.
+is that of RL seconds to the mean of millrace:async_partial on the same machine and task. A run
+without all its steps has no RL seconds, and a start with compiled code has no seconds of a start.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Arm:
     held_out: float | None = None
     reward: float | None = None
     tokens_per_s: float | None = None
+    whole: bool = False
+    """All steps were done."""
     fault: str = ""
     """The end of a run that was cut off or failed."""
 
@@ -41,13 +43,14 @@ def read(file: Path) -> Arm:
     one = {event["event"]: event for event in events}
     start, steps = one["start"], [event for event in events if event["event"] == "step"]
     arm = Arm(start["arm"], start["task"], file.resolve().parent.name)
-    if one.get("end", {"code": None})["code"] != 0:
-        done = steps[-1]["step"] if steps else 0
-        verb = "cut off" if one.get("end", {}).get("code") == 124 else "failed"
+    done, code = steps[-1]["step"] if steps else 0, one.get("end", {}).get("code")
+    arm.whole = done >= start["steps"]
+    if code != 0 or not arm.whole:
+        verb = {0: "ended", 124: "cut off"}.get(code, "failed")
         arm.fault = f"{verb} after {done} of {start['steps']} steps"
     if "val" in one:
         arm.held_out = statistics.fmean(one["val"]["values"].values())
-    if "begin" in one:
+    if "begin" in one and not start["warm"]:
         arm.start_s = one["begin"]["t"] - start["t"]
     if steps:
         begin = one["begin"]["t"]
@@ -76,7 +79,7 @@ def table(arms: list[Arm]) -> str:
         place: [
             arm.rl_s
             for arm in arms
-            if (arm.machine, arm.task, arm.name) == (*place, YARDSTICK) and arm.rl_s and whole(arm)
+            if (arm.machine, arm.task, arm.name) == (*place, YARDSTICK) and arm.rl_s and arm.whole
         ]
         for place in machines
     }
@@ -90,14 +93,14 @@ def table(arms: list[Arm]) -> str:
         ratios = [
             arm.rl_s / statistics.fmean(known)
             for arm in runs
-            if arm.rl_s and whole(arm) and (known := yardsticks[arm.machine, task])
+            if arm.rl_s and arm.whole and (known := yardsticks[arm.machine, task])
         ]
         cells = [
             spread([arm.start_s for arm in runs], 1),
-            spread([arm.rl_s for arm in runs if whole(arm)], 1),
+            spread([arm.rl_s for arm in runs if arm.whole], 1),
             *(spread([arm.reached_s[i] for arm in runs], 1) for i in range(len(LEVELS))),
             spread([arm.held_out for arm in runs], 3),
-            spread([arm.reward for arm in runs if whole(arm)], 3),
+            spread([arm.reward for arm in runs if arm.whole], 3),
             spread([arm.tokens_per_s for arm in runs], 0),
             spread(ratios, 2),
         ]
@@ -106,10 +109,6 @@ def table(arms: list[Arm]) -> str:
         label = f"{name} ({faults})" if faults else name
         lines.append(f"| {label} | {task} | {where} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def whole(arm: Arm) -> bool:
-    return not arm.fault
 
 
 def spread(values: Iterable[float | None], digits: int) -> str:

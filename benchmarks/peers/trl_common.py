@@ -93,18 +93,19 @@ def held_out(trainer: Any) -> None:
     """Record the mean reward of two answers a problem, drawn in bf16 with the trained weights."""
     if not MAIN:
         return
+    device = trainer.accelerator.device
     weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
     tokens, asked = tokenizer(), [row for row in rows("val.jsonl") for _ in range(2)]
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected and all("lm_head" in name for name in missing), (missing, unexpected)
     model.tie_weights()
-    model.to("cuda").eval()
+    model.to(device).eval()
     texts = [
         tokens.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
         for row in asked
     ]
-    inputs = tokens(texts, return_tensors="pt", padding=True, add_special_tokens=False).to("cuda")
+    inputs = tokens(texts, return_tensors="pt", padding=True, add_special_tokens=False).to(device)
     torch.manual_seed(SEED)
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     limits = {"max_new_tokens": RESPONSE, "pad_token_id": tokens.pad_token_id}

@@ -59,5 +59,4 @@ async)
         $a.actor.use_rollout_log_probs=True trainer.test_freq=$((STEPS / 2)) \
         $a.rollout.checkpoint_engine.backend=nccl $a.rollout.gpu_memory_utilization=0.6 "$@"
     ;;
-*) echo "error: NAME = verl:$kind: no such arm. Fix: sync or async." >&2; exit 2 ;;
 esac

@@ -145,11 +145,13 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Changes a module after its execution: verl imports this module before its own."""
+    """Hides TRL, and changes a module after its execution: verl imports this module first."""
 
     def find_spec(
         self, name: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
+        if name == "trl":
+            raise ModuleNotFoundError(name)
         spec = importlib.machinery.PathFinder.find_spec(name, path) if name in CHANGES else None
         if spec is None or spec.loader is None:
             return None
@@ -163,7 +165,6 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-sys.modules["trl"] = None  # type: ignore[assignment]
 AttentionInterface.register("torch_varlen", torch_varlen)
 AttentionMaskInterface.register("torch_varlen", lambda **_: None)
 for loaded in CHANGES.keys() & sys.modules.keys():

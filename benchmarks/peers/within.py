@@ -8,6 +8,7 @@ SIGTERM and 20 s to end. The exit code is the command's, or 124 at the limit.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import signal
 import subprocess
@@ -29,16 +30,15 @@ def main(limit: str, *command: str) -> int:
     except subprocess.TimeoutExpired:
         print(f"limit of {limit} s", flush=True)
         process.terminate()
-        psutil.wait_procs([psutil.Process(process.pid)], 20)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
         return 124
     finally:
         for end in (psutil.Process.terminate, psutil.Process.kill):
             children = psutil.Process().children(recursive=True)
             for child in children:
-                try:
+                with contextlib.suppress(psutil.NoSuchProcess):
                     end(child)
-                except psutil.NoSuchProcess:
-                    continue
             psutil.wait_procs(children, 5)
 
 
