@@ -110,7 +110,8 @@ def record_steps(trainer: Any, first: str, synced: str, computed: str) -> None:
 
 
 def change_sync(module: Any) -> None:
-    record_steps(module.PPOTrainer, "step", "_consume_sync_metrics", "_compute_metrics")
+    # The first dispatch, before `_step_once`, waits 17 s for the start of the agents' workers.
+    record_steps(module.PPOTrainer, "_step_once", "_consume_sync_metrics", "_compute_metrics")
 
 
 def change_async(module: Any) -> None:
