@@ -19,14 +19,15 @@ esac
 case $framework:$kind in
 millrace:* | verl:sync | verl:async) ;;
 trl:colocate | trl:server | trl:async) ;;
-*) echo "error: NAME = $name: no such arm. Fix: a name of benchmarks/peers/README.md." >&2; exit 2 ;;
+*) echo "error: NAME = $name: no such arm. Fix: see benchmarks/peers/README.md." >&2; exit 2 ;;
 esac
 MODEL=$(realpath "${MODEL:?the folder of SmolLM2-135M-Instruct}")
 
 n=1
 while [ -e "$OUT/$framework-$kind-$TASK-$SEED.$n.jsonl" ]; do n=$((n + 1)); done
 mkdir -p "$OUT"
-tag=$(realpath "$OUT")/$framework-$kind-$TASK-$SEED.$n WORK=$(mktemp -d /tmp/arm.XXXXXX) # Ray needs a short path
+tag=$(realpath "$OUT")/$framework-$kind-$TASK-$SEED.$n
+WORK=$(mktemp -d /tmp/arm.XXXXXX) # Ray needs a short path
 trap 'rm -rf "$WORK"' EXIT
 mkdir -p "${CACHE:=$WORK/cache}/$framework"
 cache=$(realpath "$CACHE/$framework") PORT=$((21000 + 1000 * ${GPUS%%,*}))
@@ -42,13 +43,14 @@ export XDG_CACHE_HOME=$cache VLLM_CACHE_ROOT=$cache/vllm TORCHINDUCTOR_CACHE_DIR
 export TRITON_CACHE_DIR=$cache/triton TOKENIZERS_PARALLELISM=true
 
 python3 "$HERE/problems.py" "$TASK" "$WORK"
-printf '{"event": "start", "t": %s, "arm": "%s", "task": "%s", "seed": %s, "steps": %s, "warm": %s}\n' \
-    "$EPOCHREALTIME" "$framework:$kind" "$TASK" "$SEED" "$STEPS" "$warm" >> "$EVENTS"
+head='{"event": "start", "t": %s, "arm": "%s", "task": "%s", "seed": %s, "steps": %s, "warm": %s}\n'
+printf "$head" "$EPOCHREALTIME" "$framework:$kind" "$TASK" "$SEED" "$STEPS" "$warm" >> "$EVENTS"
 code=0
 cd "$WORK"
-python3 "$HERE/within.py" "$limit" bash "$HERE/$framework.sh" "$kind" "$@" > "$tag.log" 2>&1 || code=$?
+python3 "$HERE/within.py" "$limit" bash "$HERE/$framework.sh" "$kind" "$@" \
+    > "$tag.log" 2>&1 || code=$?
 [ "$framework" != millrace ] || python3 "$HERE/millrace_events.py" "$RUN" "$EVENTS"
 printf '{"event": "end", "t": %s, "code": %s}\n' "$EPOCHREALTIME" $code >> "$EVENTS"
-[ $code = 0 ] || { grep -h Error "$tag.log" | sort | uniq -c | sort -rn | head -5 | cut -c1-300 || true; }
+[ $code = 0 ] || { grep Error "$tag.log" || true; } | sort | uniq -c | sort -rn | cut -c1-300
 python3 "$HERE/table.py" "$EVENTS"
 exit $code

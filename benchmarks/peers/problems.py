@@ -4,7 +4,7 @@
 
 | task | a problem | reward |
 |---|---|---|
-| sums | a sum or difference: two terms of one or two digits, or three of one digit | 1 if the last number is right |
+| sums | a sum or difference of two or three terms | 1 if the last number is right |
 | eight | eight sums of 10..49 and 1..9, after two worked examples | the share of right sums |
 
 No held-out problem of `sums` is in its training set. `eight` has 360 possible sums: 64 of them are

@@ -1,9 +1,9 @@
 """The table of arms, from their events: `python table.py MACHINE/ARM.jsonl ...`.
 
-A file's folder names its machine. Runs of the same arm and task are one row: the mean, and least to
-greatest. Seconds begin with the first step. A reward is the mean of eight optimizer steps. The ratio
-is that of RL seconds to the mean of millrace:async_partial on the same machine and task. A run
-without all its steps has no RL seconds, and a start with compiled code has no seconds of a start.
+A file's folder names its machine. Runs of the same arm and task are one row: the mean, and least
+to greatest. Seconds begin with the first step. A reward is the mean of eight optimizer steps. The
+ratio is that of RL seconds to the mean of millrace:async_partial on the same machine and task. A
+run without all its steps has no RL seconds. A start with compiled code has no seconds of a start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TRL's experimental AsyncGRPOTrainer: this GPU trains, and vLLM's server draws. trl.sh calls it."""
+"""TRL's experimental AsyncGRPOTrainer: this GPU trains, vLLM's server draws. trl.sh calls it."""
 
 from __future__ import annotations
 
