@@ -161,4 +161,7 @@ def plot(lines: list[dict[str, Any]], metrics: list[dict[str, Any]], path: Path)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # the piece is saved, and a later call goes on
+        sys.exit(130)
