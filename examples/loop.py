@@ -15,6 +15,7 @@ Both run in one event loop. The Ledger alone decides who may do what, and it kno
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -146,7 +147,7 @@ class Loop:
         print(
             f"version {self.ledger.version:3d}  step {self.ledger.local_steps:3d}"
             f"  reward {sum(scores) / len(scores):.3f}"
-            f"  loss {metrics.get('actor/pg_loss', 0.0):+.4f}"
+            f"  loss {metrics.get('actor/pg_loss', math.nan):+.4f}"
             f"  drawn by versions {min(versions)} to {max(versions)}"
             f"  {self.ledger.describe().partition('(')[2].rstrip(')')}",
             flush=True,

@@ -64,7 +64,7 @@ def started(start: Callable[[], T], within_s: float) -> T:
     while True:
         try:
             return start()
-        except Exception as error:
+        except Exception as error:  # Ray raises this class itself, so its text must tell
             if "timed out during startup" not in str(error) or time.monotonic() > end:
                 raise
 
