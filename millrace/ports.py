@@ -187,11 +187,14 @@ class TrainEngine(Protocol):
         """
         ...
 
-    async def reference_log_probs(self, samples: tuple[Sample, ...]) -> list[list[list[float]]]:
+    async def reference_log_probs(
+        self, samples: tuple[Sample, ...], seconds: float
+    ) -> list[list[list[float]]]:
         """Return two lists for each trajectory: `log_probs` of an independent model, and ranks.
 
         The model has a wider dtype. A rank is the probability of all likelier tokens, with half of
-        that of equally likely ones. Return an empty list if the model has no room.
+        that of equally likely ones. Trajectories that are not read within `seconds` have NaN. Return
+        an empty list if the model has no room.
         """
         ...
 

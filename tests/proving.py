@@ -37,14 +37,14 @@ class Sync:
     """A WeightSync between workers in this process."""
 
     def __init__(self, sender: Any, receiver: Any) -> None:
-        self._sender, self._receiver = sender, receiver
+        self.sender, self._receiver = sender, receiver
 
     async def keep(self, version: int) -> None:
         raise NotImplementedError
 
     async def transfer(self, version: int) -> TransferReport:
         # A thread of its own: a sender may block its event loop until the receiver has answered.
-        sending = asyncio.to_thread(lambda: asyncio.run(self._sender.transfer(version)))
+        sending = asyncio.to_thread(lambda: asyncio.run(self.sender.transfer(version)))
         both = sending, self._receiver.transfer(version)
         return (await asyncio.gather(*both))[1]  # type: ignore[no-any-return]
 
@@ -138,17 +138,30 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
+@dataclass
+class _Sending:
+    """The trainer as its sender sees it. The independent model of a proof gets the true weights."""
+
+    true: Any
+    change: Callable[[str, Tensor], Tensor]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.true, name)
+
+    def shards(self) -> Iterator[Any]:  # what NCCL and gloo send
+        for name, shape, dtype, first, rows in self.true.shards():
+            yield name, shape, dtype, first, self.change(name, rows)
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:  # what CUDA IPC sends
+        for name, tensor in self.true.full_weights():
+            yield name, self.change(name, tensor)
+
+
 def _sends(
     one: Engines, change: Callable[[str, Tensor], Tensor]
 ) -> contextlib.AbstractContextManager[None]:
     """Let the trainer send changed weights. The engine proves that it has what was sent."""
-    shards = one.train.shards
-
-    def changed() -> Iterator[Any]:
-        for name, shape, dtype, first, rows in shards():
-            yield name, shape, dtype, first, change(name, rows)
-
-    return patched(one.train, "shards", changed)
+    return patched(one.sync.sender, "_source", _Sending(one.train, change))
 
 
 def _layers(one: Engines) -> int:

@@ -42,6 +42,14 @@ COMMON = {
     "disable_tqdm": True,
 }
 
+KEPT = (
+    "reward",
+    "completions/mean_length",
+    "sample/staleness_mean",
+    "sample/dropped_stale_total",
+    "perf/weight_sync_s",
+)
+
 
 def record(event: str, **fields: Any) -> None:
     if MAIN:
@@ -84,9 +92,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         if logs and "reward" in logs:
             tokens = logs.get("batch/trained_tokens_per_step")
             tokens = tokens or 256 * logs["completions/mean_length"]
-            logged = {k: v for k, v in logs.items() if isinstance(v, int | float)}
-            logged |= {"step": state.global_step, "steps": 1, "tokens": round(tokens)}
-            record("step", **logged)
+            kept = {name: logs[name] for name in KEPT if name in logs}
+            record("step", step=state.global_step, steps=1, tokens=round(tokens), **kept)
 
 
 def held_out(trainer: Any) -> None:

@@ -24,7 +24,6 @@ from millrace.observe.stopwatch import Parts, untimed
 from millrace.pipeline.proof_draws import (
     Draws,
     Request,
-    cells,
     drawn_by,
     drawn_of,
     rising,
@@ -34,7 +33,7 @@ from millrace.pipeline.turns import Pause, Turns
 from millrace.ports import TrainEngine, WeightSync
 from millrace.rollout.pool import RolloutPool
 from millrace.schedule.schedule import Schedule
-from millrace.types import PolicyVersion, Prompt, Sample, SamplingParams, Tokens, joined
+from millrace.types import PolicyVersion, Prompt, SamplingParams, Tokens, joined
 
 BUDGET_S = 20.0
 """The time of a proof, about. A slow engine gets fewer requests."""
@@ -115,7 +114,7 @@ class Proof:
         """Return the limit of a version's gap, once it is known."""
         if self.limits.gap is not None or self.floor is None:
             return self.limits.gap
-        return gaps.limit_of(self.floor, self.limits.least)
+        return gaps.limit_of(self.floor, self.limits.least, gaps.LATER_FACTOR)
 
     # -- the start of a run
 
@@ -389,25 +388,21 @@ class Proof:
         samples = [r.sample(i) for i, r in enumerate(chosen)]
         clock, budget = asyncio.get_running_loop().time, self._budget_s
         trainer: list[list[float]] = []
-        size, rate, taken, until = 1, 0.0, 0.0, clock() + budget * _COMPARE
-        shortest = budget
+        size, taken, until = 1, 0.0, clock() + budget * _COMPARE
         while len(trainer) < len(samples) and (not trainer or clock() + 2 * taken < until):
             part, since = tuple(samples[len(trainer) : len(trainer) + size]), clock()
             trainer += await self.engine.log_probs(part)
             taken, size = clock() - since, 2 * size
-            shortest = min(shortest, taken)
-            rate = sum(cells(part)) / taken if taken else float("inf")
+        compared = tuple(samples[: len(trainer)])
         own: list[list[list[float]]] = []
         unchanged: list[list[float]] | None = None
-        some: tuple[Sample, ...] = ()
-        if reference and trainer:
-            read = np.cumsum(cells(samples[: len(trainer)]))
-            count = int((read <= rate * budget * _REFERENCE / 4).sum())
-            # It reads samples one by one, and each takes about as long as the shortest call here.
-            count = max(1, min(count, int(budget * _REFERENCE / shortest) if shortest else count))
-            some = tuple(samples[: min(count, len(trainer))])
-            own = await self.engine.reference_log_probs(some)
+        if reference and compared:
+            own = await self.engine.reference_log_probs(compared, budget * _REFERENCE)
         if undo:
             await self.engine.displace(False)
-            unchanged = await self.engine.log_probs(some) if own else None
+            unchanged = [log_probs for log_probs, _ in own]
+            read = [i for i, row in enumerate(unchanged) if np.isfinite(row).any()]
+            found = await self.engine.log_probs(tuple(compared[i] for i in read)) if read else []
+            for i, log_probs in zip(read, found, strict=True):
+                unchanged[i] = log_probs
         return drawn_of(chosen[: len(trainer)], version, trainer, own, unchanged)

@@ -212,10 +212,6 @@ def spread(requests: Sequence[Request]) -> list[Request]:
     return [requests[i] for i in order]
 
 
-def cells(samples: Sequence[Sample]) -> list[int]:
-    return [len(s.prompt.tokens) + s.trajectories[0].num_tokens for s in samples]
-
-
 def drawn_by(segment: Segment, version: PolicyVersion) -> bool:
     """Return whether a segment was drawn with one version's weights and KV alone."""
     return segment.version == version and segment.kv_version is None and bool(segment.tokens)
@@ -228,7 +224,7 @@ def drawn_of(
     reference: Sequence[Sequence[Sequence[float]]],
     unchanged: Sequence[Sequence[float]] | None,
 ) -> Drawn:
-    """Return the tokens of requests as arrays. `reference` and `unchanged` have the first ones."""
+    """Return the tokens of requests as arrays. A token that a model did not read is NaN there."""
     count = sum(len(s.tokens) for r in requests for s in r.drawn)
     engine = np.concatenate(
         [np.asarray(s.log_probs, np.float64) for r in requests for s in r.drawn] or [np.zeros(0)]

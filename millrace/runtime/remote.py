@@ -54,10 +54,12 @@ class RemoteTrainEngine:
         values: list[list[float]] = (await self._all("log_probs", (samples,), list[list[float]]))[0]
         return values
 
-    async def reference_log_probs(self, samples: tuple[Sample, ...]) -> list[list[list[float]]]:
+    async def reference_log_probs(
+        self, samples: tuple[Sample, ...], seconds: float
+    ) -> list[list[list[float]]]:
         result = list[list[list[float]]]
         values: list[list[list[float]]] = (
-            await self._all("reference_log_probs", (samples,), result)
+            await self._all("reference_log_probs", (samples, seconds), result)
         )[0]
         return values
 

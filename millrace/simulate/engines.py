@@ -315,7 +315,9 @@ class SimTrainEngine:
     async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
         return [[-0.5] * t.num_policy_tokens for s in samples for t in s.trajectories]
 
-    async def reference_log_probs(self, samples: tuple[Sample, ...]) -> list[list[list[float]]]:
+    async def reference_log_probs(
+        self, samples: tuple[Sample, ...], seconds: float
+    ) -> list[list[list[float]]]:
         return [[own, [0.5] * len(own)] for own in await self.log_probs(samples)]
 
     async def displace(self, away: bool) -> None:

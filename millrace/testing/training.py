@@ -186,7 +186,7 @@ async def _displaced_weights_come_back(
     for away in (False, True, True):
         await engine.displace(away)
     moved = _difference(before, await engine.log_probs(samples))
-    found = await engine.reference_log_probs(samples)
+    found = await engine.reference_log_probs(samples, 60.0)
     reference, ranks = [row[0] for row in found], [row[1] for row in found]
     assert all(0 < x < 1 for row in ranks for x in row), "a rank is a probability"
     own = await engine.log_probs(samples)

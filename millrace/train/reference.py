@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,8 +15,8 @@ from millrace.train.layout import Ints
 from millrace.train.rows import Rows
 from millrace.waits.registry import count, doing
 
-_CELLS = 1 << 22
-"""Logits of one pass, unless a single row has more."""
+_CELLS = {"cpu": 1 << 22, "cuda": 1 << 27}
+"""Logits of one pass, unless a single row has more. A GPU takes as long for few as for many."""
 _ROOM = 1.5
 """The model takes this many times the memory of its weights, with activations."""
 
@@ -36,18 +37,21 @@ def log_probs_and_ranks(
     device: torch.device,
     trust_remote_code: bool,
     computes: bool,
+    seconds: float,
 ) -> Tensor:
     """Return log p and the rank of each trained token, and a last column of 1, [2, K + 1].
 
     They are float64 on the host. All ranks call this and iterate over `weights`. One of them
     `computes`, and the others return zeros. If the model finds no room there, all elements are 0.
+    Tokens that it does not read within `seconds` are NaN. It reads at least one batch of rows.
     """
+    cells = _CELLS[device.type]
     flat = torch.zeros(2, len(rows.versions) + 1, dtype=torch.float64)
     model = None
     if computes:
         shape = empty_model(folder, trust_remote_code=trust_remote_code)
         size = sum(p.numel() for p in shape.parameters()) * dtype.itemsize
-        if size * _ROOM < free_memory(device):
+        if size * _ROOM + cells * dtype.itemsize < free_memory(device):
             model = unfilled_model(folder, dtype, device, trust_remote_code=trust_remote_code)
     own = {} if model is None else dict(model.named_parameters())
     for name, tensor in weights:
@@ -56,24 +60,31 @@ def log_probs_and_ranks(
     if model is None:
         return flat
     assert not own, f"the train engine lacks {sorted(own)[:3]}"
-    flat[:, -1] = 1.0
-    vocabulary = model.config.get_text_config().vocab_size
-    for k, members in enumerate(_batches(rows, vocabulary), 1):
+    flat[:, :-1], flat[:, -1] = torch.nan, 1.0
+    batches = _batches(rows, cells // model.config.get_text_config().vocab_size)
+    until = time.perf_counter() + seconds
+    # Lengths in a mixed order: time may end before all of them were read.
+    for k, at in enumerate(np.random.default_rng(0).permutation(len(batches)), 1):
+        if k > 1 and time.perf_counter() > until:
+            break
+        members = batches[at]
         count("passes")
         with doing(f"reference log-probs of batch {k}"):
             _read(model, rows, members, temperature, flat)
     return flat
 
 
-def _batches(rows: Rows, vocabulary: int) -> Iterator[Ints]:
-    """Yield the rows in batches of like lengths."""
+def _batches(rows: Rows, tokens: int) -> list[Ints]:
+    """Return the rows in batches of like lengths, which have so many tokens at most."""
+    batches = []
     order = np.argsort(rows.inputs, kind="stable")
     order = order[rows.inputs[order] > 0]
     while len(order):
         widths = rows.inputs[order]
-        fits = int((widths * np.arange(1, len(order) + 1) * vocabulary <= _CELLS).sum())
-        yield order[: max(fits, 1)]
-        order = order[max(fits, 1) :]
+        fits = max(1, int((widths * np.arange(1, len(order) + 1) <= tokens).sum()))
+        batches.append(order[:fits])
+        order = order[fits:]
+    return batches
 
 
 def _read(

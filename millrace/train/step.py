@@ -205,7 +205,9 @@ class TrainSteps(ABC):
         flat = self.actor.tokens(rows, temperature=self.options.temperature)[0]
         return [part.tolist() for part in flat.split(rows.trained_of_trajectories.tolist())]
 
-    async def reference_log_probs(self, samples: tuple[Sample, ...]) -> list[list[list[float]]]:
+    async def reference_log_probs(
+        self, samples: tuple[Sample, ...], seconds: float
+    ) -> list[list[list[float]]]:
         """Read `samples` with transformers' own model on rank 0, if it has room there."""
         rows, own = rows_of_samples(samples), self.config.model
         flat = reference.log_probs_and_ranks(
@@ -217,6 +219,7 @@ class TrainSteps(ABC):
             device=self.device,
             trust_remote_code=own.trust_remote_code,
             computes=self.rank == 0,
+            seconds=seconds,
         )
         flat = self._sum_ranks(flat).cpu()
         if not flat[0, -1].item():
