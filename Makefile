@@ -2,7 +2,8 @@
 #              Options: SEED=k and ARGS="--json key=value ...".
 # make real    Install the packages of a run, get SmolLM2's weights, then train them on products.
 #              Options: the same.
-# make test    Install the packages of the tests, then run lint, type checks and tests.
+# make test    Install the packages of the tests, then run lint, type checks and tests. It leaves
+#              out tests that are marked slow. make test-all runs them too.
 #              The tests of vLLM's CPU build have their own environment, and so have verifiers and
 #              OpenEnv.
 # make test-real  Get SmolLM2's weights, then run the tests that need them.
@@ -29,7 +30,7 @@ GPU_PIP := $(GPU)/python $(INSTALL) -c constraints-gpu.txt
 PEERS_PIP := .venv-peers/bin/python $(LAZY) -c constraints-peers.txt
 VLLM_PIP := $(VLLM)/python $(LAZY) -c constraints-vllm.txt
 
-.PHONY: run real test test-real test-vllm gpu lint docs bench-install clean
+.PHONY: run real test test-all test-real test-vllm gpu lint docs bench-install clean
 .DELETE_ON_ERROR:
 
 run: .venv/.run
@@ -42,9 +43,10 @@ real: .venv/.real
 # The environments download their packages at the same time, and lint runs as soon as it can.
 # millrace itself is built in this folder, so it is installed into one environment after the other.
 # Many tests wait for processes, so four workers keep two cores busy.
-test:
+test: export FEWER := and not slow
+test test-all:
 	@$(MAKE) --no-print-directory -j4 lint .venv/.collected .venv-vllm/.test .venv-peers/.test
-	$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not real"
+	$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not real $$FEWER"
 	@$(MAKE) --no-print-directory test-vllm
 
 # Each test may wait for a fixture that loads and trains the model, so its limit is longer.
@@ -55,7 +57,7 @@ test-real: .venv/.test .venv-vllm/.test
 	$(VLLM)/python -m pytest -n 0 --timeout 1800 tests/real/test_vllm.py
 
 test-vllm: .venv-vllm/.test
-	$(VLLM)/python -m pytest -n 2 --dist loadgroup tests/vllm
+	$(VLLM)/python -m pytest -n 2 --dist loadgroup -m "not real $$FEWER" tests/vllm
 
 gpu: .venv-gpu/.run
 

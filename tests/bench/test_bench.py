@@ -236,6 +236,7 @@ def test_a_stock_that_changes_is_a_warning_and_each_arm_has_its_advice_once() ->
     assert advice == "advice: a: second"
 
 
+@pytest.mark.slow
 def test_bench_modes_whose_worker_dies_tells_what_it_has(tmp_path: Path) -> None:
     folder, output = tmp_path / "bench", tmp_path / "output"
     size = ["rollout.total_rollout_steps=32", "actor.ppo_mini_batch_size=4", "rollout.n=4"]

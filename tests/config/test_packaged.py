@@ -112,6 +112,7 @@ def test_recipes_are_listed_and_printed() -> None:
     assert refused.code == 2 and "Fix: algorithms/dapo" in refused.err
 
 
+@pytest.mark.slow
 def test_an_installed_millrace_has_every_recipe_in_any_folder(tmp_path: Path) -> None:
     source, wheels, site = tmp_path / "source", tmp_path / "wheels", tmp_path / "site"
     source.mkdir()

@@ -46,7 +46,8 @@ TINY = (
     "data.val_max_samples=2 trainer.val_before_train=false trainer.threads=1 trainer.logger=[]"
 )
 ROOT_COMMAND = typer.main.get_command(app)
-TARGETS = set(re.findall(r"^([\w-]+):", (pages.ROOT / "Makefile").read_text(), re.MULTILINE))
+_RULES = re.findall(r"^([\w -]+):", (pages.ROOT / "Makefile").read_text(), re.MULTILINE)
+TARGETS = {target for targets in _RULES for target in targets.split()}
 PLACEHOLDER = re.compile(r"\.\.\.|[A-Z][A-Z_]+|\[?\w*=?[A-Z]+\]?|\[.*|.*\]")
 runner = CliRunner()
 

@@ -84,6 +84,7 @@ def corrected_rows(folder: Path, names: tuple[str, ...]) -> list[dict[str, Any]]
     return rows
 
 
+@pytest.mark.slow
 def test_correction_and_reference_act_in_modes_with_and_without_staleness(tmp_path: Path) -> None:
     modes = ("on_policy_pipeline", "async_partial", "colocate_sync")
 

@@ -254,6 +254,7 @@ def completed_with_hanging_rewards(chain: Chain, tmp_path: Path) -> None:
     assert result["complete"] and result["samples_trained"] == 800
 
 
+@pytest.mark.slow
 def test_a_run_that_is_ended_in_every_way_trains_each_sample_exactly_once(tmp_path: Path) -> None:
     chain = Chain(tmp_path)
     try:
@@ -323,6 +324,7 @@ def test_a_run_trains_to_its_end_on_a_full_disk_and_then_names_the_folder_and_th
     assert runs.audit(tmp_path / "run")["trained"] == rows[-1]["version"] * 16
 
 
+@pytest.mark.slow
 def test_a_signal_to_every_process_of_a_cluster_that_the_run_started_saves_too(
     tmp_path: Path,
 ) -> None:

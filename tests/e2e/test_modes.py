@@ -73,6 +73,7 @@ def check_rows(folder: Path, versions: int, mode: str) -> None:
         assert all(row["fully_async/partial/total_partial_num"] == 0 for row in rows), mode
 
 
+@pytest.mark.slow
 def test_zero_staleness_is_sync_bit_for_bit(tmp_path: Path) -> None:
     """on_policy_pipeline trains like colocate_sync: same samples, order and final weights."""
 

@@ -87,6 +87,7 @@ def scale(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return runs.command("scale", str(folder), *arguments, "--json", timeout=HANG_S)
 
 
+@pytest.mark.slow
 def test_replicas_join_and_leave_a_running_run(tmp_path: Path) -> None:
     """One replica, then two, then the first again. The requests of the leaver go on elsewhere."""
     folder, keys = tmp_path / "run", ["rollout.total_rollout_steps=100000", "trainer.threads=1"]

@@ -58,6 +58,7 @@ def rise(rows: list[dict[str, float]], name: str) -> float:
     return sum(values[-3:]) / 3 - sum(values[:3]) / 3
 
 
+@pytest.mark.slow
 def test_each_kind_of_reward_trains_the_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def wheel(tmp_path: Path) -> str:
 NO_HUB = "http://127.0.0.1:9"  # nothing listens at this port
 
 
+@pytest.mark.slow
 def test_the_package_becomes_a_folder_which_is_kept_and_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

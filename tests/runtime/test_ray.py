@@ -132,6 +132,7 @@ def test_colocated_sides_share_gpus_one_to_one(cluster: Cluster, tmp_path: Path)
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_replica_of_two_gpus_has_both_on_one_node_beside_the_trainers(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -158,6 +159,7 @@ async def two_find_places(runtime: RayRuntime) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_further_replica_gets_two_gpus_that_nobody_has_and_gives_them_back(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +197,7 @@ def nodes_of_actors() -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_ends_its_workers_calls_with_their_names(
     cluster: Cluster, tmp_path: Path
 ) -> None:

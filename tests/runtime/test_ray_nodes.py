@@ -89,6 +89,7 @@ async def nodes_change(s: Session, ledger: Ledger, cluster: Cluster, notes: list
     ledger.limit = ledger.retired + ledger.occupied + 8
 
 
+@pytest.mark.slow
 def test_replicas_follow_the_nodes_of_the_cluster(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

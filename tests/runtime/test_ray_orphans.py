@@ -54,6 +54,7 @@ def idle_parent() -> Iterator[None]:
             child.wait(HANG_S)
 
 
+@pytest.mark.slow
 def test_actors_end_with_a_killed_driver(idle_parent: None, tmp_path: Path) -> None:
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(tmp_path)],

@@ -195,6 +195,7 @@ async def save_into_a_file(engine: FsdpTrainEngine, folder: Path) -> None:
     await engine.saved()
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group(GROUP)
 def test_ranks_agree_on_a_staged_save_while_they_train(tmp_path: Path) -> None:
     """Ranks write a staged save together while they train, and every rank reports a failure."""

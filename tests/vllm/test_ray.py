@@ -9,6 +9,7 @@ import asyncio
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.e2e import runs
 from tests.runtime.clusters import open_cluster
@@ -17,6 +18,7 @@ from tests.vllm.test_e2e import VLLM
 from tests.waiting import HANG_S
 
 
+@pytest.mark.slow
 def test_a_run_on_a_cluster_and_nothing_left_of_it(tmp_path: Path) -> None:
     async def main(on_ray: list[str]) -> tuple[list[psutil.Process], set[Path]]:
         async with runs.session(tmp_path, *VLLM, *on_ray, "sft.steps=20") as s:

@@ -16,6 +16,7 @@ from tests.vllm.test_e2e import VLLM
 pytestmark = pytest.mark.xdist_group("engines")
 
 
+@pytest.mark.slow
 def test_vllm_listens_on_loopback_and_a_signal_to_every_process_saves(tmp_path: Path) -> None:
     chain = Chain(tmp_path)
     settings = [*VLLM[:3], "rollout.max_num_seqs=64"]

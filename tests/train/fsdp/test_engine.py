@@ -359,6 +359,7 @@ def test_a_unit_has_enough_parameters(
     assert [layer for unit in units for layer in unit] == layers
 
 
+@pytest.mark.slow
 def test_a_compiled_and_checkpointed_layer_has_one_graph_for_all_batches_and_passes(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
