@@ -32,7 +32,6 @@ import psutil
 
 from millrace.observe.stopwatch import Stopwatch
 from millrace.observe.watch import UNWATCHED, Watch
-from millrace.observe.watched import WatchedReplica, WatchedReward
 from millrace.pipeline.journal import NoJournal
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
@@ -40,6 +39,7 @@ from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import Turns
 from millrace.ports import RolloutStats, StepReport, TrainBatch, TransferReport
+from millrace.rollout.again import RetryingReward
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
@@ -196,13 +196,11 @@ async def pipeline(
     queue = SampleQueue(ledger, deadline_s=600, watch=events, journal=journal)
     rollouts = InstantRollouts(case.schedule.window if case.straggler else 0)
     reward: Any = InstantReward()
-    replica: Any = rollouts
     if events is not UNWATCHED:
-        reward = WatchedReward(reward, events)
-        replica = WatchedReplica(replica, "rollout-0", events)
+        reward = RetryingReward(reward, 0, events)
     params = SamplingParams(max_tokens=64)
     roller = SampleRoller(SingleTurn(), reward, str, params, n, seed=0)
-    rollouter = Rollouter(queue, Prompts(), RolloutPool([replica]), roller)
+    rollouter = Rollouter(queue, Prompts(), RolloutPool([rollouts], watch=events), roller)
     loop = asyncio.get_running_loop()
     observer = Nothing()
     if watch is not None:

@@ -130,7 +130,7 @@ class Draws:
         self._flying += 1
         self._idle.clear()
         try:
-            call = self._pool.engines[replica].generate(tokens, params, session)
+            call = self._pool.draw_on(replica, tokens, params, session)
             return await self._asked(replica, call)
         finally:
             self._flying -= 1
@@ -139,7 +139,7 @@ class Draws:
 
     async def stats(self, replica: int) -> RolloutStats:
         """Return the totals of a replica. One that is lost has no slots."""
-        return await self._asked(replica, self._pool.engines[replica].stats()) or RolloutStats()
+        return await self._asked(replica, self._pool.stats_of(replica)) or RolloutStats()
 
     async def _asked(self, replica: int, call: Awaitable[T]) -> T | None:
         """Return the answer of a replica, or None if it is lost."""
@@ -159,7 +159,7 @@ class Draws:
             await asyncio.sleep(_POLL_S)
 
     async def interrupt(self, replicas: Iterable[int]) -> None:
-        await asyncio.gather(*(self._asked(k, self._pool.engines[k].interrupt()) for k in replicas))
+        await asyncio.gather(*(self._asked(k, self._pool.interrupt_on(k)) for k in replicas))
 
     async def finish(self, until: float) -> None:
         """Wait for all draws. Those that run at `until` end with what they have."""

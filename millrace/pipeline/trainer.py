@@ -22,7 +22,7 @@ from millrace.observe.metrics import GAP, Synced, VersionMetrics
 from millrace.observe.stopwatch import Parts, Stopwatch, untimed
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.sample_queue import SampleQueue
-from millrace.pipeline.turns import Pause, Turns
+from millrace.pipeline.turns import Pause, Publisher, Turns
 from millrace.ports import RolloutStats, StepReport, TrainBatch, TrainEngine, WeightSync
 from millrace.rollout.roster import Roster
 from millrace.schedule.ledger import LedgerSnapshot, State, Topic, Totals
@@ -103,7 +103,7 @@ class Trainer:
         self.rollouter = rollouter
         self.engine = engine
         self.turns = turns
-        self.sync = sync
+        self.publisher = Publisher(turns, sync, queue.watch)
         self.observer = observer
         self.watch = watch
         self.prover = prover
@@ -121,9 +121,8 @@ class Trainer:
         """
         version = self.queue.ledger.version
         with starting("first sync"):
-            await self.turns.make_room()
-            await self.sync.transfer(version)
-            await self.sync.activate(version)
+            await self.publisher.transfer(version)
+            await self.publisher.activate(version)
             await self.turns.leave()
         self._stats = await self.rollouter.pool.stats()
         if self.prover is not None:
@@ -164,11 +163,8 @@ class Trainer:
             return
         version, part = self.queue.ledger.version, self.watch.part
         async with self.turns.window(partial(self._pause, part, "trainer"), part):
-            await self.turns.make_room(part)
-            with part("sync_transfer"):
-                await self.sync.transfer(version)
-            with part("sync_activate"):
-                await self.sync.activate(version)
+            await self.publisher.transfer(version, part)
+            await self.publisher.activate(version, part)
 
     @property
     def _probe_due(self) -> bool:
@@ -266,8 +262,7 @@ class Trainer:
             and not self._probe_due
             and not self.queue.stopping
         ):
-            with self.watch.part("sync_keep"):
-                await self.sync.keep(version)
+            await self.publisher.keep(version, self.watch.part)
             row = self._close(await self.rollouter.pool.stats())
             self._arriving = self._tasks.create_task(
                 self._publish_in_background(version, row), name=f"version-{version}"
@@ -304,14 +299,12 @@ class Trainer:
     ) -> Synced:
         """Make the sealed version live. Append the totals of the replicas before it to `stats`."""
         ledger, clock = self.queue.ledger, asyncio.get_running_loop().time
-        await self.turns.make_room(part)
-        with part("sync_transfer"):
-            transfer = await self.sync.transfer(version)
+        transfer = await self.publisher.transfer(version, part)
         async with self.turns.activation(partial(self._pause, part, "sync")) as paused_since:
             with part("sync_activate"):
                 if stats is not None:  # Both calls travel in one frame.
                     reading = self._tasks.create_task(self.rollouter.pool.stats(), name="stats")
-                pause_s = await self.sync.activate(version)
+                pause_s = await self.publisher.activate(version)
                 if stats is not None:
                     stats.append(await reading)
             retired, totals = self.queue.do(ledger.published), ledger.totals()

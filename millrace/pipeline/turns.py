@@ -20,7 +20,9 @@ from contextlib import (
 )
 
 from millrace.observe.stopwatch import Parts, untimed
-from millrace.ports import ReplicaSleeper, Sleeper
+from millrace.observe.watch import UNWATCHED, Watch
+from millrace.ports import ReplicaSleeper, Sleeper, TransferReport, WeightSync
+from millrace.types import PolicyVersion
 
 Pause = Callable[[], AbstractAsyncContextManager[float | None]]
 """Pauses rollouts while its body runs. The body gets the time at which the pause began."""
@@ -113,3 +115,30 @@ class SharedTurns(Turns):
 def turns_of(shared: bool, pool: ReplicaSleeper, engine: Sleeper) -> Turns:
     """Return the turns for shared or separate devices."""
     return SharedTurns(pool, engine) if shared else Turns()
+
+
+class Publisher:
+    """Sends versions to the replicas in the trainer's turn, and makes them live.
+
+    `watch` sees each step as a span on the track `sync`, whose key is the version.
+    """
+
+    def __init__(self, turns: Turns, sync: WeightSync, watch: Watch = UNWATCHED) -> None:
+        self._turns, self._sync, self._watch = turns, sync, watch
+
+    async def keep(self, version: PolicyVersion, part: Parts = untimed) -> None:
+        with part("sync_keep"), self._watch.span("sync", "keep", str(version)):
+            await self._sync.keep(version)
+
+    async def transfer(self, version: PolicyVersion, part: Parts = untimed) -> TransferReport:
+        await self._turns.make_room(part)
+        with part("sync_transfer"), self._watch.span("sync", "transfer", str(version)) as facts:
+            report = await self._sync.transfer(version)
+            facts["bytes"] = report.bytes
+        return report
+
+    async def activate(self, version: PolicyVersion, part: Parts = untimed) -> float:
+        """Make a sent version live. Return the longest pause of a replica in seconds."""
+        with part("sync_activate"), self._watch.span("sync", "activate", str(version)) as facts:
+            facts["pause_s"] = pause_s = await self._sync.activate(version)
+        return pause_s

@@ -1,4 +1,4 @@
-"""A second try after a failure: how long it waits, and a reward that is asked again."""
+"""Retries with exponential back-off, and a reward that retries."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from millrace.errors import RewardError
+from millrace.observe.watch import UNWATCHED, Watch
 from millrace.ports import RewardFunction
 from millrace.types import Completion, Prompt, Score
-from millrace.waits.registry import waiting
+from millrace.waits.registry import count, doing, waiting
 
 _FIRST_S = 0.25
 _MOST_S = 30.0
@@ -18,8 +19,8 @@ _MOST_S = 30.0
 def pause_s(name: str, failed: int) -> float:
     """Return the seconds to wait after the try `failed`, from 0.
 
-    They double with each try. Each `name` has its own share of half to one and a half, so that
-    those which fail together do not come back together.
+    They double with each try. Jitter by `name`, 0.5 to 1.5, keeps callers that failed together from
+    retrying together.
     """
     share = blake2b(f"{name}/{failed}".encode(), digest_size=4).digest()
     jitter = 0.5 + int.from_bytes(share, "big") / 2**32
@@ -32,19 +33,38 @@ async def pause(name: str, failed: int) -> None:
         await asyncio.sleep(pause_s(name, failed))
 
 
-class AskedAgain:
-    """A reward that is asked again, up to `retries` times, for scores that failed."""
+class RetryingReward:
+    """A reward that scores again, up to `retries` times, if scores failed.
 
-    def __init__(self, reward: RewardFunction, retries: int) -> None:
+    Each try is a span on the track `rewards`. Its key is the prompt's index after `prefix`, which
+    is "val/" for problems of a validation.
+    """
+
+    def __init__(
+        self, reward: RewardFunction, retries: int, watch: Watch = UNWATCHED, prefix: str = ""
+    ) -> None:
         self._reward, self._retries = reward, retries
+        self._watch, self._prefix = watch, prefix
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         for failed in range(self._retries):
             try:
-                return await self._reward.score(prompt, completions)
+                return await self._score(prompt, completions)
             except RewardError:
                 await pause(f"the score of prompt {prompt.index}", failed)
-        return await self._reward.score(prompt, completions)
+        return await self._score(prompt, completions)
+
+    async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+        key = f"{self._prefix}{prompt.index}"
+        with self._watch.span("rewards", "score", key, n=len(completions)) as facts:
+            try:
+                with doing(f"the score of prompt {prompt.index}", by="the reward"):
+                    scores = await self._reward.score(prompt, completions)
+            except RewardError as error:
+                facts["failed"] = error.reason
+                raise
+        count("scores")
+        return scores
 
     async def close(self) -> None:
         await self._reward.close()

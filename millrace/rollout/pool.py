@@ -6,11 +6,13 @@ A replica may be lost at any time. Its requests then return without a token, and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
 from millrace.errors import ReplicaLost
+from millrace.observe.watch import UNWATCHED, Watch
 from millrace.ports import Replica, RolloutStats
 from millrace.rollout.patience import RESTART, check, wait_for_replicas
 from millrace.rollout.roster import Roster
@@ -36,6 +38,7 @@ class RolloutPool:
         roster: Roster | None = None,
         *,
         deadline_s: float = _DEADLINE_S,
+        watch: Watch = UNWATCHED,
     ) -> None:
         self.engines = [*engines]
         self.roster = Roster(len(engines)) if roster is None else roster
@@ -47,6 +50,16 @@ class RolloutPool:
         """The newest totals of each replica. Those of a lost one still count."""
         self._interruptions = 0
         self._waiting: set[asyncio.Event] = set()
+        self._watch = watch
+
+    @contextmanager
+    def watched_by(self, watch: Watch) -> Iterator[None]:
+        """Report the calls of replicas to `watch` in the body. Replica i is the track `rollout-i`."""
+        before, self._watch = self._watch, watch
+        try:
+            yield
+        finally:
+            self._watch = before
 
     def add(self, engine: Replica) -> None:
         """Take a further replica. It serves once the roster says that it is LIVE."""
@@ -75,12 +88,32 @@ class RolloutPool:
         incarnation = self.roster.incarnation(replica)
         self._loads[replica] += 1
         try:
-            return await self.engines[replica].generate(tokens, params, session)
+            return await self.draw_on(replica, tokens, params, session)
         except ReplicaLost as error:
             self.roster.lose(replica, incarnation, str(error))
             return ()
         finally:
             self._loads[replica] -= 1
+
+    async def draw_on(
+        self, replica: int, tokens: Tokens, params: SamplingParams, session: str
+    ) -> tuple[Segment, ...]:
+        """Draw on this replica. Raises ReplicaLost."""
+        with self._watch.span(f"rollout-{replica}", "request", session) as facts:
+            segments = await self.engines[replica].generate(tokens, params, session)
+            facts["versions"] = versions = [[s.version, len(s.tokens)] for s in segments]
+            facts["tokens"] = sum([count for _, count in versions])
+            facts["stop"] = str(segments[-1].stop) if segments else "interrupted"
+        return segments
+
+    async def interrupt_on(self, replica: int) -> None:
+        with self._watch.span(f"rollout-{replica}", "interrupt"):
+            await self.engines[replica].interrupt()
+
+    async def stats_of(self, replica: int) -> RolloutStats:
+        stats = await self.engines[replica].stats()
+        self._watch.at(f"rollout-{replica}", "stats", stats=stats)
+        return stats
 
     def _choose(self, home: int | None, live: Sequence[int]) -> int:
         if len(live) == len(self._loads):
@@ -110,13 +143,13 @@ class RolloutPool:
         self._interruptions += 1
         for event in self._waiting:
             event.set()
-        await self._each(lambda engine: engine.interrupt())
+        await self._each(self.interrupt_on)
         if self._waiting:
             await asyncio.sleep(0)
 
     async def stats(self) -> RolloutStats:
         """Return the totals over the replicas. A lost one has no slots."""
-        for i, stats in (await self._each(lambda engine: engine.stats())).items():
+        for i, stats in (await self._each(self.stats_of)).items():
             self._last[i] = stats
         present = self.roster.present
         each = [
@@ -133,23 +166,35 @@ class RolloutPool:
         )
 
     async def sleep(self, keep_weights: bool = True) -> None:
-        await self._each(lambda engine: engine.sleep(keep_weights))
+        async def sleep(replica: int) -> None:
+            with self._watch.span(f"rollout-{replica}", "sleep"):
+                await self.engines[replica].sleep(keep_weights)
+
+        await self._each(sleep)
 
     async def wake_weights(self) -> None:
-        await self._each(lambda engine: engine.wake_weights())
+        async def wake_weights(replica: int) -> None:
+            with self._watch.span(f"rollout-{replica}", "wake_weights"):
+                await self.engines[replica].wake_weights()
+
+        await self._each(wake_weights)
 
     async def wake(self) -> None:
-        await self._each(lambda engine: engine.wake())
+        async def wake(replica: int) -> None:
+            with self._watch.span(f"rollout-{replica}", "wake"):
+                await self.engines[replica].wake()
+
+        await self._each(wake)
 
     async def close(self) -> None:
-        await self._each(lambda engine: engine.close())
+        await self._each(lambda replica: self.engines[replica].close())
 
-    async def _each(self, call: Callable[[Replica], Awaitable[T]]) -> dict[int, T]:
+    async def _each(self, call: Callable[[int], Awaitable[T]]) -> dict[int, T]:
         """Call every replica that runs, and return the answers of those that are not lost."""
 
         async def one(replica: int, incarnation: int) -> None:
             try:
-                answers[replica] = await call(self.engines[replica])
+                answers[replica] = await call(replica)
             except ReplicaLost as error:
                 self.roster.lose(replica, incarnation, str(error))
 

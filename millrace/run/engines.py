@@ -12,10 +12,8 @@ from typing import Any, Protocol, TypeVar
 from millrace.config import Config, Sides
 from millrace.errors import DeadlineError, MillraceError, SyncError, WorkerError
 from millrace.observe.progress import Progress
-from millrace.observe.watch import Watch
-from millrace.observe.watched import WatchedReplica, WatchedSync
-from millrace.pipeline.turns import SharedTurns, Turns, turns_of
-from millrace.ports import TrainEngine, TransferReport, WeightSync
+from millrace.pipeline.turns import Publisher, Turns, turns_of
+from millrace.ports import TransferReport
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.roster import Roster
 from millrace.run import keeper
@@ -56,18 +54,6 @@ class Engines:
     scaler: Scaler
     replicas: list[RemoteRolloutEngine]
 
-    def watched(self, watch: Watch) -> WatchedEngines:
-        """Return the engines of a run that `watch` sees. Replica i is the track `rollout-i`."""
-        engines = enumerate(self.pool.engines)
-        pool = RolloutPool(
-            [WatchedReplica(e, f"rollout-{i}", watch) for i, e in engines],
-            self.pool.roster,
-            deadline_s=self.pool.deadline_s,
-        )
-        self.scaler.tell(lambda i, engine: pool.add(WatchedReplica(engine, f"rollout-{i}", watch)))
-        turns = turns_of(isinstance(self.turns, SharedTurns), pool, self.train)
-        return WatchedEngines(watch, self.train, pool, turns, WatchedSync(self.sync, watch))
-
     async def starts(self) -> dict[str, list[Start]]:
         """Return the parts of the start of every process of every worker that answers."""
 
@@ -85,21 +71,9 @@ class Engines:
 
         Returns the transfer's report and the seconds of the pause.
         """
+        publisher = Publisher(self.turns, self.sync)
         async with self.turns.trainers():
-            await self.turns.make_room()
-            report = await self.sync.transfer(version)
-            return report, await self.sync.activate(version)
-
-
-@dataclass(frozen=True, slots=True)
-class WatchedEngines:
-    """The engines of a run, and the watch that sees their calls."""
-
-    watch: Watch
-    train: TrainEngine
-    pool: RolloutPool
-    turns: Turns
-    sync: WeightSync
+            return await publisher.transfer(version), await publisher.activate(version)
 
 
 @asynccontextmanager
@@ -337,8 +311,8 @@ def engines_of(
     if shared:
         why = "in this mode the replicas share the trainer's devices"
         fixed = f"{why}. Fix: a mode with separate devices"
-    scaler = Scaler(keeper, replicas, most=max(len(rollouts), c.max_replicas), fixed=fixed)
-    scaler.tell(lambda i, engine: pool.add(engine))
+    most = max(len(rollouts), c.max_replicas)
+    scaler = Scaler(keeper, replicas, pool.add, most=most, fixed=fixed)
     return Engines(train, pool, turns, sync, keeper, scaler, replicas)
 
 

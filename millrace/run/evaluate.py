@@ -14,10 +14,9 @@ from millrace.errors import bad_value
 from millrace.observe.progress import Progress, shown
 from millrace.observe.sinks import JsonLines
 from millrace.observe.watch import UNWATCHED, Watch
-from millrace.observe.watched import WatchedReward
 from millrace.pipeline.validation import Played, Result, Validator
 from millrace.ports import RolloutEngine
-from millrace.rollout.again import AskedAgain
+from millrace.rollout.again import RetryingReward
 from millrace.rollout.patience import sleep_until
 from millrace.run.agents import limits_of
 from millrace.run.engines import Engines
@@ -47,7 +46,7 @@ def make_validator(
     return Validator(
         s.problems.val,
         pool,
-        AskedAgain(WatchedReward(s.reward, watch, "val/"), s.config.reward.retries),
+        RetryingReward(s.reward, s.config.reward.retries, watch, "val/"),
         s.problems.chat.decode,
         params,
         kwargs.n,

@@ -7,17 +7,13 @@ from millrace.observe import gap
 from millrace.observe.guard import CAUSES
 from millrace.pipeline.proof import Limits, Proof
 from millrace.pipeline.rollouter import Rollouter
-from millrace.run.engines import WatchedEngines
 from millrace.run.session import Session
 from millrace.run.stop import StopRequest
 
 
-def make_proof(
-    s: Session, engines: WatchedEngines, rollouter: Rollouter, stop: StopRequest
-) -> Proof:
+def make_proof(s: Session, rollouter: Rollouter, stop: StopRequest) -> Proof:
     """Return what proves the engines of a run."""
-    c, ranks = s.config, s.engines.train.ranks
-    replicas = rollouter.roller
+    c, engines, replicas = s.config, s.engines, rollouter.roller
     limits = Limits(
         c.model.dtype,
         least_limit(c.trainer.device, c.model.dtype),
@@ -26,9 +22,9 @@ def make_proof(
         c.guard.max_log_prob_gap,
     )
     return Proof(
-        *(engines.train, engines.pool, s.engines.sync, engines.turns, s.problems.train),
+        *(engines.train, engines.pool, engines.sync, engines.turns, s.problems.train),
         *(replicas.params, c.schedule, limits),
-        incarnation=lambda: ranks.incarnation,
+        incarnation=lambda: engines.train.ranks.incarnation,
         note=s.progress.note,
         refuse=lambda error: refuse(s, stop, error),
         stops=c.guard.on_gap == "stop",

@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from millrace.observe.watch import Watch
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.trainer import Trainer
 from millrace.rollout.patience import check
-from millrace.rollout.roster import Change
-from millrace.run.engines import WatchedEngines
+from millrace.rollout.roster import Change, Roster
 from millrace.run.stop import StopRequest
 
 
 @contextmanager
-def saved_without_replicas(engines: WatchedEngines, stop: StopRequest) -> Iterator[None]:
+def saved_without_replicas(roster: Roster, watch: Watch, stop: StopRequest) -> Iterator[None]:
     """Stop and save the run once every replica is given up, and then raise ReplicaLost.
 
-    The watch sees every change of a replica on its track.
+    `watch` sees every change of a replica on its track.
     """
-    roster = engines.pool.roster
     check(roster)
 
     def changed(change: Change) -> None:
-        engines.watch.at(f"rollout-{change.replica}", f"replica_{change.to}", why=change.why)
+        watch.at(f"rollout-{change.replica}", f"replica_{change.to}", why=change.why)
         if roster.over:
             stop.request()
 

@@ -86,9 +86,15 @@ class Scaler:
     """Lets replicas join and leave. The newest request is the one that counts."""
 
     def __init__(
-        self, keeper: Keeper, engines: list[RemoteRolloutEngine], *, most: int, fixed: str
+        self,
+        keeper: Keeper,
+        engines: list[RemoteRolloutEngine],
+        add: Callable[[RemoteRolloutEngine], None],
+        *,
+        most: int,
+        fixed: str,
     ) -> None:
-        """`engines` gets the engine of each replica that joins.
+        """`engines` and `add` get the engine of each replica that joins.
 
         Replicas join by themselves while there are fewer than `most` and free devices for them.
         With a reason in `fixed`, none joins or leaves.
@@ -98,11 +104,7 @@ class Scaler:
         self._most, self._fixed, self._turn = most, fixed, asyncio.Lock()
         self._newest = 0
         """The number of the newest request."""
-        self._told: list[Callable[[int, RemoteRolloutEngine], None]] = []
-
-    def tell(self, take: Callable[[int, RemoteRolloutEngine], None]) -> None:
-        """Let `take` have the number and the engine of each further replica."""
-        self._told.append(take)
+        self._add = add
 
     async def serve(self, folder: Path) -> None:
         """Answer the requests in a folder. Each has a task of its own."""
@@ -222,5 +224,4 @@ class Scaler:
             return
         engine = RemoteRolloutEngine(peer, stall_s=self._engines[0].stall_s)
         self._engines.append(engine)
-        for take in self._told:
-            take(replica, engine)
+        self._add(engine)

@@ -17,7 +17,7 @@ from millrace.observe.progress import Progress
 from millrace.observe.sinks import make_sinks, read_rows
 from millrace.observe.stopwatch import Stopwatch
 from millrace.observe.trackers import About
-from millrace.observe.watched import WatchedReward
+from millrace.observe.watch import Watch
 from millrace.pipeline.checkpoint import read_manifest
 from millrace.pipeline.history import History
 from millrace.pipeline.journal import NoJournal
@@ -27,7 +27,7 @@ from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.validation import Result
-from millrace.rollout.again import AskedAgain
+from millrace.rollout.again import RetryingReward
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.lengths import DrawnLengths
@@ -36,7 +36,6 @@ from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
 from millrace.run import starts, supervised
 from millrace.run.agents import limits_of
-from millrace.run.engines import WatchedEngines
 from millrace.run.evaluate import make_validator
 from millrace.run.proof import make_proof, of_version, refuse
 from millrace.run.replicas import saved_without_replicas, validate_now
@@ -153,14 +152,13 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
     outside = trackers.start(c.logger, about(s), s.progress.note)
     sinks += outside
     recorder = record_of(s, ledger, history.attempt)
-    engines = s.engines.watched(recorder.watch)
     try:
         async with asyncio.TaskGroup() as tasks:
             record = RunRecord(
                 history=history,
                 checkpoints=s.checkpoints,
                 engine=s.engines.train,
-                validator=make_validator(s, engines.pool, recorder.watch),
+                validator=make_validator(s, s.engines.pool, recorder.watch),
                 sinks=sinks,
                 progress=s.progress,
                 save_freq=c.save_freq,
@@ -176,8 +174,9 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 on_gap=lambda figures: refuse(s, stop, of_version(figures)),
             )
             async with s.journal(ledger, history.attempt, tasks) as kept:
-                loops = train_to_end(s, engines, ledger, stop, record, validated, kept)
-                complete, start, seconds = await loops
+                with s.engines.pool.watched_by(recorder.watch):
+                    loops = train_to_end(s, ledger, stop, record, validated, kept, recorder.watch)
+                    complete, start, seconds = await loops
         history.end(ledger.totals(), complete)
         recorder.end(ledger.snapshot())
     finally:
@@ -255,30 +254,30 @@ def about(s: Session) -> About:
 
 async def train_to_end(
     s: Session,
-    engines: WatchedEngines,
     ledger: Ledger,
     stop: StopRequest,
     record: RunRecord,
     validated: dict[int, dict[str, float]],
     journal: NoJournal,
+    watch: Watch,
 ) -> tuple[bool, float, float]:
     """Run both loops. Returns whether the run is complete, and the seconds of start and training.
 
     `validated` has the validations of earlier attempts, by version.
     """
     c, clock = s.config.trainer, asyncio.get_running_loop().time
-    derived, watch = s.derived, engines.watch
+    derived, engines = s.derived, s.engines
     queue = SampleQueue(ledger, deadline_s=c.wait_deadline_s, watch=watch, journal=journal)
     rollouter = make_rollouter(s, queue, engines.pool)
     parts = Stopwatch(clock, watch, "trainer")
-    proof = make_proof(s, engines, rollouter, stop) if s.config.guard.enable else None
+    proof = make_proof(s, rollouter, stop) if s.config.guard.enable else None
     ports = engines.train, engines.turns, engines.sync, record, parts
     trainer = Trainer(queue, rollouter, *ports, proof)
     s.progress.phase(starts.SYNC + (", and the proof of the engines" if proof else ""))
     with parts.part("sync_transfer"):
         await as_actor("trainer", trainer.begin())
     record.gap_limit = proof.limit if proof else None
-    started = await starts.report(s.engines, s.run.path, ledger.version, watch, s.progress.note)
+    started = await starts.report(engines, s.run.path, ledger.version, watch, s.progress.note)
     if 0 in validated:
         record.first = Result(0, validated[0], ())
     elif ledger.version == 0 and c.val_before_train:
@@ -297,11 +296,11 @@ async def train_to_end(
 
     def abandon() -> None:
         record.abandon_validation()
-        s.engines.train.ranks.stop(c.stop_grace_s)
+        engines.train.ranks.stop(c.stop_grace_s)
 
     stop.attach(queue, c.stop_grace_s, abandon)
     start = clock()
-    with saved_without_replicas(engines, stop):
+    with saved_without_replicas(engines.pool.roster, watch, stop):
         trained = await run_pipeline(rollouter, trainer)
         seconds = clock() - start
         with parts.part("save_checkpoint"):
@@ -348,7 +347,7 @@ def make_rollouter(s: Session, queue: SampleQueue, pool: RolloutPool) -> Rollout
     )
     roller = SampleRoller(
         s.agent,
-        AskedAgain(WatchedReward(s.reward, queue.watch), c.reward.retries),
+        RetryingReward(s.reward, c.reward.retries, queue.watch),
         s.problems.chat.decode,
         params,
         rollout.n,

@@ -51,7 +51,7 @@ def test_every_mode_trains_every_sample_once(tmp_path: Path) -> None:
                 ) == (64, 64, 0, 0, 0), mode
                 check_rows(folder, outcome.versions, mode)
                 last = check_accounts(folder)[-1]
-                assert set(last.tokens) <= {"trained", "evaluated"}, mode
+                assert set(last.tokens) <= {"trained", "evaluated"}, (mode, last.tokens)
 
     asyncio.run(main())
 

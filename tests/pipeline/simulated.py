@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from millrace.observe.stopwatch import Stopwatch
 from millrace.observe.timing import TOTALS
 from millrace.observe.watch import Watch, Watcher
-from millrace.observe.watched import WatchedReplica, WatchedReward, WatchedSync
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
 from millrace.ports import Agent, StepReport
+from millrace.rollout.again import RetryingReward
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.pool import RolloutPool
@@ -169,7 +169,7 @@ async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: in
     record = Record(ledger, retired_before=ledger.retired, save_s=save_s, validation_s=validation_s)
     record.saving = saving
     params = SamplingParams(max_tokens=1000)
-    reward = WatchedReward(SimReward(cost, chance) if chance else SimReward(cost), watch)
+    reward = RetryingReward(SimReward(cost, chance) if chance else SimReward(cost), 0, watch)
     roller = SampleRoller(
         agent,
         reward,
@@ -185,10 +185,10 @@ async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: in
         if chance
         else None
     )
-    pool = RolloutPool([WatchedReplica(e, f"rollout-{i}", watch) for i, e in enumerate(rollouts)])
+    pool = RolloutPool(rollouts, watch=watch)
     rollouter = Rollouter(queue, LongTail(), pool, roller, dynamic_sampling=sampling)
     turns = turns_of(schedule.colocated, rollouter.pool, engine)
-    sync = WatchedSync(SimWeightSync(cost, rollouts), watch)
+    sync = SimWeightSync(cost, rollouts)
     stopwatch = Stopwatch(loop.time, watch, "trainer")
     trainer = Trainer(queue, rollouter, engine, turns, sync, record, stopwatch)
     if stop_at is not None:

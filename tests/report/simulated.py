@@ -12,7 +12,6 @@ from typing import Any
 
 from millrace.config import ReportConfig
 from millrace.observe.stopwatch import Stopwatch
-from millrace.observe.watched import WatchedReplica, WatchedReward
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
@@ -22,6 +21,7 @@ from millrace.report.accounts.lines import read
 from millrace.report.advice.measure import measured_of
 from millrace.report.advice.measured import Measured, Setup
 from millrace.report.record import Devices, Recorder
+from millrace.rollout.again import RetryingReward
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.lengths import DrawnLengths
@@ -211,12 +211,11 @@ async def simulated_run(case: Case, folder: Path) -> list[dict[str, float]]:
         else SimRolloutEngine(cost, slots=case.slots)
         for _ in range(case.rollouts)
     ]
-    replicas = [WatchedReplica(e, f"rollout-{i}", watch) for i, e in enumerate(engines)]
     reward = SimReward(cost, case.chance) if case.chance else SimReward(cost)
     scorer = Workers(reward, case.workers) if case.workers else reward
     roller = SampleRoller(
         SingleTurn(),
-        WatchedReward(scorer, watch),
+        RetryingReward(scorer, 0, watch),
         lambda tokens: str(tokens[:9]),
         SamplingParams(max_tokens=case.limit),
         case.n,
@@ -229,7 +228,7 @@ async def simulated_run(case: Case, folder: Path) -> list[dict[str, float]]:
         else None
     )
     rollouter = Rollouter(
-        queue, Prompts(), RolloutPool(replicas), roller, dynamic_sampling=sampling
+        queue, Prompts(), RolloutPool(engines, watch=watch), roller, dynamic_sampling=sampling
     )
     train = SimTrainEngine(replace(cost, share=case.trainers))
     sync = SimWeightSync(cost, engines)

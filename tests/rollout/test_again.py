@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.errors import RewardError
-from millrace.rollout.again import AskedAgain, pause_s
+from millrace.rollout.again import RetryingReward, pause_s
 from millrace.simulate import clock
 from millrace.types import Completion, Prompt, Score, tokens_of
 
@@ -34,7 +34,7 @@ class Failing:
 async def asked(reward: Failing, retries: int) -> tuple[list[Score], float]:
     start = asyncio.get_running_loop().time()
     prompt = Prompt(7, tokens_of([1]), "p", "d")
-    scores = await AskedAgain(reward, retries).score(prompt, [Completion("x")])
+    scores = await RetryingReward(reward, retries).score(prompt, [Completion("x")])
     return scores, asyncio.get_running_loop().time() - start
 
 

@@ -31,7 +31,7 @@ class Machine:
         self.started: list[float] = []
         self.tasks: set[asyncio.Task[None]] = set()
         self.notes: list[str] = []
-        self.scaler = Scaler(cast("Any", self), [], most=replicas, fixed=fixed)
+        self.scaler = Scaler(cast("Any", self), [], lambda engine: None, most=replicas, fixed=fixed)
         self.scaler.note = self.notes.append
 
     async def limit(self) -> Limit:

@@ -131,13 +131,12 @@ class Attempt:
         """Run the loops with their record, as `run_training` does."""
         s.checkpoints.supersede(ledger.version)
         history, c = History(s.run.path, ledger.totals()), s.config.trainer
-        engines = s.engines.watched(watch)
         async with asyncio.TaskGroup() as tasks:
             record = RunRecord(
                 history=history,
                 checkpoints=s.checkpoints,
                 engine=s.engines.train,
-                validator=make_validator(s, engines.pool, watch),
+                validator=make_validator(s, s.engines.pool, watch),
                 sinks=(),
                 progress=s.progress,
                 save_freq=c.save_freq,
@@ -150,7 +149,9 @@ class Attempt:
                 watch=watch,
             )
             async with s.journal(ledger, history.attempt, tasks, self._synced) as kept:
-                complete, *_ = await train_to_end(s, engines, ledger, self.stop, record, {}, kept)
+                with s.engines.pool.watched_by(watch):
+                    loops = train_to_end(s, ledger, self.stop, record, {}, kept, watch)
+                    complete, *_ = await loops
         history.end(ledger.totals(), complete)
         self._check(self._after, s, ledger, record, complete)
         return complete
