@@ -50,7 +50,7 @@ ARROWS: dict[str, set[str]] = {
     "models": {"config"},
     "rewards": {"config", "data", "models"},
     "observe": {"config", "ports"},
-    "rollout": {"algorithms", "ports", "schedule"},
+    "rollout": {"ports", "schedule"},
     "pipeline": {"observe", "ports", "rollout", "schedule"},
     "sync": {"config", "ports"},
     "decode": {"config", "models", "ports", "rollout"},

@@ -7,14 +7,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from millrace.algorithms.correction import correct
+from millrace.algorithms.correction import correct, off_policy_mask
 from millrace.algorithms.correction_plan import Place
 from millrace.algorithms.kl import KL, weighted_by_ratio
 from millrace.algorithms.loss_input import LossInput
-from millrace.algorithms.off_policy_mask import off_policy_mask
-from millrace.algorithms.policy_losses import POLICY_LOSSES
+from millrace.algorithms.losses import POLICY_LOSSES, value_loss
 from millrace.algorithms.proximal import ESTIMATES
-from millrace.algorithms.value import value_loss
 from millrace.train.experience import Experience
 from millrace.train.mini_batch import MiniBatch
 from millrace.train.options import StepOptions
