@@ -81,10 +81,12 @@ def correct(
     keep, metrics = reject(ratios, options)
     weights, of_weights = weigh(ratios, keep, options)
     weights = weights.to(torch.float64 if log_probs_a.dtype == torch.float64 else torch.float32)
+    named = metrics | of_weights
+    values = torch.stack(list(named.values())).tolist()  # one transfer from the device
     return Correction(
         weights=_spread_out(weights, include),
         keep=_spread_out(keep, include),
-        metrics=_named(metrics | of_weights),
+        metrics={f"rollout_corr/{name}": v for name, v in zip(named, values, strict=True)},
     )
 
 
@@ -372,12 +374,6 @@ def _spread_out(values: Tensor, include: Tensor | None) -> Tensor:
     if include is None:
         return values
     return values.new_zeros(include.shape).masked_scatter_(include, values)
-
-
-def _named(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """Return the metrics as numbers, with one transfer from the device."""
-    values = torch.stack(list(metrics.values())).tolist()
-    return {f"rollout_corr/{name}": value for name, value in zip(metrics, values, strict=True)}
 
 
 def off_policy_mask(

@@ -137,7 +137,9 @@ class McpConnection:
                     self._up.set_result(None)
                 await self._stop.wait()
         except (TimeoutError, OSError, ValueError, _mcp().MCPError, ExceptionGroup) as error:
-            cause = _first(error)
+            cause: BaseException = error
+            while isinstance(cause, BaseExceptionGroup):
+                cause = cause.exceptions[0]
             slow = isinstance(cause, TimeoutError)
             late = f"no answer within {options.start_deadline_s:g} s"
             text = late if slow else f"{type(cause).__name__}: {cause}"
@@ -278,13 +280,6 @@ def _text(result: Any) -> str:
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(parts)
-
-
-def _first(error: BaseException) -> BaseException:
-    """Return the first error within groups of errors."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 class McpServers:

@@ -81,7 +81,12 @@ class PolicyLoss:
         pg_loss = (losses * at["factors"]).sum()
         loss, kl_loss = pg_loss, pg_loss.new_zeros(())
         if self.actor.use_kl_loss:
-            kl_loss = (self._kl(at, log_probs, old) * at["factors"]).sum()
+            estimator = KL[self.actor.kl_loss_type]
+            if self.actor.use_bias_correction_kl:
+                kl = weighted_by_ratio(estimator, log_probs, at["reference"], old)
+            else:
+                kl = estimator(log_probs, at["reference"])
+            kl_loss = (kl * at["factors"]).sum()
             loss = loss + self.actor.kl_loss_coef * kl_loss
         if self.actor.entropy_coeff:
             loss = loss - self.actor.entropy_coeff * (entropy * at["factors"]).sum()
@@ -137,13 +142,6 @@ class PolicyLoss:
         if self.interpolated:
             return ESTIMATES[self.plan.proximal](at["rollout"], log_probs, at["ages"])
         return log_probs.detach()
-
-    def _kl(self, at: Mapping[str, Tensor], log_probs: Tensor, old: Tensor) -> Tensor:
-        """Return the estimate of the KL to the reference for each token, [M]."""
-        estimator = KL[self.actor.kl_loss_type]
-        if not self.actor.use_bias_correction_kl:
-            return estimator(log_probs, at["reference"])
-        return weighted_by_ratio(estimator, log_probs, at["reference"], old)
 
     def _weights(
         self, at: Mapping[str, Tensor], log_probs: Tensor, old: Tensor, micro: MicroBatch
