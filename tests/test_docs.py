@@ -17,8 +17,8 @@ import torch
 import yaml
 
 from millrace import config
+from millrace.algorithms.correction_plan import RULES
 from millrace.algorithms.modes import AggMode, LossMode
-from millrace.algorithms.rules import RULES
 from millrace.config import Config, GuardConfig, OptimConfig, recipe
 from millrace.config.layers import is_native
 from millrace.config.verl.absent import ABSENT

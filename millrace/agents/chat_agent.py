@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from millrace.agents.conversation import Conversation
-from millrace.agents.request import ChatRequest, ChatTurn, RequestError, normal
+from millrace.agents.request import ChatRequest, RequestError, normal
 from millrace.data.user_code import failure
-from millrace.environments.chat import ChatEnvironment, Start, Step, Tool
+from millrace.environments.chat import ChatEnvironment, Start, Step
 from millrace.environments.deadline import deadline
 from millrace.environments.threads import RAISED, own_cancellation
 from millrace.environments.tools import CallLimits, Cut, run_calls
 from millrace.errors import EpisodeError, LimitReached, MillraceError
 from millrace.ports import PolicySession
-from millrace.types import Ending, Message, Prompt, Score
+from millrace.types import Ending, Prompt, Score
 
 _T = TypeVar("_T")
 
@@ -93,7 +93,9 @@ class ChatAgent:
             if turn.finish == "length":
                 return "tokens"
             if turn.message.get("tool_calls"):
-                messages += await self._results(session, tools, turn)
+                calls, limits = turn.message["tool_calls"], self._options
+                count = session.count
+                messages += await run_calls(tools, calls, limits.calls, limits.cut, count)
                 continue
             step = await self._guard("step", _said(Step, environment.step(turn.message)))
             if step.reward is not None:
@@ -104,12 +106,6 @@ class ChatAgent:
                 rule = "step returned neither done=True nor a message"
                 raise EpisodeError("environment", f"{type(environment).__name__}: {rule}")
             messages += step.messages
-
-    async def _results(
-        self, session: PolicySession, tools: Mapping[str, Tool], turn: ChatTurn
-    ) -> list[Message]:
-        calls = turn.message["tool_calls"]
-        return await run_calls(tools, calls, self._options.calls, self._options.cut, session.count)
 
     async def _guard(self, what: str, answer: Awaitable[_T]) -> _T:
         """Wait for the environment. Raises EpisodeError if it fails or is late."""

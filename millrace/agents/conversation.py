@@ -261,7 +261,9 @@ class Conversation:
         """
         seed = _digest(self._session.tokens(turn.number).tobytes())
         self._twins[seed] += 1
-        return [_short_id(f"{seed}/{self._twins[seed] - 1}/{n}") for n in range(count)]
+        names = (f"{seed}/{self._twins[seed] - 1}/{n}" for n in range(count))
+        digests = (hashlib.blake2b(name.encode()).digest() for name in names)
+        return [base64.b32encode(digest)[:9].decode().lower() for digest in digests]
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +281,3 @@ def _digest(value: Any) -> str:
 
 
 _digest_of_tools = Memo(_digest)
-
-
-def _short_id(seed: str) -> str:
-    return base64.b32encode(hashlib.blake2b(seed.encode()).digest())[:9].decode().lower()

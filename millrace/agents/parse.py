@@ -129,13 +129,10 @@ def _qwen_calls(text: str, tools: Sequence[ToolSchema]) -> list[Call]:
         raise ValueError("not a function with parameters")
     name = found[1].strip()
     types = _parameters(name, tools)
-    pairs = ((key.strip(), _unwrapped(value)) for key, value in _PARAMETER.findall(found[2]))
-    return [_made(name, {key: _typed(value, types.get(key, {})) for key, value in pairs})]
-
-
-def _unwrapped(value: str) -> str:
-    """Return a value without the line breaks that the form puts around it."""
-    return value.removeprefix("\n").removesuffix("\n")
+    pairs = ((key.strip(), value) for key, value in _PARAMETER.findall(found[2]))
+    # The form puts a line break before and after each value.
+    unwrapped = {key: value.removeprefix("\n").removesuffix("\n") for key, value in pairs}
+    return [_made(name, {key: _typed(v, types.get(key, {})) for key, v in unwrapped.items()})]
 
 
 def _parameters(name: str, tools: Sequence[ToolSchema]) -> dict[str, Any]:

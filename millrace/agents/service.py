@@ -197,7 +197,8 @@ class Service:
             raise wrong("n", asked.n, f"must be at most {options.max_in_flight}")
         if counting:
             return _answer(200, {"input_tokens": episode.talk.count(asked)})
-        draw = episode.join(digest, _retries(headers), asked)
+        retries = headers.get("x-stainless-retry-count", "0")
+        draw = episode.join(digest, retries.isdecimal() and retries.strip("0") != "", asked)
         try:
             patience = options.keepalive_s if asked.stream else None
             await asyncio.wait({draw.task}, timeout=patience)
@@ -247,11 +248,6 @@ def _known(method: str, route: str) -> None:
 def _post(method: str, wanted: str = "POST") -> None:
     if method != wanted:
         raise RequestError("no such method here", status=405, code="method_not_allowed")
-
-
-def _retries(headers: Mapping[str, str]) -> bool:
-    count = headers.get("x-stainless-retry-count", "0")
-    return count.isdecimal() and count.strip("0") != ""
 
 
 def _deeper_than(value: Any, limit: int) -> bool:

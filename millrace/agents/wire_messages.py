@@ -141,15 +141,11 @@ def _blocks(turn: ChatTurn) -> list[Body]:
     if turn.message.get("content"):
         blocks.append({"type": "text", "text": turn.message["content"]})
     for number, name, arguments in wire.calls_of(turn.message):
-        given = _input(arguments)
+        given = msgspec.json.decode(arguments or "{}")
+        if not isinstance(given, dict):  # this format requires an object
+            given = {"arguments": given}
         blocks.append({"type": "tool_use", "id": number, "name": name, "input": given})
     return blocks
-
-
-def _input(arguments: str) -> Any:
-    """Return the arguments as an object, which this format requires."""
-    given = msgspec.json.decode(arguments or "{}")
-    return given if isinstance(given, dict) else {"arguments": given}
 
 
 def _reason(turn: ChatTurn) -> str:

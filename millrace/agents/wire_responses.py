@@ -190,7 +190,9 @@ def events(drawn: Drawn) -> Iterator[str]:
     yield step("in_progress", response=head)
     for k, item in enumerate(_items(drawn)):
         at = {"item_id": item["id"], "output_index": k}
-        yield step("output_item.added", output_index=k, item=_empty(item))
+        empty: Body = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        status = {} if item["type"] == "reasoning" else {"status": "in_progress"}
+        yield step("output_item.added", output_index=k, item=item | empty | status)
         if item["type"] == "function_call":
             for piece in wire.pieces(item["arguments"]):
                 yield step("function_call_arguments.delta", **at, delta=piece)
@@ -208,13 +210,6 @@ def events(drawn: Drawn) -> Iterator[str]:
         yield step("output_item.done", output_index=k, item=item)
     found = answer(drawn)
     yield step(str(found["status"]), response=found)
-
-
-def _empty(item: Body) -> Body:
-    """Return an item as a stream announces it."""
-    empty: Body = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-    status = {} if item["type"] == "reasoning" else {"status": "in_progress"}
-    return item | empty | status
 
 
 def trouble(error: RequestError) -> str:

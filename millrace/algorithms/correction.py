@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millrace.algorithms.correction_plan import CorrectionOptions
-from millrace.algorithms.ratio import MAX_LOG_RATIO
-from millrace.algorithms.rules import RejectionRule
+from millrace.algorithms.correction_plan import CorrectionOptions, RejectionRule
+from millrace.algorithms.loss_input import MAX_LOG_RATIO
 
 EDGE = 1e-12
 """Slack of every bound: a value on a bound stays inside, in spite of rounding in float64."""
@@ -82,10 +81,12 @@ def correct(
     keep, metrics = reject(ratios, options)
     weights, of_weights = weigh(ratios, keep, options)
     weights = weights.to(torch.float64 if log_probs_a.dtype == torch.float64 else torch.float32)
+    named = metrics | of_weights
+    values = torch.stack(list(named.values())).tolist()  # one transfer from the device
     return Correction(
         weights=_spread_out(weights, include),
         keep=_spread_out(keep, include),
-        metrics=_named(metrics | of_weights),
+        metrics={f"rollout_corr/{name}": v for name, v in zip(named, values, strict=True)},
     )
 
 
@@ -375,7 +376,32 @@ def _spread_out(values: Tensor, include: Tensor | None) -> Tensor:
     return values.new_zeros(include.shape).masked_scatter_(include, values)
 
 
-def _named(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """Return the metrics as numbers, with one transfer from the device."""
-    values = torch.stack(list(metrics.values())).tolist()
-    return {f"rollout_corr/{name}": value for name, value in zip(metrics, values, strict=True)}
+def off_policy_mask(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    sequence_ids: Tensor,
+    num_sequences: int,
+    advantages: Tensor,
+    *,
+    threshold: float,
+    include: Tensor | None,
+) -> Tensor:
+    """Mark the tokens that stay, [T] bool: all but those of A < 0 in sequences that are far away.
+
+    (Off-policy sequence mask of DeepSeek-V3.2, arXiv 2512.02556.) A sequence is far away if
+    the mean of rollout_log_probs - log_probs over its included tokens is over `threshold`. That is
+    the k1 estimate of KL(rollout || current). A sequence with a ratio that is not finite is far
+    away too. A token with A >= 0 always stays.
+
+    log_probs [T] are of the policy under training, and rollout_log_probs [T] of the policy that
+    drew the tokens. advantages are [T]. The other arguments are those of `correct`. Tokens outside `include` stay
+    and are in no mean. The computation is in float64. Multiply the policy's token losses by the
+    result. The masked tokens still count in denominators, as in the paper.
+
+    TRL's `off_policy_mask_threshold` and slime's `opsm_delta` are the same. slime takes one
+    advantage for each sequence, and compares with its old policy instead of the rollout's.
+    """
+    ratios = Ratios.of(log_probs, rollout_log_probs, sequence_ids, num_sequences, include)
+    near = ratios.whole & (-ratios.sequence_means() <= threshold + EDGE)
+    stays = near[sequence_ids] | ~(advantages.detach() < 0)
+    return stays if include is None else stays | ~include

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from millrace.algorithms.loss_input import MAX_LOG_RATIO, log_ratio
 from millrace.algorithms.ragged import sequence_sums
-from millrace.algorithms.ratio import MAX_LOG_RATIO, log_ratio
 
 MAX_LOG_PPL = 100.0
 """Upper bound of a reported log-perplexity: perplexities are at most e^100."""

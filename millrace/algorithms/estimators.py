@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from millrace.algorithms import advantages, returns
-from millrace.algorithms.groups import normalize
+from millrace.algorithms import advantages
+from millrace.algorithms.advantages import normalize
 from millrace.algorithms.norm_options import NormOptions
 from millrace.algorithms.ragged import sequence_ids, sequence_sums
 
@@ -235,7 +235,7 @@ def _outcomes(batch: AdvantageBatch) -> Tensor:
 
 def _rewards(batch: AdvantageBatch) -> Tensor:
     """Return the rewards of tokens [T], with the score on the last token."""
-    return returns.place_scores(batch.scores, batch.lengths, batch.token_rewards)
+    return advantages.place_scores(batch.scores, batch.lengths, batch.token_rewards)
 
 
 def _each_token(batch: AdvantageBatch, scalars: Tensor) -> Tensor:
@@ -246,8 +246,8 @@ def _whiten(values: Tensor, batch: AdvantageBatch, options: AdvantageOptions) ->
     if not options.whiten:
         return values
     if batch.trained is None:
-        return returns.whiten(values)
-    return _spread(returns.whiten(values[batch.trained]), batch.trained)
+        return advantages.whiten(values)
+    return _spread(advantages.whiten(values[batch.trained]), batch.trained)
 
 
 def _grpo(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
@@ -283,7 +283,7 @@ def _reinforce_plus_plus(batch: AdvantageBatch, options: AdvantageOptions) -> Ad
 
     There is no group baseline (REINFORCE++, arXiv 2501.03262).
     """
-    to_go = returns.discounted_sums(_rewards(batch), batch.lengths, options.gamma)
+    to_go = advantages.discounted_sums(_rewards(batch), batch.lengths, options.gamma)
     return Advantages(_whiten(to_go, batch, options))
 
 
@@ -323,10 +323,10 @@ def _gae(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
         if batch.truncated is None:
             raise ValueError("advantage estimator gae with bootstrap_truncated needs truncated")
         truncated = batch.truncated
-        rewards = returns.place_scores(
+        rewards = advantages.place_scores(
             batch.scores.masked_fill(truncated, 0.0), batch.lengths, batch.token_rewards
         )
-    estimates, targets = returns.gae(
+    estimates, targets = advantages.gae(
         rewards,
         batch.values,
         batch.lengths,
@@ -339,13 +339,13 @@ def _gae(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
 
 def _remax(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
     assert batch.greedy_scores is not None
-    return Advantages(returns.remax(_rewards(batch), batch.lengths, batch.greedy_scores))
+    return Advantages(advantages.remax(_rewards(batch), batch.lengths, batch.greedy_scores))
 
 
 def _optimal_token_baseline(batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
     assert batch.log_probs is not None and batch.sum_pi_squared is not None
     return Advantages(
-        returns.optimal_token_baseline(
+        advantages.optimal_token_baseline(
             _rewards(batch),
             batch.lengths,
             batch.groups,

@@ -7,8 +7,15 @@ from typing import Literal
 
 from pydantic import Field
 
-from millrace.algorithms.correction_plan import CorrectionOptions, CorrectionPlan, Proximal
-from millrace.algorithms.rules import RULES, RejectionRule, parse_rules, parse_threshold
+from millrace.algorithms.correction_plan import (
+    RULES,
+    CorrectionOptions,
+    CorrectionPlan,
+    Proximal,
+    RejectionRule,
+    parse_rules,
+    parse_threshold,
+)
 from millrace.config.section import Section
 from millrace.errors import bad_value
 

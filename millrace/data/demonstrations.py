@@ -48,13 +48,12 @@ class Demonstrations:
         entry = problem(self.rows, at, prompt_key=self.prompt_key, need_ground_truth=True)
         if rng.random() >= self.messiness:
             return Demonstration(entry, entry.answer, messy=False)
-        return Demonstration(entry, self._corrupt(rng, at, entry), messy=True)
-
-    def _corrupt(self, rng: Random, at: int, entry: Problem) -> str:
         part, _ = self.rows.locate(at)
         if part.task is not None:
-            return part.task.corrupt(rng, entry.text, entry.answer)
-        return corrupt_answer(rng, entry.answer, self._other(rng, entry).answer)
+            answer = part.task.corrupt(rng, entry.text, entry.answer)
+        else:
+            answer = corrupt_answer(rng, entry.answer, self._other(rng, entry).answer)
+        return Demonstration(entry, answer, messy=True)
 
     def _other(self, rng: Random, entry: Problem) -> Problem:
         """Return another row, if possible of the same data source.

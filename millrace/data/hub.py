@@ -22,7 +22,7 @@ def refusal(kind: Literal["model", "dataset"], name: str) -> str:
     minute.
     """
     import huggingface_hub as hub
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     api = hub.HfApi()
     try:
@@ -39,7 +39,8 @@ def refusal(kind: Literal["model", "dataset"], name: str) -> str:
     except errors.HFValidationError as error:
         return f"the hub has no such {kind}: {str(error).splitlines()[0]}"
     except Exception as error:  # noqa: BLE001 - each client version raises another error
-        _stay_offline()
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True
         cached = kind == "dataset" or isinstance(
             hub.try_to_load_from_cache(name, "config.json"), str
         )
@@ -63,10 +64,3 @@ def model_config(name: str) -> dict[str, Any]:
     except Exception:  # noqa: BLE001 - transformers tries again and reports the error
         return {}
     return config if isinstance(config, dict) else {}
-
-
-def _stay_offline() -> None:
-    from huggingface_hub import constants
-
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    constants.HF_HUB_OFFLINE = True

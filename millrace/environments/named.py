@@ -14,8 +14,7 @@ from millrace.data.user_code import check_name, load
 from millrace.environments.chase import Chase
 from millrace.environments.chat import ChatEnvironment, Tool
 from millrace.environments.code_tests import CodeTests, Runner
-from millrace.environments.mcp_connection import McpOptions
-from millrace.environments.mcp_tools import McpServers
+from millrace.environments.mcp import McpOptions, McpServers
 from millrace.environments.openenv import OpenEnvServer
 from millrace.environments.openenv_socket import OpenEnvOptions
 from millrace.environments.text_games import text_games

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from millrace.environments.chat import Start, Step, ToolError
-from millrace.environments.mcp_connection import ServerTool
+from millrace.environments.mcp import ServerTool
 from millrace.environments.openenv_socket import OpenEnvOptions, OpenEnvSocket, shown, web
 from millrace.environments.prompts import opening, seed_of
 from millrace.errors import ConfigError

@@ -62,6 +62,7 @@ class Background:
         self._unwritten = 0
         """Rows that wait, with the one that the tracker writes."""
         self._lock = threading.Lock()
+        # Python's exit would wait for the thread of an executor, also if the tracker hangs.
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
@@ -104,29 +105,25 @@ class Background:
         tracker, spent_s = self._open(), 0.0
         while tracker is not None and (item := self._rows.get()) is not None:
             begin = time.thread_time()
-            try:
-                tracker.write(*item)
-                failed = False
-            except BaseException as error:  # noqa: BLE001 - the boundary to a library
-                failed = True
-                self._warn(text_of(error))
+            failed = not self._works(tracker.write, *item)
             with self._lock:
                 self._unwritten -= 1
                 self.dropped += failed
             spent_s += time.thread_time() - begin
             if self._rows.empty() or spent_s >= self._share * self._pause_s:
-                self._rest(spent_s)
+                if self._unwritten <= self._most_rows // 10:
+                    self._closing.wait(max(self._pause_s, spent_s * (1 / self._share - 1)))
                 spent_s = 0.0
         if tracker is not None:
-            try:
-                tracker.close(self._complete)
-            except BaseException as error:  # noqa: BLE001 - the boundary to a library
-                self._warn(text_of(error))
+            self._works(tracker.close, self._complete)
 
-    def _rest(self, spent_s: float) -> None:
-        """Wait after rows that took `spent_s` of the processor, so that they take their share."""
-        if self._unwritten <= self._most_rows // 10:
-            self._closing.wait(max(self._pause_s, spent_s * (1 / self._share - 1)))
+    def _works(self, call: Callable[..., None], *args: object) -> bool:
+        try:
+            call(*args)
+        except BaseException as error:  # noqa: BLE001 - the boundary to a library
+            self._warn(text_of(error))
+            return False
+        return True
 
     def _open(self) -> Tracker | None:
         """Start the tracker. Returns None if that fails until the run ends."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -295,21 +296,18 @@ PAUSE_S = 5.0
 def start(loggers: Sequence[str], about: About, note: Callable[[str], None]) -> list[Background]:
     """Start each tracker that `loggers` names, in a thread of its own."""
 
-    def starter(make: Callable[[About], Tracker]) -> Callable[[], Tracker]:
-        def make_and_save() -> Tracker:
-            tracker = make(about)
-            try:
-                about.save()
-            except OSError as error:
-                note(f"warning: a resume will start new runs in the trackers: {text_of(error)}")
-            return tracker
-
-        return make_and_save
+    def open_tracker(make: Callable[[About], Tracker]) -> Tracker:
+        tracker = make(about)
+        try:
+            about.save()
+        except OSError as error:
+            note(f"warning: a resume will start new runs in the trackers: {text_of(error)}")
+        return tracker
 
     return [
         Background(
             name,
-            starter(make),
+            partial(open_tracker, make),
             note,
             share=SHARE,
             pause_s=PAUSE_S,

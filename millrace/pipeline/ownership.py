@@ -14,9 +14,8 @@ _TEXT = "millrace made this folder. It may overwrite and delete what a run write
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether millrace made `folder`. Earlier versions of millrace wrote no marker."""
-    made = (folder / "history.jsonl").is_file() and (folder / "checkpoints").is_dir()
-    return (folder / MARKER).is_file() or made
+    """Whether millrace made `folder`."""
+    return (folder / MARKER).is_file()
 
 
 def check(folder: Path, key: str = "trainer.run_dir") -> None:

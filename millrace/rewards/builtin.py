@@ -1,22 +1,34 @@
-"""Built-in reward functions, in verl's signature, by name.
+"""Built-in reward functions, in verl's signature, by name in BUILTIN.
 
 A scorer returns 1 for a right answer and 0 for a wrong one. Some have other scores, which their
-docstrings say.
+docstrings say. verl's own scorers follow the definitions in its folder `utils/reward_score`:
+
+| scorer | right | wrong | answer |
+|---|--:|--:|---|
+| gsm8k | 1 | 0 | the number after `####` |
+| gsm8k_flexible | 1 | 0 | the last number |
+| math_reward | 1 | 0 | the last box, in MATH's normal form |
+| math_dapo | 1 | -1 | the `Answer:` line in Minerva's normal form, or the last box |
+
+They return `score`, `acc` (1 if the answer is right, else 0) and `pred` (the answer). A ground truth
+is the answer alone. GSM8K's and MATH's may also be the whole solution of the data set, whose answer
+is found in the same way.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from millrace.errors import RewardError
-from millrace.rewards.answers import extract, formula_text, formulas, required
+from millrace.rewards.answers import Form, extract, formula_text, formulas, required
+from millrace.rewards.normalise import hendrycks, minerva
 from millrace.rewards.sources import refusal, scorer_of
-from millrace.rewards.text_rewards import format_reward, repetition_penalty
-from millrace.rewards.verl_scorers import gsm8k, gsm8k_flexible, math_dapo, math_reward
 
 Result = float | dict[str, Any]
 """A score, or a dict with `score`, `pred` (the answer) and further components."""
@@ -146,6 +158,116 @@ def _tupled(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_tupled(v) for v in value)
     return {k: _tupled(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def format_reward(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any],
+    *,
+    pattern: str,
+) -> float:
+    """Return 1 if the whole response matches the regular expression, else 0.
+
+    This is the format reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2) with a pattern of the
+    user's. Open-R1's matches the start of the response and may end at any line.
+    """
+    return float(re.fullmatch(pattern, solution_str, re.DOTALL) is not None)
+
+
+def repetition_penalty(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any],
+    *,
+    ngram_size: int,
+    max_penalty: float,
+) -> float:
+    """Return max_penalty * (1 - distinct n-grams / n-grams), from max_penalty to 0.
+
+    An n-gram is `ngram_size` words in a row, in lower case. A response of fewer words scores 0. The
+    formula is Open-R1's `repetition_penalty` (src/open_r1/rewards.py). It gives the response one
+    number. In its origin, Yeo et al. 2025 (arXiv 2502.03373, appendix C.2), each token of a
+    repeated n-gram has a penalty of its own.
+    """
+    words = solution_str.lower().split()
+    total = len(words) - ngram_size + 1
+    if total < 1:
+        return 0.0
+    ngrams = set(zip(*(islice(words, at, None) for at in range(ngram_size)), strict=False))
+    return max_penalty * (1 - len(ngrams) / total)
+
+
+def gsm8k(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """Score GSM8K strictly: the number after the last `#### ` must equal the ground truth.
+
+    Commas in the answer do not count. Only the last 300 characters are read.
+    """
+    return _gsm8k(extract(solution_str, "hashes"), required(data_source, ground_truth))
+
+
+def gsm8k_flexible(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """Score GSM8K flexibly: the last number must equal the ground truth as it is written.
+
+    A comma or a full stop directly after the number is part of it, as in verl.
+    """
+    return _gsm8k(extract(solution_str, "number"), required(data_source, ground_truth))
+
+
+def _gsm8k(answer: str | None, ground_truth: Any) -> dict[str, Any]:
+    truth = _solution(ground_truth, "####", "hashes")
+    return _scored(answer is not None and answer == truth, answer, wrong=0.0)
+
+
+def math_reward(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """Score MATH: the last box and the ground truth must have the same normal form.
+
+    If one of them breaks off in the middle of a formula, both are compared as they are written.
+    """
+    truth = _solution(required(data_source, ground_truth), "\\boxed", "boxed")
+    answer = extract(solution_str, "boxed")
+    if answer is None:
+        return _scored(False, None, wrong=0.0)
+    try:
+        answer, truth = hendrycks(answer), hendrycks(truth)
+    except ValueError:
+        return _scored(answer == truth, answer, wrong=0.0)
+    return _scored(answer == truth, answer, wrong=0.0)
+
+
+def math_dapo(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """Score DAPO's mathematics and AIME: 1 if the answer is right, else -1.
+
+    The `Answer:` line of the last 300 characters counts, in Minerva's normal form. Without one, the
+    last box of the last 100 characters must equal the ground truth as it is written.
+    """
+    truth = str(required(data_source, ground_truth))
+    answer = extract(solution_str, "answer_line")
+    if answer is not None:
+        return _scored(answer == minerva(truth), answer, wrong=-1.0)
+    answer = extract(solution_str, "boxed_end")
+    return _scored(answer == truth, answer, wrong=-1.0)
+
+
+def _solution(ground_truth: Any, mark: str, form: Form) -> str:
+    """Return the answer of a ground truth, which may be a whole solution with a mark."""
+    truth = str(ground_truth)
+    answer = extract(truth, form) if mark in truth else None
+    return truth if answer is None else answer
+
+
+def _scored(right: bool, answer: str | None, *, wrong: float) -> dict[str, Any]:
+    return {"score": 1.0 if right else wrong, "acc": float(right), "pred": answer}
 
 
 BUILTIN: dict[str, Callable[..., Result]] = {

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import fcntl
 import hashlib
 import json
-import math
 import os
+import sqlite3
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from millrace.config import JudgeConfig
@@ -29,100 +27,64 @@ _DECIDE = (
 """The keys of a judge that decide a score. The template is in the message."""
 
 
-class ScoreCache:
-    """Scores by key, in memory and in a file with one JSON object on each line.
+_TABLE = "scores (id INTEGER PRIMARY KEY, key TEXT UNIQUE, score REAL)"
 
-    A new score is appended at once, so a killed run keeps it. The file is rewritten with the newest
-    scores once this process has seen twice as many lines as the cache has room. Runs may share a
-    file: each locks it to write. A line that is no valid score is ignored.
-    """
+
+class ScoreCache:
+    """Scores by key in a SQLite file with at most `size` of them. Several runs may share it."""
 
     def __init__(self, path: Path, size: int) -> None:
-        self._path = path
+        """Open the file, and make it if it is missing.
+
+        Raise OSError or sqlite3.Error, also if it is a link, damaged or no file of this class.
+        """
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
         self._size = size
-        self._scores: dict[str, float] = {}
-        self._lines = 0
-        self._file: int | None = None
-        """The descriptor of the file, while it is open."""
+        self._unwritten: dict[str, float] = {}
+        """The scores that the disk refused."""
+        self._db = sqlite3.connect(path)
+        try:
+            self._set_up()
+        except sqlite3.Error:
+            self._db.close()
+            raise
 
-    def open(self) -> None:
-        """Read the file, and make it if it is missing. Raise OSError, also if it is a link."""
-        with self._locked() as file:
-            if not self._read():
-                _write(file, b"\n")  # a process was killed in the middle of the last line
-            self._rewrite_if_long()
+    def _set_up(self) -> None:
+        schema = self._db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+        if schema not in ([], [(f"CREATE TABLE {_TABLE}",)]):
+            raise sqlite3.DatabaseError(f"its tables are {schema}")
+        # WAL is unsafe on NFS. Without `synchronous` a kill loses nothing, only a power failure may.
+        self._db.execute("PRAGMA journal_mode = DELETE")
+        self._db.execute("PRAGMA synchronous = OFF")
+        ((state,),) = self._db.execute("PRAGMA quick_check(1)")
+        if state != "ok":
+            raise sqlite3.DatabaseError(state)
+        self._db.execute(f"CREATE TABLE IF NOT EXISTS {_TABLE}")
 
-    def get(self, key: str) -> float | None:
-        return self._scores.get(key)
+    def get(self, key: str, least: float, most: float) -> float | None:
+        """Return the score if it is between the bounds."""
+        query = "SELECT score FROM scores WHERE key = ? AND score BETWEEN ? AND ?"
+        row = self._db.execute(query, (key, least, most)).fetchone()
+        return row[0] if row else self._unwritten.get(key)
 
     def put(self, key: str, score: float) -> None:
-        """Keep a score. The oldest one leaves a full cache. Raise OSError if it is not on disk."""
-        self._keep(key, score)
-        with self._locked() as file:
-            _write(file, json.dumps([key, score]).encode() + b"\n")
-            self._lines += 1
-            self._rewrite_if_long()
+        """Keep a score. The oldest one leaves a full cache. Raise sqlite3.Error without a disk."""
+        newest = "ON CONFLICT (key) DO UPDATE SET score = excluded.score"
+        oldest = "id <= (SELECT max(id) FROM scores) - ?"
+        try:
+            with self._db:
+                self._db.execute(
+                    f"INSERT INTO scores (key, score) VALUES (?, ?) {newest}", (key, score)
+                )
+                self._db.execute(f"DELETE FROM scores WHERE {oldest}", (self._size,))
+        except sqlite3.Error:
+            self._unwritten[key] = score
+            if len(self._unwritten) > self._size:
+                del self._unwritten[next(iter(self._unwritten))]
+            raise
 
     def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    @contextmanager
-    def _locked(self) -> Iterator[int]:
-        """Lock the file and yield its descriptor. Another run may have replaced it since."""
-        while True:
-            if self._file is None:
-                flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-                self._file = os.open(self._path, flags, 0o600)
-            with suppress(OSError):  # Some file systems have no locks.
-                fcntl.flock(self._file, fcntl.LOCK_EX)
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(self._file), os.lstat(self._path)):
-                    break
-            self.close()
-        try:
-            yield self._file
-        finally:
-            if self._file is not None:
-                with suppress(OSError):
-                    fcntl.flock(self._file, fcntl.LOCK_UN)
-
-    def _read(self) -> bool:
-        """Take the scores of the file. Return whether its last line has an end."""
-        lines = self._path.read_bytes().splitlines(keepends=True)
-        self._lines = len(lines)
-        for line in lines:
-            with suppress(ValueError, TypeError, OverflowError, RecursionError):
-                key, score = json.loads(line)
-                self._keep(str(key), float(score))
-        return not lines or lines[-1].endswith(b"\n")
-
-    def _keep(self, key: str, score: float) -> None:
-        self._scores.pop(key, None)
-        if math.isfinite(score):
-            self._scores[key] = score
-        if len(self._scores) > self._size:
-            del self._scores[next(iter(self._scores))]
-
-    def _rewrite_if_long(self) -> None:
-        """Replace a long file by one with the newest scores, those of other runs too."""
-        if self._lines <= 2 * self._size:
-            return
-        self._read()
-        new = self._path.with_name(f".{self._path.name}.new")
-        new.unlink(missing_ok=True)
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.writelines(json.dumps(entry) + "\n" for entry in self._scores.items())
-        new.replace(self._path)
-        self.close()
-        self._lines = len(self._scores)
-
-
-def _write(file: int, line: bytes) -> None:
-    """Append a line by one system call, so that no other process writes into it."""
-    if os.write(file, line) < len(line):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._db.close()
 
 
 class CachedJudge:
@@ -138,7 +100,7 @@ class CachedJudge:
         self._config = config
         self._cache: ScoreCache | None = None
         self._note: Callable[[str], object] | None = None
-        """Called once, if a score cannot be written."""
+        """Called once, if the disk fails."""
         self._under_way: dict[str, asyncio.Future[list[Score]]] = {}
 
     @property
@@ -150,16 +112,24 @@ class CachedJudge:
         await self._pool.start()
 
     def open_cache(self, folder: Path, note: Callable[[str], object] = warnings.warn) -> None:
-        """Read the cache in a folder that millrace made. Raise ConfigError if this fails.
+        """Open the cache in a folder that millrace made. Raise ConfigError if this fails.
 
-        `note` gets a message if a score cannot be written later.
+        `note` gets a message if the disk fails later, and if there is a file of the former format.
         """
-        cache = ScoreCache(folder / f"{self.job.name}.jsonl", self._config.cache_size)
+        path = folder / f"{self.job.name}.sqlite"
+        if (former := path.with_suffix(".jsonl")).exists():
+            note(
+                f"{self.job.key}.cache: {former} is ignored, because {path.name} replaces its format"
+            )
         try:
-            cache.open()
-        except OSError as error:
-            key, rule = f"{self.job.key}.cache_dir", f"cannot be used: {error.strerror or error}"
-            fix = "a folder that can be written to, and whose files are no links"
+            cache = ScoreCache(path, self._config.cache_size)
+        except (OSError, sqlite3.Error) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            key, rule = f"{self.job.key}.cache_dir", f"cannot be used: {path.name}: {reason}"
+            fix = (
+                "a folder that can be written to, and whose files can be locked and are no links. "
+                "A damaged cache may be deleted"
+            )
             raise bad_value(key, str(folder), rule, fix) from None
         self._cache, self._note = cache, note
 
@@ -186,8 +156,10 @@ class CachedJudge:
                 (score,) = under_way.result()
                 self.figures["cache_hits"] += 1
                 return score
-        value = cache.get(key)
-        if value is not None and self._config.min <= value <= self._config.max:
+        value = None
+        with self._disk_errors():
+            value = cache.get(key, self._config.min, self._config.max)
+        if value is not None:
             self.figures["cache_hits"] += 1
             return Score(value)
         future = self._under_way[key] = asyncio.ensure_future(
@@ -197,19 +169,21 @@ class CachedJudge:
             (score,) = await future
         finally:
             del self._under_way[key]
-        self._save(cache, key, score.value)
+        with self._disk_errors():
+            cache.put(key, score.value)
         return score
 
-    def _save(self, cache: ScoreCache, key: str, score: float) -> None:
-        """Keep a score. If the disk refuses it, count this. The run continues without it."""
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        """Count an error of the cache, and note the first. The run continues without the cache."""
         try:
-            cache.put(key, score)
-        except OSError as error:
+            yield
+        except sqlite3.Error as error:
             self.figures["cache_errors"] += 1
             if self._note is not None:
                 self._note(
-                    f"{self.job.key}.cache: a score cannot be written to the cache "
-                    f"({error.strerror or error}), so a later run asks the judge for it again"
+                    f"{self.job.key}.cache: a score cannot be written or read ({error}), "
+                    "so a later run asks the judge for it again"
                 )
                 self._note = None
 

@@ -94,16 +94,13 @@ class Output:
 
     def _show(self, data: bytes) -> None:
         """Print the lines that are whole, without secrets. The rest waits for its end."""
-        data = _redacted(self._line + data)
+        text = redact((self._line + data).decode("utf-8", "surrogateescape"))
+        data = text.encode("utf-8", "surrogateescape")
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         end = max(end, len(data) - _LINE)
         whole, self._line = data[:end], data[end:]
         if whole:
             _show(whole)
-
-
-def _redacted(data: bytes) -> bytes:
-    return redact(data.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
 
 
 def _skip(fd: int) -> int:

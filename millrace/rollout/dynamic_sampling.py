@@ -6,9 +6,9 @@ sample finishes. The Rollouter drops the samples.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from millrace.algorithms.filters import equal_outcomes
 from millrace.errors import MillraceError, bad_value
 from millrace.types import TURN_REWARDS, PolicyVersion, Sample, Score
 
@@ -113,3 +113,14 @@ def _outcome(score: Score, metric: str) -> float:
             f"one of {known}",
         )
     return score.extra.get(metric, 0.0)
+
+
+def equal_outcomes(values: Sequence[float]) -> bool:
+    """Return whether the outcomes of a group are all equal.
+
+    Dynamic sampling (DAPO, arXiv 2503.14476) drops such a group. `values` are the rewards, or
+    another outcome, of the group's trajectories. They are compared exactly, without a tolerance. A
+    standard deviation would not do: for seven times 0.3 it is not 0. A group of one or of none
+    counts as equal, because there is nothing to compare. A NaN in a larger group makes it unequal.
+    """
+    return all(value == values[0] for value in values[1:])

@@ -123,7 +123,10 @@ def make_experience(
     """Compute the experience of `batch`. Each model takes at most one forward pass."""
     plan, include = options.correction, _included(batch, options.correction)
     arrival, entropies, squares = _arrival(models.policy, batch.rows, options)
-    rows = _replayed(batch.rows, models.policy, options, recorded=arrival is not None)
+    rows = batch.rows
+    if arrival is not None and options.router_replay == "R2":
+        # Without this pass there is one optimizer step, and its experts are those at arrival.
+        rows = replace(rows, experts=models.policy.routed)
     correction, metrics = _corrected(batch, arrival, include, plan)
     trained, in_baselines = include if correction is None else correction.keep, None
     if correction is not None and plan.before_baseline:
@@ -218,16 +221,6 @@ def _arrival(
         record=options.router_replay == "R2",
     )
     return log_probs, entropies, rest[0] if squares else None
-
-
-def _replayed(rows: Rows, policy: Policy, options: StepOptions, *, recorded: bool) -> Rows:
-    """Return the rows with the experts of the pass at arrival, if training replays those.
-
-    Without such a pass there is one optimizer step, and its own experts are those at arrival.
-    """
-    if recorded and options.router_replay == "R2":
-        return replace(rows, experts=policy.routed)
-    return rows
 
 
 def _included(batch: BatchArrays, plan: CorrectionPlan) -> Tensor:

@@ -13,14 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.algorithms.aggregate import token_weights
 from millrace.algorithms.correction import correct
 from millrace.algorithms.correction_plan import Place
 from millrace.algorithms.drift import drift
+from millrace.algorithms.loss_input import clipped_surrogate, log_ratio
 from millrace.algorithms.modes import SELECTS
 from millrace.algorithms.proximal import ESTIMATES
-from millrace.algorithms.ratio import clipped_surrogate, log_ratio
-from millrace.algorithms.selection import clip_cov_tokens, high_entropy, kl_cov_tokens
+from millrace.algorithms.token_weights import (
+    clip_cov_tokens,
+    high_entropy,
+    kl_cov_tokens,
+    token_weights,
+)
 from millrace.train.experience import Experience, Policy
 from millrace.train.layout import Ints
 from millrace.train.options import StepOptions

@@ -79,7 +79,10 @@ def split(rows: Rows, members: Ints, *, max_tokens: int, world_size: int) -> lis
     micro_batches = max(-(-int(sizes.sum()) // (max_tokens * world_size)), 1)
     while (bins := _fill(sizes[order], micro_batches * world_size, max_tokens)) is None:
         micro_batches += 1
-    shares = [_longest_first(rows, [units[order[i]] for i in bin_]) for bin_ in bins]
+    none = np.zeros(0, dtype=np.int64)
+    shares = [np.concatenate([none, *(units[order[i]] for i in bin_)]) for bin_ in bins]
+    # By descending length: rows of equal length are then adjacent.
+    shares = [share[np.argsort(-rows.inputs[share], kind="stable")] for share in shares]
     return [shares[i * world_size : (i + 1) * world_size] for i in range(micro_batches)]
 
 
@@ -122,12 +125,6 @@ def _units(rows: Rows, members: Ints, max_tokens: int, world_size: int) -> tuple
         fits = int(rows.inputs[rows_of_one].sum()) <= max_tokens
         units += [rows_of_one] if fits else list(rows_of_one[:, None])
     return units, np.array([rows.inputs[unit].sum() for unit in units], dtype=np.int64)
-
-
-def _longest_first(rows: Rows, units: list[Ints]) -> Ints:
-    """Return the rows by descending length. Rows of equal length are then adjacent."""
-    members = np.concatenate(units) if units else np.zeros(0, dtype=np.int64)
-    return members[np.argsort(-rows.inputs[members], kind="stable")]
 
 
 def _fill(lengths: Ints, num_bins: int, limit: int) -> list[list[int]] | None:
@@ -186,7 +183,8 @@ def pack(
     )
     input_ids[token], position_ids[token] = rows.tokens[source], column
 
-    sequence, num_sequences = _sequences(rows.trajectory[members])
+    _, first, index = np.unique(rows.trajectory[members], return_index=True, return_inverse=True)
+    sequence, num_sequences = np.argsort(np.argsort(first))[index], len(first)
     predicts = np.flatnonzero(rows.trained[source + 1])
     targets = source[predicts] + 1
     return MicroBatch(
@@ -212,12 +210,6 @@ def _packed_experts(
     packed = np.zeros((num_tokens, experts.shape[1]), dtype=experts.dtype)
     packed[token] = experts[source]
     return torch.from_numpy(packed).to(device).long()
-
-
-def _sequences(trajectory: Ints) -> tuple[Ints, int]:
-    """Number the trajectories of rows in the order of their first rows. Return also their count."""
-    _, first, index = np.unique(trajectory, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first))[index], len(first)
 
 
 def _dummy(

@@ -7,14 +7,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from millrace.algorithms.correction import correct
+from millrace.algorithms.correction import correct, off_policy_mask
 from millrace.algorithms.correction_plan import Place
 from millrace.algorithms.kl import KL, weighted_by_ratio
 from millrace.algorithms.loss_input import LossInput
-from millrace.algorithms.off_policy_mask import off_policy_mask
-from millrace.algorithms.policy_losses import POLICY_LOSSES
+from millrace.algorithms.losses import POLICY_LOSSES, value_loss
 from millrace.algorithms.proximal import ESTIMATES
-from millrace.algorithms.value import value_loss
 from millrace.train.experience import Experience
 from millrace.train.mini_batch import MiniBatch
 from millrace.train.options import StepOptions
@@ -83,7 +81,12 @@ class PolicyLoss:
         pg_loss = (losses * at["factors"]).sum()
         loss, kl_loss = pg_loss, pg_loss.new_zeros(())
         if self.actor.use_kl_loss:
-            kl_loss = (self._kl(at, log_probs, old) * at["factors"]).sum()
+            estimator = KL[self.actor.kl_loss_type]
+            if self.actor.use_bias_correction_kl:
+                kl = weighted_by_ratio(estimator, log_probs, at["reference"], old)
+            else:
+                kl = estimator(log_probs, at["reference"])
+            kl_loss = (kl * at["factors"]).sum()
             loss = loss + self.actor.kl_loss_coef * kl_loss
         if self.actor.entropy_coeff:
             loss = loss - self.actor.entropy_coeff * (entropy * at["factors"]).sum()
@@ -139,13 +142,6 @@ class PolicyLoss:
         if self.interpolated:
             return ESTIMATES[self.plan.proximal](at["rollout"], log_probs, at["ages"])
         return log_probs.detach()
-
-    def _kl(self, at: Mapping[str, Tensor], log_probs: Tensor, old: Tensor) -> Tensor:
-        """Return the estimate of the KL to the reference for each token, [M]."""
-        estimator = KL[self.actor.kl_loss_type]
-        if not self.actor.use_bias_correction_kl:
-            return estimator(log_probs, at["reference"])
-        return weighted_by_ratio(estimator, log_probs, at["reference"], old)
 
     def _weights(
         self, at: Mapping[str, Tensor], log_probs: Tensor, old: Tensor, micro: MicroBatch

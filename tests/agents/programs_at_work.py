@@ -22,7 +22,6 @@ from millrace.agents.parse import tool_format
 from millrace.agents.programs import Program, ProgramAgent
 from millrace.agents.render import Renderer
 from millrace.agents.service import Service
-from millrace.data import template
 from millrace.errors import EpisodeError
 from millrace.ports import PolicySession
 from millrace.rollout.episode import run_episode
@@ -134,7 +133,6 @@ def nothing_left(folder: Path) -> Iterator[None]:
         yield
         assert os.getpid() == before
         assert not list(folder.glob("millrace-agents-*"))
-        template._host.close()  # All conversations of this process share it.
         assert not running(mark) and set(me.children(recursive=True)) <= ours
         assert me.num_fds() <= files
     finally:

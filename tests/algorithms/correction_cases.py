@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 
 from millrace.algorithms.correction import correct
+from millrace.algorithms.correction_plan import RejectionRule
 from millrace.algorithms.drift import drift
-from millrace.algorithms.rules import RejectionRule
 from tests.algorithms.options import correction_options
 
 LOG_PROB = st.one_of(

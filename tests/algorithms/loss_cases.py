@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from millrace.algorithms.aggregate import token_weights
 from millrace.algorithms.loss_input import LossInput
+from millrace.algorithms.token_weights import token_weights
 from tests.algorithms.options import loss_options
 
 LOG_PROB = st.floats(-30, 0)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.algorithms.aggregate import token_weights
+from millrace.algorithms.token_weights import token_weights
 from tests.algorithms.loss_cases import aggregate
 
 MODES = [

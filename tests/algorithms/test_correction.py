@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.algorithms.correction import correct, effective_sample_size
-from millrace.algorithms.rules import RejectionRule, parse_rules
+from millrace.algorithms.correction_plan import RejectionRule, parse_rules
 from tests.algorithms.correction_cases import OPTIONS, SEQUENCES, batch, double, reference, run
 from tests.algorithms.options import correction_options
 

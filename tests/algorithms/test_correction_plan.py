@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from millrace.algorithms.correction_plan import CorrectionPlan, Place, Proximal
-from millrace.algorithms.rules import RejectionRule
+from millrace.algorithms.correction_plan import CorrectionPlan, Place, Proximal, RejectionRule
 from tests.algorithms.options import correction_options
 
 RULE = {"rollout_rs": (RejectionRule("seq_mean_k1", 0.5, 2.0),)}

@@ -13,7 +13,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.selection import clip_cov_tokens, covariances, kl_cov_tokens
+from millrace.algorithms.token_weights import clip_cov_tokens, covariances, kl_cov_tokens
 
 TOKENS = st.lists(st.tuples(st.floats(-10, 0), st.floats(-3, 3), st.booleans()), max_size=60)
 BAND = {"ratio": 0.1, "lower": 0.5, "upper": 4.0}

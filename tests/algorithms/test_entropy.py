@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.algorithms.selection import high_entropy
+from millrace.algorithms.token_weights import high_entropy
 
 ENTROPY = st.one_of(st.floats(0, 10), st.sampled_from([0.0, 1.0]))
 TOKENS = st.lists(st.tuples(ENTROPY, st.booleans()), max_size=40)

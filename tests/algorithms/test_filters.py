@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.algorithms.filters import equal_outcomes
+from millrace.rollout.dynamic_sampling import equal_outcomes
 
 
 @given(st.lists(st.sampled_from([0.0, 0.3, 1.0, 0.1 + 0.2]), max_size=8))

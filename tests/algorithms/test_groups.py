@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.advantages import grpo, rloo
+from millrace.algorithms.advantages import grpo, normalize, rloo
 from millrace.algorithms.estimators import ESTIMATORS, estimate
-from millrace.algorithms.groups import normalize
 from tests.algorithms.options import advantage_options, norm_options
 from tests.algorithms.test_estimators import CALM, PLAIN, ROWS, SEED, for_name, make
 

@@ -14,10 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.divergence_losses import binary_kl
-from millrace.algorithms.losses import ppo_clip
+from millrace.algorithms.losses import POLICY_LOSSES, binary_kl, ppo_clip
 from millrace.algorithms.modes import SELECTS, TRUST_REGION, USES_OLD, default_aggregation
-from millrace.algorithms.policy_losses import POLICY_LOSSES
 from tests.algorithms.loss_cases import (
     OPTIONS,
     SEQUENCES,

@@ -14,11 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.correction import Ratios, accept, correct, second_moment
+from millrace.algorithms.correction import Ratios, accept, correct, off_policy_mask, second_moment
+from millrace.algorithms.correction_plan import RULES, RejectionRule, parse_rules, parse_threshold
 from millrace.algorithms.drift import drift
-from millrace.algorithms.off_policy_mask import off_policy_mask
 from millrace.algorithms.ragged import sequence_ids
-from millrace.algorithms.rules import RULES, RejectionRule, parse_rules, parse_threshold
 from tests.algorithms.options import correction_options
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.returns import (
+from millrace.algorithms.advantages import (
     discounted_sums,
     gae,
     optimal_token_baseline,

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.policy_losses import POLICY_LOSSES
-from millrace.algorithms.sequence_losses import geo_mean, gspo, vespo
+from millrace.algorithms.losses import POLICY_LOSSES, geo_mean, gspo, vespo
 from tests.algorithms.loss_cases import (
     OPTIONS,
     SEQUENCES,

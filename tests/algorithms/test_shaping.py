@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.algorithms.shaping import overlong_penalty
+from millrace.rollout.shaping import overlong_penalty
 
 LIMITS = st.integers(1, 1000).flatmap(
     lambda limit: st.tuples(st.just(limit), st.integers(1, limit))

@@ -84,19 +84,12 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/pipeline/test_journal.py::"
         "test_what_is_written_is_read_and_a_cut_or_a_flip_never_adds_to_it",
     ),
-    "The chat template of a model folder runs in Jinja's sandbox, in a process without your"
-    " variables.": (
+    "The chat template of a model folder runs in Jinja's immutable sandbox.": (
         TEMPLATES + "test_an_attack_on_objects_or_files_is_refused",
-        TEMPLATES + "test_the_process_of_templates_has_no_variable_of_the_user",
     ),
     "It reaches no object of Python and no file.": (
         TEMPLATES + "test_an_attack_on_objects_or_files_is_refused",
         TEMPLATES + "test_the_name_of_an_object_is_empty_text",
-    ),
-    "It has 2 seconds of a processor and 1 GiB of memory for a text, and an attack on them ends in"
-    " an error.": (
-        TEMPLATES + "test_an_attack_on_time_or_memory_is_stopped",
-        TEMPLATES + "test_an_attack_may_wait_for_a_message",
     ),
     "`model.trust_remote_code` is off by default.": (
         "tests/models/test_remote_code.py::test_it_is_off_unless_the_user_sets_it",

@@ -13,10 +13,9 @@ import pytest
 
 pytest.importorskip("mcp", reason="the extra mcp is not installed")
 
-from millrace.environments import mcp_connection
+from millrace.environments import mcp
 from millrace.environments.chat import Tool, ToolError
-from millrace.environments.mcp_connection import function_schema
-from millrace.environments.mcp_tools import McpOptions, McpServers
+from millrace.environments.mcp import McpOptions, McpServers, function_schema
 from millrace.errors import EpisodeError
 from tests.environments.servers import HERE, allow, mcp_command, prompt, run, started
 from tests.waiting import HANG_S
@@ -183,7 +182,7 @@ def test_a_server_that_does_not_come_up(
     command: tuple[str, ...], reason: str, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a line that is too long, the package reads on until the deadline. Then the error comes."""
-    monkeypatch.setattr(mcp_connection, "_MOST_LINE", 2**20)
+    monkeypatch.setattr(mcp, "_MOST_LINE", 2**20)
 
     async def work() -> None:
         servers = McpServers(McpOptions(command, start_deadline_s=seconds))

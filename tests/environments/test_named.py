@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.environments.mcp_tools import McpServers
+from millrace.environments.mcp import McpServers
 from millrace.environments.named import named_environments
 from millrace.environments.openenv import OpenEnvServer
 from millrace.environments.prompts import messages_of, opening, seed_of

@@ -74,16 +74,6 @@ def test_a_checkpoint_in_its_run_goes_on_there(
     assert again.path.resolve() == tmp_path / "run"
 
 
-def test_a_run_of_an_earlier_millrace_goes_on(tmp_path: Path) -> None:
-    """It has no marker, but a history and checkpoints."""
-    found = checkpoint_of(tmp_path / "run")
-    (tmp_path / "run" / ownership.MARKER).unlink()
-    (tmp_path / "run" / "history.jsonl").touch()
-    said = [f"trainer.run_dir={tmp_path / 'run'}", "trainer.resume=auto"]
-    assert open_run_dir(config_of(*said)).resume_from == found
-    assert ownership.is_ours(tmp_path / "run")
-
-
 def test_a_run_that_never_began_is_made_again(tmp_path: Path) -> None:
     """Its model may belong to other data. A link in its place is deleted, and its target stays."""
     said = config_of(f"trainer.run_dir={tmp_path / 'run'}")

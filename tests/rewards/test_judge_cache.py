@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import os
+import resource
+import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,55 +39,34 @@ def server() -> Iterator[Endpoint]:
 
 def filled(path: Path, size: int, *keys: str) -> ScoreCache:
     cache = ScoreCache(path, size)
-    cache.open()
     for key in keys:
         cache.put(key, float(len(key)))
     return cache
 
 
+def known(path: Path, keys: Iterable[str]) -> list[str]:
+    """Return the keys with a score in the file."""
+    cache = ScoreCache(path, 1000)
+    try:
+        return [key for key in keys if cache.get(key, 0, 10) is not None]
+    finally:
+        cache.close()
+
+
 @given(st.lists(st.sampled_from("abcdefgh"), max_size=40), st.integers(1, 6), st.booleans())
-def test_a_cache_keeps_the_newest_scores_and_a_bounded_file(
+def test_a_cache_keeps_the_newest_scores(
     tmp_path_factory: pytest.TempPathFactory, keys: list[str], size: int, closed: bool
 ) -> None:
-    path = tmp_path_factory.mktemp("cache") / "judge.jsonl"
+    path = tmp_path_factory.mktemp("cache") / "judge.sqlite"
     cache = filled(path, size, *keys)
     if closed:  # a killed process closes nothing
         cache.close()
-    newest = list(dict.fromkeys(reversed(keys)))[:size]
-    again = filled(path, size)
-    assert {key for key in "abcdefgh" if again.get(key) is not None} == set(newest)
-    assert len(path.read_text().splitlines()) <= 2 * size
-    again.close()
+    kept: list[str] = []
+    for key in keys:
+        if key not in kept:
+            kept = [*kept, key][-size:]
+    assert known(path, "abcdefgh") == sorted(kept)
     cache.close()
-
-
-def test_a_torn_line_or_a_wrong_value_is_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "judge.jsonl"
-    path.write_bytes(
-        b'["a", 1.0]\n["b", NaN]\n{"c": 2}\n7\n\xff\xfe\n["d", null]\n["e", 3.0]\n'
-        + b'["d", 1%s]\n%s\n["f", ' % (b"0" * 400, b"[" * 100_000)
-    )
-    cache = filled(path, 10)
-    assert [cache.get(key) for key in "abcdef"] == [1.0, None, None, None, 3.0, None]
-    cache.put("g", 4.0)
-    cache.close()
-    assert filled(path, 10).get("g") == 4.0  # on a line of its own
-
-
-def test_caches_that_share_a_file_lose_no_score_of_each_other(tmp_path: Path) -> None:
-    """The third score of either cache rewrites the file, and the other one goes on in the new."""
-    path = tmp_path / "judge.jsonl"
-    one, two = ScoreCache(path, 6), ScoreCache(path, 6)
-    one.open()
-    two.open()
-    for n in range(40):
-        (one, two)[n % 3 == 0].put(str(n), float(n))
-    again = filled(path, 6)
-    assert [n for n in range(40) if again.get(str(n)) == n] == list(range(34, 40))
-    assert len(path.read_text().splitlines()) <= 3 * 6
-    path.unlink()
-    one.put("new", 1.0)
-    assert filled(path, 6).get("new") == 1.0
 
 
 def test_two_processes_lose_no_score_of_each_other(tmp_path: Path) -> None:
@@ -95,12 +75,11 @@ import sys
 from pathlib import Path
 from millrace.rewards.judge_cache import ScoreCache
 cache = ScoreCache(Path(sys.argv[1]), 1000)
-cache.open()
 print(flush=True)
 sys.stdin.readline()
-for n in range(300): cache.put(f"{sys.argv[2]}{n}" * 20, 1.0)
+for n in range(300): cache.put(f"{sys.argv[2]}{n}", 1.0)
 """
-    path = tmp_path / "judge.jsonl"
+    path = tmp_path / "judge.sqlite"
     arguments = [sys.executable, "-c", code, str(path)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([*arguments, name], **pipes) for name in "ab"]
@@ -110,8 +89,8 @@ for n in range(300): cache.put(f"{sys.argv[2]}{n}" * 20, 1.0)
         process.stdin.write("\n")
         process.stdin.flush()
     assert [process.wait(HANG_S) for process in processes] == [0, 0]
-    keys = [json.loads(line)[0] for line in path.read_text().splitlines()]
-    assert sorted(keys) == sorted(f"{name}{n}" * 20 for name in "ab" for n in range(300))
+    keys = [f"{name}{n}" for name in "ab" for n in range(300)]
+    assert known(path, keys) == keys
 
 
 def config_of(server: Endpoint, **keys: Any) -> RewardConfig:
@@ -170,7 +149,9 @@ def test_a_failure_is_not_kept(server: Endpoint, tmp_path: Path) -> None:
             await reward.close()
 
     asyncio.run(run())
-    assert len((tmp_path / "judge" / "judge.jsonl").read_text().splitlines()) == 1
+    with sqlite3.connect(tmp_path / "judge" / "judge.sqlite") as file:
+        assert file.execute("SELECT score FROM scores").fetchall() == [(1.0,)]
+    file.close()
 
 
 def test_equal_responses_under_way_share_one_request(server: Endpoint, tmp_path: Path) -> None:
@@ -201,18 +182,15 @@ def test_equal_responses_under_way_share_one_request(server: Endpoint, tmp_path:
     asyncio.run(run())
 
 
-def test_a_full_disk_costs_a_note_and_no_score(
-    server: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_costs_a_note_and_no_score(server: Endpoint, tmp_path: Path) -> None:
     notes: list[str] = []
-    write = os.write
-    full = lambda fd, data: 1 if data.startswith(b'["') else write(fd, data)  # noqa: E731
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     async def run() -> None:
         reward = RunReward(config_of(server))
         try:
             open_caches(reward, tmp_path, notes.append)
-            monkeypatch.setattr(os, "write", full)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1, limit[1]))
             for text in ("9", "99", "9"):  # The memory still has the first one.
                 assert (await reward.score(PROMPT, completed([text])))[0].value == len(text)
             figures = reward.take_figures()
@@ -221,13 +199,50 @@ def test_a_full_disk_costs_a_note_and_no_score(
                 2,
             )
         finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
             await reward.close()
 
     asyncio.run(run())
-    assert notes == [
-        "reward.judge.cache: a score cannot be written to the cache (No space left on device), "
-        "so a later run asks the judge for it again"
-    ]
+    assert len(notes) == 1 and notes[0].startswith("reward.judge.cache: ")
+
+
+FILES: dict[str, Callable[[Path], object]] = {
+    "text": lambda path: path.write_text('["a", 10.0]\n' * 100),
+    "cut off": lambda path: os.truncate(path, 5000),
+    "overwritten": lambda path: path.write_bytes(path.read_bytes()[:4096] + b"x" * 8192),
+    "of another program": lambda path: sqlite3.connect(path).executescript(
+        "DROP TABLE scores; CREATE TABLE scores (name TEXT)"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_that_is_no_cache_is_refused_and_kept(
+    server: Endpoint, tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "judge" / "judge.sqlite"
+    path.parent.mkdir()
+    filled(path, 1000, *(f"{n}" * 40 for n in range(100))).close()
+    FILES[kind](path)
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"reward\.judge\.cache_dir = .*judge\.sqlite.* Fix: "):
+        open_caches(RunReward(config_of(server)), tmp_path)
+    assert path.read_bytes() == before
+
+
+def test_a_file_of_the_former_format_is_named_and_kept(server: Endpoint, tmp_path: Path) -> None:
+    notes: list[str] = []
+    former = tmp_path / "judge" / "judge.jsonl"
+    former.parent.mkdir()
+    former.write_text('["a", 10.0]\n')
+
+    async def run() -> None:
+        reward = RunReward(config_of(server))
+        open_caches(reward, tmp_path, notes.append)
+        await reward.close()
+
+    asyncio.run(run())
+    assert len(notes) == 1 and str(former) in notes[0] and former.is_file()
 
 
 def test_a_disk_that_cannot_be_written_is_refused_at_the_start(
@@ -247,19 +262,19 @@ def test_a_disk_that_cannot_be_written_is_refused_at_the_start(
 def test_a_foreign_folder_or_a_link_is_refused(server: Endpoint, tmp_path: Path) -> None:
     foreign, mine = tmp_path / "foreign", tmp_path / "mine"
     foreign.mkdir()
-    (foreign / "judge.jsonl").write_text('["a", 10.0]\n')
-    said = [f"reward.judge.base_url={server.url}", "reward.judge.model=m"]
+    (foreign / "judge.sqlite").write_text('["a", 10.0]\n')
+    keys = [f"reward.judge.base_url={server.url}", "reward.judge.model=m"]
     with pytest.raises(ConfigError, match=r"reward\.judge\.cache_dir = .*no run of millrace made"):
-        make_reward(recipe.load("quickstart", [*said, f"reward.judge.cache_dir={foreign}"]))
-    reward = make_reward(recipe.load("quickstart", [*said, f"reward.judge.cache_dir={mine}"]))
+        make_reward(recipe.load("quickstart", [*keys, f"reward.judge.cache_dir={foreign}"]))
+    reward = make_reward(recipe.load("quickstart", [*keys, f"reward.judge.cache_dir={mine}"]))
     open_caches(reward, tmp_path)
-    assert (mine / ownership.MARKER).is_file() and (mine / "judge.jsonl").is_file()
-    (mine / "judge.jsonl").unlink()
-    (mine / "judge.jsonl").symlink_to(foreign / "judge.jsonl")
+    assert (mine / ownership.MARKER).is_file() and (mine / "judge.sqlite").is_file()
+    (mine / "judge.sqlite").unlink()
+    (mine / "judge.sqlite").symlink_to(foreign / "judge.sqlite")
     with pytest.raises(ConfigError, match=r"reward\.judge\.cache_dir = .*links"):
         open_caches(reward, tmp_path)
     (tmp_path / "judge").symlink_to(foreign)
-    open_caches(make_reward(recipe.load("quickstart", said)), tmp_path)
+    open_caches(make_reward(recipe.load("quickstart", keys)), tmp_path)
     assert not (tmp_path / "judge").is_symlink() and len(list(foreign.iterdir())) == 1
 
 
@@ -268,10 +283,9 @@ def test_a_score_outside_of_the_bounds_in_the_file_is_judged_again(
 ) -> None:
     async def run() -> None:
         await judged(config_of(server), tmp_path, "99")
-        path = tmp_path / "judge" / "judge.jsonl"
-        ((key, score),) = map(json.loads, path.read_text().splitlines())
-        assert score == 2
-        path.write_text(json.dumps([key, 1000.0]) + "\n")
+        with sqlite3.connect(tmp_path / "judge" / "judge.sqlite") as file:
+            assert file.execute("UPDATE scores SET score = 1000 WHERE score = 2").rowcount == 1
+        file.close()
         assert (await judged(config_of(server), tmp_path, "99"))[0] == [2]
 
     asyncio.run(run())

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.config import RewardConfig
-from millrace.rewards.text_rewards import format_reward, repetition_penalty
+from millrace.rewards.builtin import format_reward, repetition_penalty
 
 
 def penalty(text: str, ngram_size: int, max_penalty: float = -1.0) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from millrace.rewards.verl_scorers import gsm8k, gsm8k_flexible, math_dapo, math_reward
+from millrace.rewards.builtin import gsm8k, gsm8k_flexible, math_dapo, math_reward
 
 
 def result(score: float, pred: str | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.algorithms.off_policy_mask import off_policy_mask
+from millrace.algorithms.correction import off_policy_mask
 from millrace.train.mini_batch import mini_batches, settle
 from tests.train.algorithm_cases import (
     DECOUPLED,

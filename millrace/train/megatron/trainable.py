@@ -280,7 +280,9 @@ class MegatronTrainable(Passes, Learner):
         """
         if not self._parked:
             self._parked = [(own, _on_host(own)) for own in self._storages()]
-            self._parked += [(own, own.nbytes()) for own in self._gradients()]
+            buffers = (*self.chunk.buffers, *self.chunk.expert_parallel_buffers)
+            gradients = (buffer.grad_data.untyped_storage() for buffer in buffers)
+            self._parked += [(storage, storage.nbytes()) for storage in gradients]
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             for own, _ in self._parked:
@@ -315,10 +317,6 @@ class MegatronTrainable(Passes, Learner):
                     found[tensor.data_ptr()] = tensor.untyped_storage()
         by_place = {storage.data_ptr(): storage for storage in found.values()}
         return [storage for place, storage in by_place.items() if place not in kept]
-
-    def _gradients(self) -> list[torch.UntypedStorage]:
-        buffers = (*self.chunk.buffers, *self.chunk.expert_parallel_buffers)
-        return [buffer.grad_data.untyped_storage() for buffer in buffers]
 
 
 def _on_host(storage: torch.UntypedStorage) -> Tensor:

@@ -1,4 +1,4 @@
-"""A connection to an MCP server over stdio or HTTP, its tools, and the ways in which it fails."""
+"""Environments with the tools of MCP servers, the connection to one, and the ways it fails."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from millrace.environments.chat import ToolError
+from millrace.environments.chat import OneAnswer, Start, ToolError
+from millrace.environments.prompts import messages_of
 from millrace.errors import EpisodeError, needed
+from millrace.types import Prompt
 
 _CONNECTION_CLOSED, _INVALID_PARAMS, _INTERNAL_ERROR = -32000, -32602, -32603
 _REASONS = {_CONNECTION_CLOSED: "tool_lost", _INTERNAL_ERROR: "tool_error"}
@@ -135,7 +137,9 @@ class McpConnection:
                     self._up.set_result(None)
                 await self._stop.wait()
         except (TimeoutError, OSError, ValueError, _mcp().MCPError, ExceptionGroup) as error:
-            cause = _first(error)
+            cause: BaseException = error
+            while isinstance(cause, BaseExceptionGroup):
+                cause = cause.exceptions[0]
             slow = isinstance(cause, TimeoutError)
             late = f"no answer within {options.start_deadline_s:g} s"
             text = late if slow else f"{type(cause).__name__}: {cause}"
@@ -278,8 +282,70 @@ def _text(result: Any) -> str:
     return "\n".join(parts)
 
 
-def _first(error: BaseException) -> BaseException:
-    """Return the first error within groups of errors."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+class McpServers:
+    """The connections of a run. It makes one environment for each episode."""
+
+    def __init__(self, options: McpOptions) -> None:
+        self.options = options
+        self._shared: McpConnection | None = None
+        self._starting = asyncio.Lock()
+
+    def make(self) -> McpEnvironment:
+        return McpEnvironment(self)
+
+    async def reach(self) -> None:
+        """Raise EpisodeError if the server cannot be reached or started, or lists no tools."""
+        await self.release(await self.connect())
+
+    async def connect(self) -> McpConnection:
+        """Return a connection. A shared one that failed is replaced.
+
+        Its episodes keep the old one until they end: one slow call fails one episode.
+        """
+        if not self.options.shared:
+            connection = await McpConnection.open(self.options)
+        else:
+            async with self._starting:
+                await self._drop(late=True)
+                if self._shared is None:
+                    self._shared = await McpConnection.open(self.options)
+                connection = self._shared
+        connection.users += 1
+        return connection
+
+    async def release(self, connection: McpConnection) -> None:
+        connection.users -= 1
+        if connection is not self._shared and not connection.users:
+            await connection.close()
+
+    async def close(self) -> None:
+        await self._drop(late=False)
+
+    async def _drop(self, late: bool) -> None:
+        """Forget the shared connection, or only one that is late or lost."""
+        old = self._shared
+        if old is not None and (not late or old.late or old.lost):
+            self._shared = None
+            if not old.users or not late:
+                await old.close()
+
+
+class McpEnvironment(OneAnswer):
+    """The row's own messages, with the tools of a server.
+
+    The first message of the policy that calls no tool ends the conversation. The run's reward
+    function scores it.
+    """
+
+    def __init__(self, servers: McpServers) -> None:
+        self._servers = servers
+        self._connection: McpConnection | None = None
+
+    async def reset(self, task: Prompt) -> Start:
+        self._connection = await self._servers.connect()
+        return Start(messages_of(task), self._connection.tools)
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            await self._servers.release(connection)
