@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from millrace.observe.progress import BARS, Lines, Progress, sparkline
-from millrace.observe.sinks import JsonLines, make_sinks, read_rows
+from millrace.observe.sinks import JsonLines, make_sinks
 from millrace.observe.stopwatch import Stopwatch
 from millrace.observe.watch import Event, Watch
 
@@ -139,24 +139,6 @@ def test_tensorboard_shows_a_step_that_a_resumed_run_makes_again_once(tmp_path: 
         (2, 0.5),
         (3, 0.5),
     ]
-
-
-def test_rows_and_validations_are_found_again_up_to_a_version(tmp_path: Path) -> None:
-    assert read_rows(tmp_path, 9) == ({}, {})
-    sink = JsonLines(tmp_path / "metrics.jsonl", None)
-    written = [
-        (0, "val/d/mean@1", 0.1),
-        (1, "reward/mean", 0.2),
-        (2, "val/d/mean@1", 0.3),
-        (2, "reward/mean", 0.6),
-        (4, "val/d/mean@1", 0.5),
-    ]
-    for version, name, value in written:
-        sink.write(version, {name: value})
-    sink.close()
-    rows, validations = read_rows(tmp_path, 3)
-    assert rows == {1: {"reward/mean": 0.2}, 2: {"reward/mean": 0.6}}
-    assert validations == {0: {"val/d/mean@1": 0.1}, 2: {"val/d/mean@1": 0.3}}
 
 
 def test_a_sparkline_rises_from_the_lowest_to_the_highest_bar() -> None:

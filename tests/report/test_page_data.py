@@ -18,13 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from millrace.errors import ConfigError
-from millrace.pipeline import ownership
-from millrace.report.accounts import lines as accounts
+from millrace.persist import accounts, ownership
+from millrace.persist.run_reader import RunReader, load
 from millrace.report.advice.advise import Advice
 from millrace.report.page import compare, curves, head, sections
 from millrace.report.page import timeline as timelines
 from millrace.report.page.figures import rounded
-from millrace.report.page.folder import RunFolder, load
 from millrace.report.page.head import state_of as whether_complete
 from millrace.report.page.lanes import NAMES, columns, lanes
 from millrace.report.page.samples import choose, count, read_table
@@ -55,7 +54,7 @@ def test_the_timeline_agrees_with_the_accounts(tmp_path: Path, mode: str) -> Non
     run = load(folder)
     colocated = run.key("async_training.placement") == "colocated"
     found = columns(spans.read(folder))
-    expected = accounts.read(folder)[-1].devices
+    expected = RunReader(folder).read().accounts[-1].devices
     made = lanes(found, colocated=colocated)
     assert {lane.name for lane in made} == set(expected)
     for lane in made:
@@ -185,7 +184,8 @@ def test_attempts_with_other_devices_and_prices_are_paid_each_by_its_own(tmp_pat
         device = accounts.Device(count, {"train": 3600.0})
         return accounts.Line("end", attempt, 1, 0.0, 3600.0, 0, {}, devices={"trainer": device}, price=price)  # fmt: skip
 
-    run = RunFolder(tmp_path, accounts=[line(1, 2, 1.0), line(2, 4, 3.0)])
+    run = RunReader(tmp_path)
+    run.accounts = [line(1, 2, 1.0), line(2, 4, 3.0)]
     shares, money = devices(run)
     assert shares["rows"][0][-1] == "0.0 %" and shares["rows"][0][1] == "100.0 %"
     assert money["rows"][-1][1:] == ["devices x seconds of each attempt = 21,600", "21,600", "100.0 %", "14.00"]  # fmt: skip

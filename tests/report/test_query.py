@@ -19,7 +19,7 @@ from millrace.cli import main as cli
 from millrace.cli.query import printable
 from millrace.errors import ConfigError, MissingDependency
 from millrace.observe.sinks import JsonLines
-from millrace.pipeline.history import History
+from millrace.persist.history import History
 from millrace.report.query import EXAMPLES, TABLES, query, tables
 from millrace.schedule.ledger import Totals
 from tests.report.runs import Run

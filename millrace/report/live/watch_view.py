@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from millrace.observe.progress import bar_line, duration, shown, sparkline
-from millrace.report.live.look import RECENT, Device, Look, Row
+from millrace.persist.run_reader import Row
+from millrace.report.live.look import RECENT, Device, Look
 
 COLOURS = {
     "empty": "dim",
@@ -22,8 +23,6 @@ COLOURS = {
     "stopped": "yellow",
     "gone": "bold red",
 }
-QUIET_S = 60.0
-"""A run without a sign of life for so long, and for three versions, is shown in yellow."""
 _BAR = 24
 """Cells of a bar. A narrow terminal has half of them."""
 _NARROW, _VERY_NARROW = 80, 56
@@ -82,13 +81,7 @@ def _of(done: int, whole: int | None) -> str:
 def _life(look: Look) -> Text:
     """Return the age of the last sign of life, and what is known of the process."""
     age = "no sign of life yet" if look.age_s is None else f"last sign of life {ago(look.age_s)}"
-    return Text(plain(f"{age}; {look.process}"), "yellow" if quiet(look) else "dim")
-
-
-def quiet(look: Look) -> bool:
-    """Whether a run that should go on has shown nothing for long."""
-    usual = max(QUIET_S, 3 * look.row.get("timing_s/step", 0.0))
-    return not look.ended and look.age_s is not None and look.age_s > usual
+    return Text(plain(f"{age}; {look.process}"), "yellow" if look.quiet else "dim")
 
 
 def ago(seconds: float) -> str:
