@@ -162,6 +162,11 @@ class RunReader:
         return history.audit_of(self.history) if whole else None
 
     @property
+    def samples(self) -> list[Path]:
+        """The files of samples of the surviving history, by version."""
+        return files_in(self.path / "samples", SAMPLES)
+
+    @property
     def age_s(self) -> float | None:
         """Seconds since a file of the run changed. None if there is none."""
         newest = max(map(changed, self.files()), default=0.0)
@@ -301,11 +306,6 @@ def check(path: Path, *files: str) -> None:
         none = "no" if len(files) == 1 else "none of"
         rule = f"is not a run folder, because it has {none} {', '.join(files)}"
     raise bad_value("RUN", str(path), rule, EXAMPLE)
-
-
-def sample_files(run_dir: Path) -> list[Path]:
-    """Return the files of samples of the surviving history, by version."""
-    return files_in(run_dir / "samples", SAMPLES)
 
 
 def is_quiet(age_s: float | None, row: Row) -> bool:

@@ -172,15 +172,9 @@ def _by_version(run: RunReader, rows: dict[int, dict[str, float]]) -> pa.Table:
 
 
 def _samples(run: RunReader) -> Any:
-    """Return the samples as a data set: DuckDB reads only the columns and rows that it needs."""
-    import pyarrow.dataset as ds
+    from millrace.report.samples.store import dataset
 
-    from millrace.report.samples import store as samples
-
-    paths = [str(path) for path in samples.files(run.path)]
-    if not paths:
-        return samples.SCHEMA.empty_table()
-    return ds.dataset(paths, schema=samples.SCHEMA, format="parquet")
+    return dataset(run.path)
 
 
 def _spans(run: RunReader) -> pa.Table:

@@ -19,11 +19,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from millrace.observe.files import files_in, make_folder, size_of
 from millrace.observe.watch import Event
-from millrace.persist.run_reader import SAMPLES, sample_files
+from millrace.persist.run_reader import SAMPLES, RunReader
 from millrace.report.samples.rows import ADDED, SCHEMA, Decode, Rows
 from millrace.types import PolicyVersion, Sample
 
@@ -246,7 +247,7 @@ def supersede(folder: Path, version: PolicyVersion) -> None:
 def files(run_dir: Path) -> list[Path]:
     """Return the readable files of the surviving history, by version."""
     found = []
-    for path in sample_files(run_dir):
+    for path in RunReader(run_dir).samples:
         try:
             schema = pq.read_schema(path)
             added = ADDED.difference(schema.names)
@@ -257,25 +258,12 @@ def files(run_dir: Path) -> list[Path]:
     return found
 
 
-def read(
-    run_dir: Path, columns: Sequence[str] | None = None, versions: range | None = None
-) -> pa.Table:
-    """Return the rows of the surviving history, by version.
-
-    `versions` selects files: a dropped row is in the file of the version that came next.
-    """
-    tables = [
-        pq.read_table(path, columns=columns, schema=SCHEMA, partitioning=None)
-        for path in files(run_dir)
-        if versions is None or _version(path) in versions
-    ]
-    schema = SCHEMA if columns is None else pa.schema([SCHEMA.field(name) for name in columns])
-    return pa.concat_tables([schema.empty_table(), *tables])
-
-
-def _version(path: Path) -> PolicyVersion:
-    match = SAMPLES.fullmatch(path.name)
-    return int(match[1]) if match else -1
+def dataset(run_dir: Path) -> ds.Dataset:
+    """Return the rows of the surviving history, by version. A query reads what it needs of them."""
+    paths = [str(path) for path in files(run_dir)]
+    if not paths:
+        return ds.dataset(SCHEMA.empty_table())
+    return ds.dataset(paths, schema=SCHEMA, format="parquet")
 
 
 def _bytes(sample: Sample) -> int:
