@@ -58,7 +58,7 @@ from millrace.cli.watch import watch
 from millrace.cli.why import why
 from millrace.config import Config
 from millrace.errors import MillraceError, SampleError, WorkerError, redact
-from millrace.observe.progress import shown
+from millrace.observe.panel import shown
 from millrace.run import supervised
 
 app = typer.Typer(

@@ -15,11 +15,11 @@ from rich.live import Live
 from millrace.cli.console import Json, print_json
 from millrace.errors import bad_value
 from millrace.observe.files import changed
+from millrace.observe.panel import panel
 from millrace.persist import ownership
 from millrace.persist.run_reader import EXAMPLE, RunReader
 from millrace.report.live.counsel import Counsel
 from millrace.report.live.look import look_at
-from millrace.report.live.watch_view import panel
 
 RunFolder = Annotated[
     Path | None,

@@ -27,6 +27,7 @@ from millrace.config import Config
 from millrace.errors import MillraceError, bad_value
 from millrace.observe.files import Tail, changed, files_in, open_regular
 from millrace.observe.guard import PREFIX
+from millrace.observe.timing import is_quiet
 from millrace.persist import accounts, history, ownership
 from millrace.persist.config_file import read_config
 
@@ -37,8 +38,6 @@ SAMPLES = re.compile(r"version-(\d{6,12})-attempt-(\d{3,9})\.parquet")
 """The files of samples of the surviving history."""
 CLOCKS_S = 60.0
 """The most by which the clock of a shared file system may be behind this machine's."""
-QUIET_S = 60.0
-"""A run without a sign of life for so long, and for three versions, is quiet."""
 BEFORE = "; it makes the model, starts engines or warms up, of which the folder has no figures"
 EXAMPLE = "a folder such as runs/quickstart-1"
 
@@ -306,11 +305,6 @@ def check(path: Path, *files: str) -> None:
         none = "no" if len(files) == 1 else "none of"
         rule = f"is not a run folder, because it has {none} {', '.join(files)}"
     raise bad_value("RUN", str(path), rule, EXAMPLE)
-
-
-def is_quiet(age_s: float | None, row: Row) -> bool:
-    """Whether a run with this newest row has shown nothing for long."""
-    return age_s is None or age_s > max(QUIET_S, 3 * row.get("timing_s/step", 0.0))
 
 
 def _is_number(value: object) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 
 from millrace.config import Config
 from millrace.errors import bad_value
-from millrace.observe.progress import Progress, shown
+from millrace.observe.panel import shown
+from millrace.observe.progress import Progress
 from millrace.observe.sinks import JsonLines
 from millrace.observe.watch import UNWATCHED, Watch
 from millrace.observe.watched import WatchedReward

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from millrace.observe.progress import BARS, Lines, Progress, sparkline
+from millrace.observe.panel import BARS, sparkline
+from millrace.observe.progress import Lines, Progress
 from millrace.observe.sinks import JsonLines, make_sinks
 from millrace.observe.stopwatch import Stopwatch
 from millrace.observe.watch import Event, Watch

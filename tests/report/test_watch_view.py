@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from millrace.observe.guard import CAUSES
+from millrace.observe.panel import ago, panel, plain, sentence
 from millrace.persist.run_reader import RunReader
 from millrace.report.live.look import Look, look_at
-from millrace.report.live.watch_view import ago, panel, plain, sentence
 from millrace.run.folder import release
 from tests.report.folders import Run, account, devices, row
 

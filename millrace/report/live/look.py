@@ -3,86 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from millrace.config import Config
 from millrace.errors import MillraceError
 from millrace.observe.guard import CAUSES
+from millrace.observe.panel import RECENT, Alarm, Device, Look
 from millrace.persist.accounts import Device as Account
 from millrace.persist.accounts import Line
-from millrace.persist.run_reader import Row, RunReader, State, is_quiet
+from millrace.persist.run_reader import Row, RunReader
 
-RECENT = 10
-"""Versions that the recent figures cover."""
 PACE = 50
 """Versions whose pace predicts the end."""
 _LARGEST = 1e15
 """Larger figures are not figures of a run."""
 NO_ACCOUNT = Account(0, {})
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """One row of the accounts: how a device, or a group of them, spends its time."""
-
-    name: str
-    count: int
-    recent: dict[str, float]
-    """Share of each part in the last versions. The shares add up to 1."""
-    whole: dict[str, float]
-    """The same for the whole attempt."""
-
-
-@dataclass(frozen=True, slots=True)
-class Alarm:
-    name: str
-    since: int
-    text: str
-    """The cause and the fix."""
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """The figures of one moment."""
-
-    folder: str
-    name: str
-    mode: str
-    state: State
-    process: str
-    """What is known of the run's process, as a sentence."""
-    age_s: float | None
-    """Seconds since a file of the run changed."""
-    attempt: int = 0
-    version: int = 0
-    versions: int | None = None
-    samples: int = 0
-    total: int | None = None
-    eta_s: float | None = None
-    rewards: list[float] = field(default_factory=list)
-    row: Row = field(default_factory=dict)
-    """The newest row of metrics.jsonl."""
-    before: Row = field(default_factory=dict)
-    """The first validation."""
-    validation: Row = field(default_factory=dict)
-    """The newest validation."""
-    validated: int = 0
-    """The version of the newest validation."""
-    alarms: list[Alarm] = field(default_factory=list)
-    devices: list[Device] = field(default_factory=list)
-    generated: int = 0
-    tokens: dict[str, int] = field(default_factory=dict)
-    """Generated tokens by bucket."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more comes, as far as this machine can tell."""
-        return self.state in ("complete", "stopped", "gone")
-
-    @property
-    def quiet(self) -> bool:
-        """Whether a run that should go on has shown nothing for long."""
-        return not self.ended and self.age_s is not None and is_quiet(self.age_s, self.row)
 
 
 def look_at(run: RunReader) -> Look:

@@ -28,9 +28,9 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.middleware.base import RequestResponseEndpoint
 
 from millrace.errors import ConfigError, bad_value
+from millrace.observe.panel import sentence
 from millrace.persist.run_reader import RunReader
 from millrace.report.live.look import look_at
-from millrace.report.live.watch_view import sentence
 
 LOOPBACK = "127.0.0.1"
 HOSTS = {LOOPBACK, "localhost", "[::1]"}
