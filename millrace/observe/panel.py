@@ -56,17 +56,17 @@ class Alarm:
     """The cause and the fix."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Look:
     """The figures of one moment."""
 
-    folder: str
-    name: str
-    mode: str
-    state: str
-    process: str
+    folder: str = ""
+    name: str = ""
+    mode: str = ""
+    state: str = "running"
+    process: str = ""
     """What is known of the run's process, as a sentence."""
-    age_s: float | None
+    age_s: float | None = None
     """Seconds since a file of the run changed."""
     attempt: int = 0
     version: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -18,34 +18,23 @@ from millrace.observe.panel import Look, bar_line, duration, panel, shown
 
 
 @dataclass
-class State:
-    """The figures that both views show."""
+class State(Look):
+    """The figures of the run's own process, also those of its start."""
 
-    name: str
-    mode: str
     phase: str = "starting"
     phase_done: int = 0
     phase_total: int = 0
     phase_note: str = ""
-    samples: int = 0
-    total: int = 0
-    versions: int = 0
-    version: int = 0
-    rewards: list[float] = field(default_factory=list)
-    row: dict[str, float] = field(default_factory=dict)
-    validation: dict[str, float] = field(default_factory=dict)
-    validated: int = 0
-    """The version of the validation."""
     trained_since: float = 0.0
     trained_from: int = 0
     each_version: bool = False
     """Whether plain lines show each version."""
 
-    def eta_s(self, now: float) -> float:
+    def left_s(self, now: float) -> float:
         """Return the seconds to the end at the average pace. NaN before the first sample."""
         trained = self.samples - self.trained_from
         return (
-            (now - self.trained_since) / trained * (self.total - self.samples)
+            (now - self.trained_since) / trained * ((self.total or 0) - self.samples)
             if trained and self.trained_since
             else math.nan
         )
@@ -67,7 +56,7 @@ class Progress:
     def __init__(
         self, view: View, name: str, mode: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.state = State(name, mode)
+        self.state = State(name=name, mode=mode)
         self._view = view
         self._clock = clock
 
@@ -159,7 +148,7 @@ class Lines:
             f"reward {row['reward/mean']:.3f}  {_loss(row)}staleness {row['staleness/mean']:.2f}  "
             f"idle trainer {row['trainer/idle_ratio']:.0%} "
             f"rollouter {row['rollouter/idle_ratio']:.0%}  "
-            f"{row['rollouter/tokens_per_s']:,.0f} tokens/s  ETA {duration(state.eta_s(now))}"
+            f"{row['rollouter/tokens_per_s']:,.0f} tokens/s  ETA {duration(state.left_s(now))}"
         )
 
 
@@ -200,19 +189,8 @@ class LiveView:
             title = f"millrace  {state.name}  {state.mode}"
             phase = Text(f"{state.phase}  {state.phase_note}")
             return Panel(Group(phase, bar_line(bar)), title=title)
-        look = Look(
-            *("", state.name, state.mode, "running", "", None),
-            version=state.version,
-            versions=state.versions,
-            samples=state.samples,
-            total=state.total,
-            eta_s=state.eta_s(time.monotonic()),
-            rewards=state.rewards,
-            row=state.row,
-            validation=state.validation,
-            validated=state.validated,
-        )
-        return panel(look, width=self._console.width)
+        state.eta_s = state.left_s(time.monotonic())
+        return panel(state, width=self._console.width)
 
 
 def make_view(console: Console) -> View:

@@ -29,7 +29,7 @@ from millrace.observe.files import Tail, changed, files_in, open_regular
 from millrace.observe.guard import PREFIX
 from millrace.observe.timing import is_quiet
 from millrace.persist import accounts, history, ownership
-from millrace.persist.config_file import read_config
+from millrace.persist.config_file import flat, read_config
 
 METRICS = "metrics.jsonl"
 FILES = (METRICS, history.FILE, accounts.FILE)
@@ -126,16 +126,10 @@ class RunReader:
 
     def keys(self) -> dict[str, str]:
         """Return all keys by their dotted names, with their values as text."""
-
-        def flat(tree: dict[str, Any], above: str) -> Iterator[tuple[str, str]]:
-            for key, value in tree.items():
-                if isinstance(value, dict) and value:
-                    yield from flat(value, f"{above}{key}.")
-                else:
-                    text = json.dumps(value, default=str, ensure_ascii=False)
-                    yield sendable(f"{above}{key}"), sendable(text)
-
-        return dict(flat(self.tree, ""))
+        return {
+            sendable(key): sendable(json.dumps(value, default=str, ensure_ascii=False))
+            for key, value in flat(self.tree)
+        }
 
     @property
     def agents(self) -> bool:

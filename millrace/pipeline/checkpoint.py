@@ -30,14 +30,10 @@ from millrace.persist import ownership
 from millrace.pipeline import journal_file
 from millrace.ports import TrainEngine
 from millrace.schedule.ledger import LedgerSnapshot
-from millrace.types import UNFINISHED, PolicyVersion
+from millrace.types import PolicyVersion
 from millrace.waits.kernel import moved_mb
 from millrace.waits.registry import doing, measuring
 
-_HEAD = 1000
-"""The counts of ledger.json lie within these first bytes, before its slots."""
-_NO_THREADS = re.compile(rb'"(?:trajectories|progress)":\[\{"segments":')
-"""In the ledger of an older checkpoint, whose trajectories have their segments without threads."""
 _REPLACED = ".replaced-"
 _NAME = re.compile(rf"({re.escape(_REPLACED)})?version-(\d+)")
 
@@ -246,27 +242,14 @@ def read_ledger(path: Path) -> LedgerSnapshot:
     """Return the ledger's snapshot of a verified checkpoint."""
     with ownership.disk_errors(path):
         data = (path / "ledger.json").read_bytes()
-    if b'"slots":' not in data[:_HEAD]:  # older checkpoints call the slots "held"
-        data = data[:_HEAD].replace(b',"held":[', b',"slots":[', 1) + data[_HEAD:]
     try:
-        if _NO_THREADS.search(data):
-            data = _with_threads(data)
         snapshot: LedgerSnapshot = codec.from_json(data, LedgerSnapshot)
     except msgspec.DecodeError as error:
-        raise CheckpointError(f"{path / 'ledger.json'}: not readable: {error}") from error
+        raise CheckpointError(
+            f"{path / 'ledger.json'}: not readable: {error}. Fix: trainer.resume=never, or the "
+            "version of millrace that wrote it"
+        ) from error
     return snapshot
-
-
-def _with_threads(data: bytes) -> bytes:
-    """Return an older ledger with its trajectories as single threads."""
-    ledger = msgspec.json.decode(data)
-    for _, slot in ledger["slots"]:
-        sample = slot["sample"] or {"trajectories": [], "greedy": None}
-        for trajectory in (*slot["progress"], *sample["trajectories"], sample["greedy"]):
-            if trajectory and (segments := trajectory.pop("segments", None)):
-                trajectory["threads"] = [{"segments": segments}]
-                trajectory["ended"] = "" if segments[-1]["stop"] in UNFINISHED else "done"
-    return msgspec.json.encode(ledger)
 
 
 def _replaced(final: Path) -> Path:

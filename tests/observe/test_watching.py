@@ -202,7 +202,7 @@ def test_lines_say_what_a_version_came_to_and_when_the_run_ends(tmp_path: Path) 
     assert said[-1].startswith(
         "version 4/10  samples 40/100  reward 0.500  staleness 1.00  idle trainer 25% rollouter 50%  1,234 tokens/s"
     )
-    assert progress.state.eta_s(clock.now) == pytest.approx(30.0), "60 samples to go at 2 a second"
+    assert progress.state.left_s(clock.now) == pytest.approx(30.0), "60 samples to go at 2 a second"
 
 
 def test_a_watcher_with_names_gets_the_events_of_these_names_alone() -> None:

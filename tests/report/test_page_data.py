@@ -94,23 +94,6 @@ def test_an_idle_replica_has_the_state_of_all_idle_replicas_until_it_leaves() ->
     assert lane.starts.tolist() == [0, 1, 2, 5] and lane.ends.tolist() == [1, 2, 5, 8]
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_a_trace_of_an_older_version_lacks_the_states_of_replicas_and_says_so(
-    tmp_path: Path, resumed: bool
-) -> None:
-    run = load(write_run(tmp_path / "run", killed_at=20.0 if resumed else None))
-    whole = spans.read(run.path)
-    older = [
-        s
-        for s in whole
-        if (resumed and s.attempt > 1) or (s.track != "rollouts" and s.name not in OWN_STATES)
-    ]
-    assert len(older) < len(whole)
-    for found, said in ((older, True), (whole, False)):
-        (chart, *_) = timelines.timeline(run, columns(found))
-        assert ("An older version wrote" in chart["note"]) == said
-
-
 def test_a_state_without_length_hides_no_other() -> None:
     """Attempts may touch: a clock was set back, or a time was rounded."""
 

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.observe.watch import Watch
-from millrace.report.query import query
 from millrace.report.samples import store as samples
-from millrace.report.samples.rows import ADDED, Rows
+from millrace.report.samples.rows import Rows
 from millrace.report.samples.store import SCHEMA, SampleStore, keeps
 from millrace.types import Author, Score, Segment, Thread, Tokens, Trajectory, tokens_of
 from tests.report.runs import Clock, Run, decode, life, sample, segment
@@ -31,18 +30,6 @@ def kept(folder: Path) -> list[tuple[int, int, int, str]]:
 
 def names(folder: Path) -> list[str]:
     return sorted(p.name for p in (folder / "samples").iterdir())
-
-
-def test_files_that_lack_the_later_columns_are_read_with_nulls(tmp_path: Path) -> None:
-    Run(tmp_path, ["samples"]).go([1, 2])
-    first, _ = sorted((tmp_path / "samples").iterdir())
-    pq.write_table(pq.read_table(first).drop_columns(sorted(ADDED)), first)
-    table = samples.dataset(tmp_path).to_table()
-    assert table.schema.equals(SCHEMA) and table["messages"].null_count == table.num_rows
-    assert table["ended"].null_count == 4 < table.num_rows
-    assert samples.dataset(tmp_path).to_table(["ended", "version"]).num_rows == table.num_rows
-    answer = query(tmp_path, "select count(*), count(ended) from samples")
-    assert answer.rows == [(table.num_rows, table.num_rows - 4)]
 
 
 def test_a_row_has_what_the_trajectory_had(tmp_path: Path) -> None:

@@ -86,12 +86,7 @@ def _untraced(run: RunReader, end: float) -> str:
 
 
 def _some_samples(found: Spans) -> str:
-    """Return a sentence if the trace has some samples only, or lacks states of replicas."""
-    known = min((rows[0, 0] for rows in found.replicas.values() if len(rows)), default=np.inf)
-    if any(rows[0, 0] < known for rows in found.requests.values()):
-        return (
-            " An older version wrote the trace or its first part, without the states of replicas."
-        )
+    """Return a sentence if the trace has some samples only."""
     if found.every() == 1:
         return ""
     return " The states come from all samples, also from those that the trace does not show (`report.trace_load`)."  # fmt: skip

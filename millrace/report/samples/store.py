@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from millrace.observe.files import files_in, make_folder, size_of
 from millrace.observe.watch import Event
 from millrace.persist.run_reader import SAMPLES, RunReader
-from millrace.report.samples.rows import ADDED, SCHEMA, Decode, Rows
+from millrace.report.samples.rows import SCHEMA, Decode, Rows
 from millrace.types import PolicyVersion, Sample
 
 _OURS = re.compile(rf"(superseded-\d+-|\.writing-)?{SAMPLES.pattern}")
@@ -249,9 +249,7 @@ def files(run_dir: Path) -> list[Path]:
     found = []
     for path in RunReader(run_dir).samples:
         try:
-            schema = pq.read_schema(path)
-            added = ADDED.difference(schema.names)
-            if schema.equals(pa.schema(f for f in SCHEMA if f.name not in added)):
+            if pq.read_schema(path).equals(SCHEMA):
                 found.append(path)
         except (OSError, pa.ArrowException):
             continue  # damaged, or not millrace's
