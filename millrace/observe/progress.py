@@ -177,9 +177,9 @@ class LiveView:
 
     def update(self, state: State, event: str) -> None:
         self._state = state
-        self._live.update(self._panel(state))
+        self._live.update(self.picture(state))
 
-    def _panel(self, state: State) -> RenderableType:
+    def picture(self, state: State) -> RenderableType:
         if state.phase != "training":
             bar = ProgressBar(
                 total=state.phase_total or None,

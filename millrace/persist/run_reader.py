@@ -202,7 +202,7 @@ class RunReader:
     def _add(self, line: dict[str, Any]) -> None:
         """Add a line of metrics.jsonl. A line without a version or a number is none of a run's."""
         version = line.pop("version", None)
-        if not _is_number(version) or version < 0:
+        if not _is_number(version) or not 0 <= version <= 2**53:
             return
         self.names |= dict.fromkeys(map(sendable, line))
         row = {sendable(name): float(value) for name, value in line.items() if _is_number(value)}
