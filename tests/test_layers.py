@@ -42,7 +42,8 @@ ARROWS: dict[str, set[str]] = {
     "tools": {"environments"},
     "agents": {"data", "environments", "ports"},
     "simulate": {
-        *("config", "observe", "pipeline", "ports", "rollout", "run", "runtime", "schedule"),
+        *("config", "observe", "persist", "pipeline", "ports", "rollout", "run", "runtime"),
+        "schedule",
     },
     "testing": {"ports"},
     "config": {"algorithms", "schedule"},
@@ -51,19 +52,22 @@ ARROWS: dict[str, set[str]] = {
     "rewards": {"config", "data", "models"},
     "observe": {"config", "ports"},
     "rollout": {"observe", "ports", "schedule"},
-    "pipeline": {"observe", "ports", "rollout", "schedule"},
+    "persist": {"config", "observe", "schedule"},
+    "pipeline": {"observe", "persist", "ports", "rollout", "schedule"},
     "sync": {"config", "ports"},
     "decode": {"config", "models", "ports", "rollout"},
     "vllm": {"config", "models", "ports", "rollout", "sync"},
     "train": {"algorithms", "config", "models", "observe", "ports", "sync"},
     "runtime": {"config", "decode", "models", "ports", "rollout", "sync", "train", "vllm"},
-    "report": {"config", "observe", "pipeline", "ports", "schedule"},
+    "report": {"config", "observe", "persist", "ports", "schedule"},
     "run": {
-        *("agents", "config", "data", "environments", "models", "observe", "pipeline", "ports"),
-        *("report", "rewards", "rollout", "runtime", "schedule", "sync", "tools", "train"),
+        *("agents", "config", "data", "environments", "models", "observe", "persist", "pipeline"),
+        *("ports", "report", "rewards", "rollout", "runtime", "schedule", "sync", "tools", "train"),
     },
-    "bench": {"config", "observe", "ports", "report", "rollout", "run", "schedule", "train"},
-    "cli": {"bench", "config", "observe", "pipeline", "report", "run", "simulate"},
+    "bench": {
+        *("config", "observe", "persist", "ports", "report", "rollout", "run", "schedule", "train"),
+    },
+    "cli": {"bench", "config", "observe", "persist", "pipeline", "report", "run", "simulate"},
     "__main__": {"cli"},
 }
 """The imports of each room. A room imports nothing else."""
@@ -117,7 +121,7 @@ def circle(arrows: dict[str, set[str]]) -> set[str]:
 def test_every_room_is_on_the_plan() -> None:
     rooms = {room_of(p) for p in FILES} - {"__init__"}
     assert rooms == ARROWS.keys() | GROUND
-    assert len(rooms - {"__main__"}) <= 28
+    assert len(rooms - {"__main__"}) <= 29
     assert not circle(ARROWS)
 
 
@@ -234,17 +238,18 @@ BUDGETS = {
     "agents": 4400,
     "algorithms": 2850,
     "bench": 1050,
-    "cli": 2450,
+    "cli": 2400,
     "config": 6100,
     "data": 1950,
     "decode": 1600,
     "environments": 2300,
     "errors": 250,
     "models": 850,
-    "observe": 2100,
-    "pipeline": 4050,
+    "observe": 2450,
+    "persist": 750,
+    "pipeline": 3800,
     "ports": 450,
-    "report": 8250,
+    "report": 7200,
     "rewards": 3050,
     "rollout": 1750,
     "run": 5300,

@@ -16,6 +16,7 @@ from millrace.bench.flow import figures_of_flow
 from millrace.config import Config, recipe
 from millrace.errors import bad_value
 from millrace.observe.progress import Progress
+from millrace.persist.run_reader import RunReader
 from millrace.rollout.episode import request_seed
 from millrace.run import problems
 from millrace.run.folder import RunDir, open_run_dir
@@ -250,10 +251,10 @@ async def run_once(s: Session, skip: int) -> dict[str, Any]:
     ledger = Ledger(s.config.schedule, _samples(s))
     outcome = await run_training(s, ledger, StopRequest())
     await s.engines.turns.enter()
-    lines = map(json.loads, (s.run.path / "metrics.jsonl").read_text().splitlines())
-    rows = [row for row in lines if "reward/mean" in row]
+    run = RunReader(s.run.path).read()
+    rows = list(run.rows.values())
     versions = counted(int(sum(row["train/samples"] for row in rows)), skip, s.config.schedule)
-    flow = figures_of_flow(s.run.path, rows, versions)
+    flow = figures_of_flow(run, versions)
     rows = [rows[k] for k in versions]
     wall = sum(row["perf/time_per_version"] for row in rows)
 

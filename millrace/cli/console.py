@@ -12,7 +12,6 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any, TextIO, TypeVar, cast
 
 import typer
@@ -24,8 +23,6 @@ from millrace.config import Config, recipe
 from millrace.config.trl import HINTS
 from millrace.errors import ConfigError, MissingDependency, bad_value
 from millrace.observe.progress import Progress, make_view
-from millrace.pipeline import ownership
-from millrace.report.page.folder import not_yet
 from millrace.run import supervised
 from millrace.waits.registry import began
 
@@ -351,17 +348,6 @@ async def _with_signals(
         loop.add_signal_handler(number, on_signal, number)
     with supervised.stops(lambda number: on_signal(signal.Signals(number), "passed on")):
         return await task
-
-
-def check_run(run: Path) -> None:
-    """Raise ConfigError unless the folder is that of a run with a history."""
-    if not (run / "history.jsonl").is_file():
-        if ownership.is_ours(run):
-            raise not_yet(run)
-        rule = "is not a run folder, because it has no history.jsonl"
-        if not run.is_dir():
-            rule = "is a file" if run.exists() else f"no such folder (from {Path.cwd()})"
-        raise bad_value("RUN", str(run), rule, "a folder such as runs/quickstart-1")
 
 
 def unwrap_help(*apps: typer.Typer) -> None:

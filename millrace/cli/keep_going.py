@@ -30,8 +30,8 @@ import typer
 from millrace.cli.console import open_console
 from millrace.config import TrainerConfig
 from millrace.errors import MillraceError, bad_value
+from millrace.persist.history import read
 from millrace.pipeline.checkpoint import Checkpoints
-from millrace.pipeline.history import read
 from millrace.run.supervised import CHANNEL, REASON, News, channel
 from millrace.waits.ask import processes
 

@@ -35,7 +35,6 @@ from millrace.cli.console import (
     Overrides,
     Recipe,
     base_of,
-    check_run,
     configure,
     has_printed,
     open_console,
@@ -59,7 +58,7 @@ from millrace.cli.watch import watch
 from millrace.cli.why import why
 from millrace.config import Config
 from millrace.errors import MillraceError, SampleError, WorkerError, redact
-from millrace.observe.progress import shown
+from millrace.observe.panel import shown
 from millrace.run import supervised
 
 app = typer.Typer(
@@ -255,9 +254,10 @@ def ledger(
     """
     import msgspec
 
-    from millrace.pipeline.history import audit
+    from millrace.persist.history import FILE, audit
+    from millrace.persist.run_reader import check
 
-    check_run(run)
+    check(run, FILE)
     result = msgspec.to_builtins(audit(run))
     report(json_, result, "  ".join(f"{name} {value}" for name, value in result.items()))
     if result["lost"] or result["trained_twice"]:

@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from millrace.cli.console import Json, check_run, print_json
+from millrace.cli.console import Json, print_json
 from millrace.errors import bad_value
-from millrace.pipeline import ownership
+from millrace.persist import ownership
+from millrace.persist.history import FILE
+from millrace.persist.run_reader import check
 from millrace.report import query as asking
 
 _ROWS = 200
@@ -50,7 +52,7 @@ def query(
     if not (
         ownership.is_ours(run) and (run / "samples").is_dir()
     ):  # `millrace eval` has no history
-        check_run(run)
+        check(run, FILE)
     if sql is None:
         if csv_ is not None:
             raise bad_value("SQL", "", "--csv needs a query", f"for example {asking.EXAMPLES[0]}")

@@ -16,7 +16,7 @@ import typer
 from millrace.cli.console import Json, report
 from millrace.cli.watch import folder_of
 from millrace.errors import DeadlineError, MillraceError, bad_value
-from millrace.report.live.look import Looker
+from millrace.persist.run_reader import RunReader
 from millrace.run.scaling import ANSWER, REQUEST, Reply, Request, write
 from millrace.waits import kernel
 from millrace.waits.ask import Told, gone, processes
@@ -90,7 +90,7 @@ def running(run: Path) -> Told:
         rule = f"the driver runs on {driver['host']}"
         raise bad_value("RUN", str(run), rule, f"`millrace scale {run}` there")
     if driver is None or gone(kernel.look([driver["pid"]])[driver["pid"]]):
-        if Looker(run).look().state == "starting":
+        if RunReader(run).read().state == "starting":
             rule = "the run has not started its workers yet, or its start has failed"
             raise bad_value("RUN", str(run), rule, f"wait until `millrace watch {run}` has figures")
         raise bad_value("RUN", str(run), "the run does not run", "the folder of a running run")

@@ -14,10 +14,12 @@ from rich.live import Live
 
 from millrace.cli.console import Json, print_json
 from millrace.errors import bad_value
-from millrace.pipeline import ownership
+from millrace.observe.files import changed
+from millrace.observe.panel import panel
+from millrace.persist import ownership
+from millrace.persist.run_reader import EXAMPLE, RunReader
 from millrace.report.live.counsel import Counsel
-from millrace.report.live.look import Looker, changed
-from millrace.report.live.watch_view import panel
+from millrace.report.live.look import look_at
 
 RunFolder = Annotated[
     Path | None,
@@ -47,22 +49,22 @@ def watch(
 
     Example: millrace watch runs/quickstart-1
     """
-    looker, console = Looker(folder_of(run)), Console()
-    counsel = Counsel(looker.folder)
+    reader, console = RunReader(folder_of(run)), Console()
+    counsel = Counsel(reader)
     if json_:
-        look = looker.look()
+        look = look_at(reader)
         print_json({**asdict(look), "advice": counsel.on(look)})
     elif once or not console.is_terminal:
-        look = looker.look()
+        look = look_at(reader)
         console.print(panel(look, counsel.on(look), console.width))
     else:
-        _live(looker, counsel, console, interval)
+        _live(reader, counsel, console, interval)
 
 
-def _live(looker: Looker, counsel: Counsel, console: Console, interval: float) -> None:
+def _live(reader: RunReader, counsel: Counsel, console: Console, interval: float) -> None:
     """Redraw until the run ends or Ctrl-C. The last picture stays on the terminal."""
     ended = 0
-    look = looker.look()
+    look = look_at(reader)
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
@@ -71,7 +73,7 @@ def _live(looker: Looker, counsel: Counsel, console: Console, interval: float) -
                 if ended == _LOOKS_AT_THE_END:
                     break
                 time.sleep(interval)
-                look = looker.look()
+                look = look_at(reader)
     except KeyboardInterrupt:
         pass
     console.print(panel(look, counsel.on(look), console.width))
@@ -83,10 +85,10 @@ def folder_of(run: Path | None) -> Path:
         return _newest(Path("runs"))
     if not os.path.isdir(run):
         rule = "is a file" if os.path.exists(run) else f"no such folder (from {Path.cwd()})"
-        raise bad_value("RUN", str(run), rule, "a folder such as runs/quickstart-1")
+        raise bad_value("RUN", str(run), rule, EXAMPLE)
     if not (ownership.is_ours(run) or os.path.isfile(run / "metrics.jsonl")):
         rule = "is not the folder of a run: it has no .millrace-run"
-        raise bad_value("RUN", str(run), rule, "a folder such as runs/quickstart-1")
+        raise bad_value("RUN", str(run), rule, EXAMPLE)
     return run
 
 
@@ -94,7 +96,5 @@ def _newest(root: Path) -> Path:
     """Return the run in `root` that was locked last. An evaluation locks nothing."""
     locks = [(changed(lock), lock.parent) for lock in root.glob("*/.lock")]
     if not locks:
-        raise bad_value(
-            "RUN", "", f"{root.absolute()} has no run", "a folder such as runs/quickstart-1"
-        )
+        raise bad_value("RUN", "", f"{root.absolute()} has no run", EXAMPLE)
     return max(locks)[1]

@@ -12,8 +12,7 @@ import typer
 
 from millrace.cli.console import Json, print_json
 from millrace.cli.watch import RunFolder, folder_of
-from millrace.pipeline.history import audit
-from millrace.report.live.look import Looker
+from millrace.persist.run_reader import RunReader
 from millrace.waits import kernel
 from millrace.waits.ask import ask, gone, processes
 from millrace.waits.graph import DRIVER
@@ -70,15 +69,17 @@ def verdict_on(run: Path, patience_s: float = PATIENCE_S) -> Verdict:
 
 
 def _over(run: Path) -> Verdict:
-    if (run / "history.jsonl").is_file() and audit(run).complete:
+    reader = RunReader(run).read()
+    if reader.state == "complete":
         return Verdict("over", "the run is over: it has trained and validated everything.")
-    look = Looker(run).look()
-    if look.state == "starting":
-        sentence = f"the run starts, and its processes do not answer yet: {look.process}."
+    if reader.state == "starting":
+        sentence = f"the run starts, and its processes do not answer yet: {reader.process}."
         return Verdict("starting", sentence, "ask again in a few seconds")
-    if look.state == "stopped":
-        fix = f"to continue, {_resume(run)}"
-        return Verdict("over", f"the run was stopped at version {look.version}.", fix)
+    if reader.state == "stopped":
+        version = reader.history[-1].version
+        return Verdict(
+            "over", f"the run was stopped at version {version}.", f"to continue, {_resume(run)}"
+        )
     return Verdict("over", "no process of the run is there: it stopped, or it has not begun.")
 
 

@@ -6,10 +6,15 @@ A pipe or a device might never end, and a line might fill the memory. They are n
 from __future__ import annotations
 
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Generic, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
 
 CHUNK = 1 << 24
 """The most bytes of one read. No line of a run is longer."""
@@ -66,11 +71,110 @@ class Appender:
         self._waiting, self._torn = b"", False
 
 
-def lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file with their ends. A line that is too long ends the file.
+class Tail(Generic[T]):
+    """The JSON lines of a file that another process writes, read as it grows.
 
-    Raises OSError if the file cannot be read.
+    The other process may be on another machine. It may write half a line, replace the file, cut it
+    or not have made it yet. None of this is an error here.
     """
-    with open_regular(path) as file:
-        while (line := file.readline(CHUNK)) and (line.endswith(b"\n") or len(line) < CHUNK):
-            yield line
+
+    def __init__(self, path: Path, decoder: msgspec.json.Decoder[T]) -> None:
+        self.path, self._decoder = path, decoder
+        self.bad = 0
+        """Lines that are not readable."""
+        self.damage = ""
+        """The first of them: its number, and what is wrong with it."""
+        self.error: OSError | None = None
+        """The reason why the file is not readable, if there is one."""
+        self._file = (0, 0)
+        """The device and the number of the file that was read."""
+        self._at = self._number = 0
+        """The end of the last whole line, and how many lines are before it."""
+
+    def read(self) -> tuple[bool, list[T]]:
+        """Return the lines that are new, and whether they replace all earlier ones."""
+        anew, lines = False, list[T]()
+        self.error = None
+        try:
+            if not self.path.is_file():  # not made yet, or not there for a moment
+                return anew, lines
+            found = self.path.stat()
+            anew = bool(self._at) and (
+                (found.st_dev, found.st_ino) != self._file or found.st_size < self._at
+            )
+            if anew:
+                self._at = self._number = self.bad = 0
+                self.damage = ""
+            self._file = found.st_dev, found.st_ino
+            with open_regular(self.path) as file:
+                while self._at < found.st_size:
+                    file.seek(self._at)
+                    data = file.read(CHUNK)
+                    whole = data.rfind(b"\n") + 1
+                    if not whole and len(data) < CHUNK:
+                        break  # half a line: its end comes later
+                    # No line of a run is longer than CHUNK. After one, nothing is.
+                    self._at = self._at + whole if whole else found.st_size
+                    lines += self._decoded(data[:whole].split(b"\n")[:-1])
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self.error = error
+        return anew, lines
+
+    def _decoded(self, texts: list[bytes]) -> Iterator[T]:
+        """Yield the lines that are readable. A crash cut the others, or no run wrote them."""
+        for text in texts:
+            self._number += 1
+            try:
+                if text.strip():
+                    yield self._decoder.decode(text)
+            except (
+                msgspec.DecodeError,
+                UnicodeDecodeError,
+                OverflowError,
+                RecursionError,
+            ) as error:
+                self.bad += 1
+                self.damage = self.damage or f"line {self._number}: not readable: {error}"
+
+
+def changed(path: Path) -> float:
+    """Return the time at which a file changed last, 0 if there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def files_in(folder: Path, name: re.Pattern[str]) -> list[Path]:
+    """Return the regular files of `folder` with such a name, by name. A link is not followed."""
+    try:
+        if folder.is_symlink():
+            return []
+        found = [p for p in folder.iterdir() if name.fullmatch(p.name)]
+        return sorted(p for p in found if p.is_file() and not p.is_symlink())
+    except OSError:
+        return []
+
+
+def make_folder(folder: Path) -> Path:
+    """Return `folder`, and make it if needed. A link in its place is replaced and not followed.
+
+    Raise OSError if another file has its name.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def size_of(paths: Iterable[Path]) -> int:
+    """Return the bytes of all of `paths` that still exist."""
+    total = 0
+    for path in paths:
+        try:
+            total += path.stat().st_size
+        except OSError:
+            continue
+    return total

@@ -4,47 +4,37 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
-BARS = "▁▂▃▄▅▆▇█"
+from millrace.observe.panel import Look, bar_line, duration, panel, shown
 
 
 @dataclass
-class State:
-    """The figures that both views show."""
+class State(Look):
+    """The figures of the run's own process, also those of its start."""
 
-    name: str
-    mode: str
     phase: str = "starting"
     phase_done: int = 0
     phase_total: int = 0
     phase_note: str = ""
-    samples: int = 0
-    total: int = 0
-    versions: int = 0
-    version: int = 0
-    rewards: list[float] = field(default_factory=list)
-    row: dict[str, float] = field(default_factory=dict)
-    validation: dict[str, float] = field(default_factory=dict)
     trained_since: float = 0.0
     trained_from: int = 0
     each_version: bool = False
     """Whether plain lines show each version."""
 
-    def eta_s(self, now: float) -> float:
+    def left_s(self, now: float) -> float:
         """Return the seconds to the end at the average pace. NaN before the first sample."""
         trained = self.samples - self.trained_from
         return (
-            (now - self.trained_since) / trained * (self.total - self.samples)
+            (now - self.trained_since) / trained * ((self.total or 0) - self.samples)
             if trained and self.trained_since
             else math.nan
         )
@@ -66,7 +56,7 @@ class Progress:
     def __init__(
         self, view: View, name: str, mode: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.state = State(name, mode)
+        self.state = State(name=name, mode=mode)
         self._view = view
         self._clock = clock
 
@@ -114,46 +104,8 @@ class Progress:
         self._view.update(self.state, "row")
 
     def validated(self, version: int, values: dict[str, float]) -> None:
-        self.state.validation = values
+        self.state.validation, self.state.validated = values, version
         self._view.note(f"validation of version {version}: {shown(values)}")
-
-
-def shown(validation: dict[str, float], between: str = "  ") -> str:
-    """Return the values of a validation in one line."""
-    return between.join(
-        f"{name.removeprefix('val/')} {value:.{0 if name.endswith('/reward_errors') else 3}f}"
-        for name, value in distinct(validation)
-    )
-
-
-def distinct(validation: dict[str, float]) -> Iterator[tuple[str, float]]:
-    """Yield the names and values of a validation, without accuracies that equal their scores."""
-    for name, value in validation.items():
-        score = name.replace("/acc/", "/")
-        if score == name or value != validation.get(score):
-            yield name, value
-
-
-def sparkline(values: list[float], width: int) -> str:
-    """Return `values` as at most `width` bars. Each bar is a mean of consecutive values."""
-    if not values:
-        return ""
-    size = max(1, math.ceil(len(values) / width))
-    means = [
-        sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)
-    ]
-    low, high = min(means), max(means)
-    span = (high - low) or 1.0
-    return "".join(BARS[min(len(BARS) - 1, int((m - low) / span * len(BARS)))] for m in means)
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as h:mm:ss or m:ss."""
-    if not math.isfinite(seconds):
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class Lines:
@@ -196,7 +148,7 @@ class Lines:
             f"reward {row['reward/mean']:.3f}  {_loss(row)}staleness {row['staleness/mean']:.2f}  "
             f"idle trainer {row['trainer/idle_ratio']:.0%} "
             f"rollouter {row['rollouter/idle_ratio']:.0%}  "
-            f"{row['rollouter/tokens_per_s']:,.0f} tokens/s  ETA {duration(state.eta_s(now))}"
+            f"{row['rollouter/tokens_per_s']:,.0f} tokens/s  ETA {duration(state.left_s(now))}"
         )
 
 
@@ -225,66 +177,20 @@ class LiveView:
 
     def update(self, state: State, event: str) -> None:
         self._state = state
-        self._live.update(self._panel(state))
+        self._live.update(self.picture(state))
 
-    def _panel(self, state: State) -> RenderableType:
-        title = f"millrace  {state.name}  {state.mode}"
+    def picture(self, state: State) -> RenderableType:
         if state.phase != "training":
             bar = ProgressBar(
                 total=state.phase_total or None,
                 completed=state.phase_done,
                 pulse=not state.phase_total,
             )
-            return Panel(
-                Group(Text(f"{state.phase}  {state.phase_note}"), bar_line(bar)), title=title
-            )
-        row = state.row
-        table = Table.grid(padding=(0, 3))
-        figures = [
-            ("version", f"{state.version} of {state.versions}"),
-            ("samples", f"{state.samples} of {state.total}"),
-            ("ETA", duration(state.eta_s(time.monotonic()))),
-            ("reward", f"{state.rewards[-1]:.3f}" if state.rewards else "-"),
-            (
-                "staleness",
-                f"{row.get('staleness/mean', 0):.2f} mean, {row.get('staleness/max', 0):.0f} max",
-            ),
-            (
-                "tokens/s",
-                f"{row.get('rollouter/tokens_per_s', 0):,.0f} drawn, "
-                f"{row.get('perf/throughput', 0):,.0f} trained",
-            ),
-            (
-                "idle",
-                f"trainer {row.get('trainer/idle_ratio', 0):.0%}, "
-                f"rollouter {row.get('rollouter/idle_ratio', 0):.0%}",
-            ),
-            (
-                "sync",
-                f"{row.get('sync/transfer_s', 0) * 1e3:.0f} ms, "
-                f"pause {row.get('sync/pause_s', 0) * 1e3:.1f} ms",
-            ),
-        ]
-        for i in range(0, len(figures), 2):
-            table.add_row(
-                *(Text.assemble((f"{name} ", "dim"), value) for name, value in figures[i : i + 2])
-            )
-        line = bar_line(ProgressBar(total=state.total, completed=state.samples))
-        curve = Text.assemble(
-            ("reward ", "dim"),
-            (sparkline(state.rewards, max(20, self._console.width - 14)), "green"),
-        )
-        parts: list[RenderableType] = [line, curve, table]
-        if state.validation:
-            parts.append(Text.assemble(("held out ", "dim"), shown(state.validation)))
-        return Panel(Group(*parts), title=title)
-
-
-def bar_line(bar: ProgressBar) -> Table:
-    """Return a progress bar with its own line end. Without it the next line overwrites the bar."""
-    grid = Table.grid(expand=True)
-    grid.add_row(bar)
-    return grid
+            title = f"millrace  {state.name}  {state.mode}"
+            phase = Text(f"{state.phase}  {state.phase_note}")
+            return Panel(Group(phase, bar_line(bar)), title=title)
+        state.eta_s = state.left_s(time.monotonic())
+        return panel(state, width=self._console.width)
 
 
 def make_view(console: Console) -> View:

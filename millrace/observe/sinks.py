@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from millrace.observe.files import Appender
-from millrace.observe.files import lines as lines_of
 
 
 class Sink(Protocol):
@@ -45,35 +44,11 @@ class JsonLines:
         self._file.catch_up()
 
 
-def _version_of(line: str | bytes) -> float:
+def _version_of(line: str) -> float:
     try:
         return float(json.loads(line)["version"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return math.inf  # A crash cut this line off, or it is no row.
-
-
-def read_rows(
-    run_dir: Path, up_to: int
-) -> tuple[dict[int, dict[str, float]], dict[int, dict[str, float]]]:
-    """Return the rows of metrics.jsonl up to version `up_to`.
-
-    The first dict has the rows of versions, the second one the validations, both by version.
-    """
-    path = run_dir / "metrics.jsonl"
-    lines = (
-        [json.loads(line) for line in lines_of(path) if 0 <= _version_of(line) <= up_to]
-        if path.is_file()
-        else []
-    )
-    rows = [(int(row.pop("version")), row) for row in lines]
-    validations = {
-        version: row
-        for version, row in rows
-        if row and all(name.startswith("val/") for name in row)
-    }
-    return {
-        version: row for version, row in rows if validations.get(version) is not row
-    }, validations
 
 
 class TensorBoard:

@@ -6,7 +6,7 @@ times the parts of the loop. The train engine reports the parts of its own steps
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 GEN = ("wait_samples", "wait_prev_gen")
@@ -17,6 +17,8 @@ SYNC = ("sync_keep", "sync_transfer", "wait_rollouts", "sync_activate", "wait_pu
 
 IDLE = (*GEN, "wait_rollouts", "wait_validation", "wait_publish")
 """The trainer's devices are idle."""
+
+_QUIET_S = 60.0
 
 TOTALS = ("step", "gen", "train", "sync")
 """Sums of parts. `step` is the sum of all parts."""
@@ -96,3 +98,8 @@ def timing_row(seconds: dict[str, float]) -> dict[str, float]:
 def share(part: float, whole: float) -> float:
     """Return part / whole, or 0 if there is nothing."""
     return part / whole if whole else 0.0
+
+
+def is_quiet(age_s: float | None, row: Mapping[str, float]) -> bool:
+    """Whether a run with this newest row has shown nothing for long: for three versions."""
+    return age_s is None or age_s > max(_QUIET_S, 3 * row.get("timing_s/step", 0.0))

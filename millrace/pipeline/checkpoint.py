@@ -26,7 +26,8 @@ import msgspec
 
 from millrace import codec
 from millrace.errors import CheckpointError, DiskError
-from millrace.pipeline import journal_file, ownership
+from millrace.persist import ownership
+from millrace.pipeline import journal_file
 from millrace.ports import TrainEngine
 from millrace.schedule.ledger import LedgerSnapshot
 from millrace.types import PolicyVersion

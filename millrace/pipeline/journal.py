@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from millrace.errors import CheckpointError
+from millrace.persist.ownership import disk_errors
 from millrace.pipeline import journal_file
 from millrace.pipeline.journal_file import (
     Batch,
@@ -29,7 +30,6 @@ from millrace.pipeline.journal_file import (
     Step,
     checksum,
 )
-from millrace.pipeline.ownership import disk_errors
 from millrace.pipeline.recall import Past
 from millrace.schedule.ledger import Ledger, Move, State
 from millrace.types import PolicyVersion, Prompt, Sample, Trajectory

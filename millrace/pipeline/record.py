@@ -12,9 +12,9 @@ from millrace.observe.metrics import GAP, GAP_LIMIT, RunCounts
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import Sink
 from millrace.observe.watch import UNWATCHED, Watch
+from millrace.persist.history import History
 from millrace.pipeline.checkpoint import Checkpoints
 from millrace.pipeline.disk_alarm import DiskAlarm
-from millrace.pipeline.history import History
 from millrace.pipeline.validation import OnScored, Result, Validator
 from millrace.ports import StepReport, TrainEngine
 from millrace.schedule.ledger import LedgerSnapshot, Totals

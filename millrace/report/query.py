@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from millrace.codec import sendable
 from millrace.errors import INSTALL, CheckpointError, MissingDependency, bad_value
-from millrace.observe.sinks import read_rows
-from millrace.pipeline import history
-from millrace.report.accounts import lines as accounts
+from millrace.persist import accounts, history
+from millrace.persist.run_reader import METRICS, RunReader
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,7 +26,6 @@ EXAMPLES = (
     "select track, name, count(*) as n, sum(end_s - start_s) as seconds from spans "
     "group by all order by seconds desc limit 10",
 )
-_EVERY_VERSION = 2**53
 MOST_ROWS = 2_000_000
 """The most rows of an answer: each takes memory here."""
 
@@ -58,7 +55,8 @@ def query(run_dir: Path, sql: str) -> Answer:
     Only the tables whose names are in the text are read.
     """
     duckdb, words = _duckdb(), set(re.findall(r"\w+", sql.lower()))
-    connection = _open(duckdb, run_dir, [name for name in TABLES if name in words])
+    run = RunReader(run_dir).read()
+    connection = _open(duckdb, run, [name for name in TABLES if name in words])
     try:
         answer = _interruptible(connection, sql)
         if answer is None:
@@ -104,7 +102,7 @@ def _interruptible(connection: Any, sql: str) -> Answer | None:
 
 def tables(run_dir: Path) -> list[Table]:
     """Return all tables of the run."""
-    connection = _open(_duckdb(), run_dir, TABLES)
+    connection = _open(_duckdb(), RunReader(run_dir).read(), TABLES)
     try:
         found = []
         for name in TABLES:
@@ -124,11 +122,11 @@ def _duckdb() -> Any:
     return duckdb
 
 
-def _open(duckdb: Any, run_dir: Path, names: Iterable[str]) -> Any:
+def _open(duckdb: Any, run: RunReader, names: Iterable[str]) -> Any:
     """Return a database with these tables, which may read nothing else."""
     connection = duckdb.connect(":memory:")
     for name in names:
-        connection.register(name, TABLES[name](run_dir))
+        connection.register(name, TABLES[name](run))
     for setting in (
         "temp_directory=''",
         "enable_external_access=false",
@@ -151,54 +149,40 @@ def _rule(error: Exception) -> str:
 # -- the tables
 
 
-def _metrics(run_dir: Path) -> pa.Table:
-    return _by_version(read_rows(run_dir, _EVERY_VERSION)[0])
+def _metrics(run: RunReader) -> pa.Table:
+    return _by_version(run, run.rows)
 
 
-def _validations(run_dir: Path) -> pa.Table:
-    return _by_version(read_rows(run_dir, _EVERY_VERSION)[1])
+def _validations(run: RunReader) -> pa.Table:
+    return _by_version(run, run.validations)
 
 
-def _by_version(rows: dict[int, dict[str, float]]) -> pa.Table:
+def _by_version(run: RunReader, rows: dict[int, dict[str, float]]) -> pa.Table:
     """Return one row for each version. A figure that a row lacks is null."""
     import pyarrow as pa
 
-    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    if error := run.unreadable(METRICS):
+        raise error
     columns = {"version": pa.array(sorted(rows), pa.int64())}
-    for name in names:
-        if name != "version":
-            values = [_number(rows[version].get(name)) for version in sorted(rows)]
-            columns[sendable(name)] = pa.array(values, pa.float64())
+    for name in run.names:
+        if name.startswith("val/") == (rows is run.validations):
+            values = [rows[version].get(name) for version in sorted(rows)]
+            columns[name] = pa.array(values, pa.float64())
     return pa.table(columns)
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
+def _samples(run: RunReader) -> Any:
+    from millrace.report.samples.store import dataset
+
+    return dataset(run.path)
 
 
-def _samples(run_dir: Path) -> Any:
-    """Return the samples as a data set: DuckDB reads only the columns and rows that it needs."""
-    import pyarrow.dataset as ds
-
-    from millrace.report.samples import store as samples
-
-    paths = [str(path) for path in samples.files(run_dir)]
-    if not paths:
-        return samples.SCHEMA.empty_table()
-    return ds.dataset(paths, schema=samples.SCHEMA, format="parquet")
-
-
-def _spans(run_dir: Path) -> pa.Table:
+def _spans(run: RunReader) -> pa.Table:
     import pyarrow as pa
 
     from millrace.report.trace import spans
 
-    found = spans.read(run_dir)
+    found = spans.read(run.path)
     encode = msgspec.json.Encoder().encode
     return pa.table(
         {
@@ -213,15 +197,17 @@ def _spans(run_dir: Path) -> pa.Table:
     )
 
 
-def _accounts(run_dir: Path) -> pa.Table:
+def _accounts(run: RunReader) -> pa.Table:
     """Return one row for each amount of each line of the accounts."""
     import pyarrow as pa
 
+    if error := run.unreadable(accounts.FILE):
+        raise error
     rows = [
         {"attempt": line.attempt, "event": line.event, "version": line.version}
         | {"seconds": line.seconds, "kind": kind, "device": device, "name": name}
-        | {"amount": _number(amount)}
-        for line in accounts.read(run_dir)
+        | {"amount": float(amount)}
+        for line in run.accounts
         for kind, device, name, amount in _amounts(line)
     ]
     texts = ("event", "kind", "device", "name")
@@ -248,33 +234,15 @@ def _amounts(line: accounts.Line) -> Iterator[tuple[str, str | None, str, float]
             yield "device_seconds", track, name, amount
 
 
-def _history(run_dir: Path) -> pa.Table:
+def _history(run: RunReader) -> pa.Table:
     """Return the lines of the history. `survives` says whether a later attempt replaced them."""
     import pyarrow as pa
 
     try:
-        lines = history.read(run_dir)
+        lines = history.read(run.path)
     except CheckpointError as error:
-        raise bad_value("RUN", str(run_dir), str(error), "the folder of a run") from None
-    start, rows = float("inf"), []
-    for line in reversed(lines):
-        survives = line.version <= start
-        rows.append(
-            {
-                "attempt": line.attempt,
-                "event": line.event,
-                "version": line.version,
-                "admitted": line.admitted,
-                "retired": line.retired,
-                "dropped": list(line.dropped.items()),
-                "trained": line.trained,
-                "slots": line.slots,
-                "complete": line.complete,
-                "survives": survives,
-            }
-        )
-        if line.event == "start":
-            start = min(start, line.version)
+        raise bad_value("RUN", str(run.path), str(error), "the folder of a run") from None
+    kept = set(map(id, history.surviving(lines)))
     ids = pa.list_(pa.int64())
     schema = pa.schema(
         [
@@ -284,10 +252,15 @@ def _history(run_dir: Path) -> pa.Table:
             *(("complete", pa.bool_()), ("survives", pa.bool_())),
         ]
     )
-    return pa.Table.from_pylist(rows[::-1], schema)
+    rows = [
+        {name: getattr(line, name) for name in schema.names if name != "survives"}
+        | {"dropped": list(line.dropped.items()), "survives": id(line) in kept}
+        for line in lines
+    ]
+    return pa.Table.from_pylist(rows, schema)
 
 
-TABLES: dict[str, Callable[[Path], Any]] = {
+TABLES: dict[str, Callable[[RunReader], Any]] = {
     "metrics": _metrics,
     "validations": _validations,
     "samples": _samples,

@@ -10,9 +10,11 @@ from typing import Protocol
 
 from millrace.config import ReportConfig
 from millrace.observe.watch import Event, Watch
+from millrace.persist.accounts import FILE
+from millrace.persist.run_reader import RunReader
 from millrace.report.accounts.devices import DeviceAccount
 from millrace.report.accounts.flow import FlowAccount
-from millrace.report.accounts.lines import FILE, Accounts, Line, counts_at_stop, read
+from millrace.report.accounts.lines import Accounts, counts_at_stop
 from millrace.report.accounts.pace import LoadAccount
 from millrace.report.accounts.tokens import TokenAccount
 from millrace.report.trace.writer import TraceWriter
@@ -61,7 +63,7 @@ class Recorder:
 
         `decode` is called in a thread. `note` gets one line for each problem of a watcher.
         """
-        slots, lines = ledger.snapshot().slots, earlier(run_dir)
+        slots, lines = ledger.snapshot().slots, RunReader(run_dir).read().accounts
         generated = lines[-1].generated if lines else 0
         counts = counts_at_stop(lines, ledger.version, slots) or counts
         tokens = TokenAccount(counts, slots, generated)
@@ -120,11 +122,3 @@ class Recorder:
             thread.start()
         for thread in threads:
             thread.join()
-
-
-def earlier(run_dir: Path) -> list[Line]:
-    """Return the accounts of earlier attempts. A file that cannot be read has none."""
-    try:
-        return read(run_dir)
-    except OSError:
-        return []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
+from millrace.persist.config_file import flat
 from millrace.run.resume_checks import RULES
 
 _PLACES_OF_TRAINING = (
@@ -38,19 +38,11 @@ def digests(values: dict[str, Any]) -> tuple[str, str]:
 
     `values` is a configuration as plain data. The journal has both digests.
     """
-    flat = dict(_flat(values))
-    samples = {key: flat.get(key) for rule in RULES for key in rule.keys}
-    training = {key: value for key, value in flat.items() if not f"{key}.".startswith(_FREE)}
+    keys = dict(flat(values))
+    samples = {key: keys.get(key) for rule in RULES for key in rule.keys}
+    training = {key: value for key, value in keys.items() if not f"{key}.".startswith(_FREE)}
     first, second = (
         hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16]
         for part in (samples, training)
     )
     return first, second
-
-
-def _flat(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value

@@ -11,7 +11,8 @@ from typing import Any
 
 from millrace.config import Config
 from millrace.errors import bad_value
-from millrace.observe.progress import Progress, shown
+from millrace.observe.panel import shown
+from millrace.observe.progress import Progress
 from millrace.observe.sinks import JsonLines
 from millrace.observe.watch import UNWATCHED, Watch
 from millrace.pipeline.validation import Played, Result, Validator
@@ -128,7 +129,7 @@ def keep(
     run_dir: Path, result: Result, played: Mapping[int, Played], decode: Callable[[Tokens], str]
 ) -> Path:
     """Write the values to metrics.jsonl and the responses to a file of samples. Return the file."""
-    from millrace.report import folders
+    from millrace.observe.files import make_folder
     from millrace.report.samples import store
 
     sink = JsonLines(run_dir / "metrics.jsonl", None)
@@ -149,6 +150,6 @@ def keep(
         for (greedy, _), (prompt, drawn) in by_prompt.items()
     ]
     path = store.path_of(run_dir, result.version, attempt=1)
-    folders.own(path.parent)
+    make_folder(path.parent)
     store.write(path, kept, decode)
     return path

@@ -14,7 +14,7 @@ from pathlib import Path
 from millrace.config import Config
 from millrace.config.recipe import dump
 from millrace.errors import CheckpointError, MillraceError, bad_value
-from millrace.pipeline import ownership
+from millrace.persist import ownership
 from millrace.pipeline.checkpoint import Checkpoints, read_manifest, verify
 from millrace.run import resume_checks, supervised
 from millrace.run.store import Store, fetch, open_store, unusable
@@ -224,17 +224,13 @@ def _newest(path: Path | None, root: Path, name: str) -> tuple[Path | None, Path
     )
 
 
-_locks: dict[Path, int] = {}
-"""Open lock files of the folders that this process writes to. Closing a file releases its lock."""
-
-
 def _lock(path: Path) -> list[str]:
     """Lock the folder, so that only one process trains in it.
 
     The kernel releases the lock when the process ends, for whatever reason. Returns a note if the
     file system has no locks. Raises ConfigError if another process has the lock.
     """
-    if path.resolve() in _locks:
+    if path.resolve() in ownership.locks:
         return []
     try:
         lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -259,13 +255,13 @@ def _lock(path: Path) -> list[str]:
         ]
     os.truncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    _locks[path.resolve()] = lock
+    ownership.locks[path.resolve()] = lock
     return []
 
 
 def release(path: Path) -> None:
     """Release the lock, so that another process may train in the folder."""
-    if (lock := _locks.pop(path.resolve(), None)) is not None:
+    if (lock := ownership.locks.pop(path.resolve(), None)) is not None:
         os.close(lock)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from millrace.config import TrainerConfig
 from millrace.observe.progress import Progress
-from millrace.pipeline import ownership
+from millrace.persist import ownership
 from millrace.run.store import Store
 from millrace.sync.background import abandonable
 from millrace.waits.registry import acting, doing, waiting

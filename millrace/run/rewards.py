@@ -11,7 +11,7 @@ from millrace.config import AgentConfig, Config, RewardConfig, RewardModelConfig
 from millrace.config.checks import on_ray
 from millrace.data import hub
 from millrace.errors import bad_value
-from millrace.pipeline import ownership
+from millrace.persist import ownership
 from millrace.rewards.mix import RunReward
 from millrace.rewards.sources import scorer_of
 from millrace.rewards.start import Launcher

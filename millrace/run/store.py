@@ -18,7 +18,7 @@ import msgspec
 
 from millrace.config import TrainerConfig
 from millrace.errors import CheckpointError, ConfigError, bad_value
-from millrace.pipeline import ownership
+from millrace.persist import ownership
 from millrace.pipeline.checkpoint import Manifest, read_manifest, verify
 
 KEY = "trainer.mirror"

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from millrace.observe.progress import distinct, shown
+from millrace.observe.panel import distinct, shown
 from millrace.pipeline.validation import Result, Transcript
 from millrace.run.train import Outcome
 

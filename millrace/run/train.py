@@ -14,12 +14,13 @@ from millrace.config import Config, GuardConfig, RolloutConfig
 from millrace.observe import trackers
 from millrace.observe.guard import Guard
 from millrace.observe.progress import Progress
-from millrace.observe.sinks import make_sinks, read_rows
+from millrace.observe.sinks import make_sinks
 from millrace.observe.stopwatch import Stopwatch
 from millrace.observe.trackers import About
 from millrace.observe.watch import Watch
+from millrace.persist.history import History
+from millrace.persist.run_reader import RunReader
 from millrace.pipeline.checkpoint import read_manifest
-from millrace.pipeline.history import History
 from millrace.pipeline.journal import NoJournal
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.rollouter import Rollouter
@@ -132,7 +133,7 @@ def first_advice(folder: Path) -> str:
     try:
         from millrace.report.advice.measure import advise_run
 
-        return next((str(one) for one in advise_run(folder)), "")
+        return next((str(one) for one in advise_run(RunReader(folder).read())), "")
     except Exception as error:  # noqa: BLE001 - a run does not fail because its advice does
         return f"none: {type(error).__name__}: {error}"
 
@@ -142,8 +143,12 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
     c = s.config.trainer
     # This attempt trains the versions after the checkpoint again, so their rows are removed. A
     # validation of the start weights stays: it is the "before" of this attempt too.
+    known = RunReader(s.run.path)
+    if s.run.resume_from is not None:
+        known.read()
     rows, validated = (
-        read_rows(s.run.path, ledger.version) if s.run.resume_from is not None else ({}, {})
+        {version: row for version, row in table.items() if version <= ledger.version}
+        for table in (known.rows, known.validations)
     )
     sinks = make_sinks(s.run.path, c.logger, ledger.version if ledger.version or validated else -1)
     s.checkpoints.supersede(ledger.version)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from millrace.report.accounts.lines import Line, read
+from millrace.persist.accounts import Line
+from millrace.persist.run_reader import RunReader
 from tests.e2e import runs
 
 
 def check_accounts(folder: Path, n: int = 4) -> list[Line]:
     """Check every line. Return the lines of a complete run, whose samples have `n` trajectories."""
-    lines = read(folder)
+    lines = RunReader(folder).read().accounts
     assert lines[0].event == "start" and lines[-1].event == "end"
     for line in lines:
         assert sum(line.tokens.values()) == line.generated

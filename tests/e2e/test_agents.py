@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from millrace.pipeline.history import audit
+from millrace.persist.history import audit
 from tests.e2e import runs
 
 NAME = "agents_quickstart"

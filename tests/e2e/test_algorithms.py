@@ -15,7 +15,7 @@ import pytest
 from millrace.config import Config, ModelShape
 from millrace.errors import MillraceError
 from millrace.models.model import write_shape
-from millrace.pipeline.history import audit
+from millrace.persist.history import audit
 from millrace.run.engines import build_engines
 from millrace.run.folder import RunDir
 from millrace.runtime.host import Host

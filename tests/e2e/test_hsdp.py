@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from millrace.config import ModelShape, recipe
 from millrace.models.model import write_shape
+from millrace.persist.history import audit
 from millrace.pipeline.checkpoint import Checkpoints
-from millrace.pipeline.history import audit
 from millrace.ports import TransferReport
 from millrace.run.export import export
 from millrace.runtime.remote import all_of

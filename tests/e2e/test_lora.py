@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from millrace.pipeline.history import audit
+from millrace.persist.history import audit
 from millrace.run.export import export
 from tests.e2e import runs
 

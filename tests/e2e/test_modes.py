@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from millrace.persist.history import audit
+from millrace.persist.run_reader import RunReader
 from millrace.pipeline.checkpoint import Checkpoints
-from millrace.pipeline.history import audit
 from millrace.pipeline.record import RunRecord
-from millrace.report.accounts.lines import read
 from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync
 from tests.e2e import runs
@@ -162,7 +162,7 @@ async def resumed_from_the_middle_equals_uninterrupted(s: runs.Session, tmp_path
     for later in kept[1:]:
         shutil.rmtree(later)
     await runs.run(s, middle, *often, resume=True)
-    drawn = read(middle)[-1].tokens
+    drawn = RunReader(middle).read().accounts[-1].tokens
     assert drawn["lost"] == drawn["evaluated"], "only the last validation is repeated"
     found = await runs.weights(s, tmp_path / "f")
     assert all((found[name] == tensor).all() for name, tensor in expected.items())

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from millrace.config import recipe
-from millrace.report.accounts.lines import read
+from millrace.persist.run_reader import RunReader
 from millrace.rollout.roster import Standing
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
@@ -117,7 +117,7 @@ def test_replicas_join_and_leave_a_running_run(tmp_path: Path) -> None:
     assert row["replicas/lost"] == 0
     found = runs.audit(folder)
     assert (found["lost"], found["trained_twice"], found["dropped"]) == (0, 0, {})
-    last = read(folder)[-1]
+    last = RunReader(folder).read().accounts[-1]
     assert sum(last.tokens.values()) == last.generated
     seconds = {track: sum(device.seconds.values()) for track, device in last.devices.items()}
     assert seconds["rollout-0"] == pytest.approx(last.seconds, rel=1e-6)

@@ -11,7 +11,7 @@ import pytest
 
 from millrace.config import recipe
 from millrace.errors import RewardError
-from millrace.pipeline.history import audit
+from millrace.persist.history import audit
 from millrace.run.rewards import make_reward, open_caches
 from tests.e2e import runs
 from tests.rewards.classifiers import last_character

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from millrace.errors import CheckpointError, DiskError
+from millrace.persist.history import History
 from millrace.pipeline.checkpoint import Checkpoints, read_ledger, read_manifest
-from millrace.pipeline.history import History
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.schedule import Schedule
 from millrace.simulate.cost import CostModel

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from millrace.observe.progress import BARS, Lines, Progress, sparkline
-from millrace.observe.sinks import JsonLines, make_sinks, read_rows
+from millrace.observe.panel import BARS, sparkline
+from millrace.observe.progress import Lines, Progress
+from millrace.observe.sinks import JsonLines, make_sinks
 from millrace.observe.stopwatch import Stopwatch
 from millrace.observe.watch import Event, Watch
 
@@ -141,24 +142,6 @@ def test_tensorboard_shows_a_step_that_a_resumed_run_makes_again_once(tmp_path: 
     ]
 
 
-def test_rows_and_validations_are_found_again_up_to_a_version(tmp_path: Path) -> None:
-    assert read_rows(tmp_path, 9) == ({}, {})
-    sink = JsonLines(tmp_path / "metrics.jsonl", None)
-    written = [
-        (0, "val/d/mean@1", 0.1),
-        (1, "reward/mean", 0.2),
-        (2, "val/d/mean@1", 0.3),
-        (2, "reward/mean", 0.6),
-        (4, "val/d/mean@1", 0.5),
-    ]
-    for version, name, value in written:
-        sink.write(version, {name: value})
-    sink.close()
-    rows, validations = read_rows(tmp_path, 3)
-    assert rows == {1: {"reward/mean": 0.2}, 2: {"reward/mean": 0.6}}
-    assert validations == {0: {"val/d/mean@1": 0.1}, 2: {"val/d/mean@1": 0.3}}
-
-
 def test_a_sparkline_rises_from_the_lowest_to_the_highest_bar() -> None:
     assert sparkline([float(i) for i in range(8)], 20) == BARS
     assert sparkline([1.0, 0.0, 1.0], 20) == "█▁█"
@@ -219,7 +202,7 @@ def test_lines_say_what_a_version_came_to_and_when_the_run_ends(tmp_path: Path) 
     assert said[-1].startswith(
         "version 4/10  samples 40/100  reward 0.500  staleness 1.00  idle trainer 25% rollouter 50%  1,234 tokens/s"
     )
-    assert progress.state.eta_s(clock.now) == pytest.approx(30.0), "60 samples to go at 2 a second"
+    assert progress.state.left_s(clock.now) == pytest.approx(30.0), "60 samples to go at 2 a second"
 
 
 def test_a_watcher_with_names_gets_the_events_of_these_names_alone() -> None:

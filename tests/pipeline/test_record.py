@@ -17,7 +17,7 @@ from millrace.errors import CheckpointError, DeadlineError, DiskError
 from millrace.observe.guard import Guard
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress, State
-from millrace.pipeline.history import History, read
+from millrace.persist.history import History, read
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.validation import Result
 from millrace.ports import StepReport

@@ -8,7 +8,7 @@ from typing import Any
 
 from millrace.config import recipe
 from millrace.observe.sinks import JsonLines
-from millrace.pipeline.history import History
+from millrace.persist.history import History
 from millrace.run import folder
 from millrace.schedule.ledger import Totals
 

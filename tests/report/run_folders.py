@@ -12,10 +12,11 @@ from millrace.config import recipe
 from millrace.config.packaged import find
 from millrace.observe.sinks import JsonLines
 from millrace.observe.watch import Event, Watch
-from millrace.pipeline.history import History
+from millrace.persist.accounts import FILE
+from millrace.persist.history import History
 from millrace.report.accounts.devices import DeviceAccount
 from millrace.report.accounts.flow import FlowAccount
-from millrace.report.accounts.lines import FILE, Accounts
+from millrace.report.accounts.lines import Accounts
 from millrace.report.accounts.tokens import TokenAccount
 from millrace.report.samples.store import SampleStore
 from millrace.report.trace.writer import TraceWriter

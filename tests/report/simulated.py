@@ -12,12 +12,12 @@ from typing import Any
 
 from millrace.config import ReportConfig
 from millrace.observe.stopwatch import Stopwatch
+from millrace.persist.run_reader import RunReader
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
-from millrace.report.accounts.lines import read
 from millrace.report.advice.measure import measured_of
 from millrace.report.advice.measured import Measured, Setup
 from millrace.report.record import Devices, Recorder
@@ -245,7 +245,7 @@ def run(case: Case) -> Measured:
     """Simulate a run and return its figures, over the versions that `bench modes` counts."""
     with tempfile.TemporaryDirectory() as folder:
         rows = clock.run(simulated_run(case, Path(folder)))
-        lines = read(Path(folder))
+        lines = RunReader(Path(folder)).read().accounts
     versions = counted(case.versions * case.schedule.window, 1, case.schedule)
     measured = measured_of(case.setup, dict(enumerate(rows, 1)), lines, versions)
     assert measured is not None

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from millrace.config import ReportConfig
 from millrace.observe.watch import Event
-from millrace.report.accounts.lines import FILE, read
+from millrace.persist.accounts import FILE
+from millrace.persist.run_reader import RunReader
 from millrace.report.accounts.tokens import PREFIX
 from millrace.report.record import Devices, Recorder
 from millrace.schedule.ledger import Ledger, LedgerSnapshot
@@ -106,9 +107,9 @@ def test_a_resumed_run_continues_the_accounts_of_a_stop(
         assert first is not None
         if first.ledger.done():  # the stop came too late
             return
-        stopped = read(Path(path))[-1]
+        stopped = RunReader(Path(path)).read().accounts[-1]
         folder.attempt()
-        lines = read(Path(path))
+        lines = RunReader(Path(path)).read().accounts
         second = next(line for line in lines if line.attempt == 2)
         assert stopped.event == "end"
         assert (second.generated, second.tokens) == (stopped.generated, stopped.tokens)
@@ -132,7 +133,7 @@ def test_a_killed_run_counts_every_drop_once(
             folder.attempt(kill_at=kill_at)
             check_checkpoint(folder)
         folder.attempt()
-        lines = read(Path(path))
+        lines = RunReader(Path(path)).read().accounts
         assert all(sum(line.tokens.values()) == line.generated for line in lines)
         generated = [line.generated for line in lines]
         assert generated == sorted(generated)
@@ -143,7 +144,9 @@ def check_checkpoint(folder: Folder) -> None:
     snapshot = folder.snapshot
     if snapshot is None:
         return
-    of_version = [line for line in read(folder.path) if line.version == snapshot.version]
+    of_version = [
+        line for line in RunReader(folder.path).read().accounts if line.version == snapshot.version
+    ]
     line = [line for line in of_version if line.event == "version"][-1]
     found = {name.removeprefix(PREFIX): int(n) for name, n in folder.counts.items() if n}
     expected = {name: n for name, n in line.tokens.items() if name != "held"}
@@ -165,7 +168,7 @@ def test_a_link_in_the_place_of_the_accounts_is_not_followed(tmp_path: Path) -> 
     (tmp_path / FILE).symlink_to(elsewhere)
     recorder_in(tmp_path, notes)
     assert elsewhere.read_text() == "monday\nan unfinished line"
-    assert not notes and [line.event for line in read(tmp_path)] == ["start"]
+    assert not notes and [line.event for line in RunReader(tmp_path).read().accounts] == ["start"]
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])

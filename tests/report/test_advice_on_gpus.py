@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from millrace.persist.run_reader import RunReader
 from millrace.report.advice.measure import advise_run, measure
 
 RUNS = Path(__file__).parent / "h200"
+FEW, MANY = (RunReader(RUNS / name).read() for name in ("run-0", "run-1"))
 
 
 def test_the_measured_case_is_explained_without_a_promise_that_full_engines_break() -> None:
-    before, after = measure(RUNS / "run-0"), measure(RUNS / "run-1")
+    before, after = measure(FEW), measure(MANY)
     assert before and after and before.step_cost
     assert after.drawn_tokens / after.seconds < 0.9 * before.drawn_tokens / before.seconds
-    first, *others = advise_run(RUNS / "run-0")
+    first, *others = advise_run(FEW)
     assert first.text.startswith(
         "The ledger is full while engines idle 23% of the time: a sample waits for the longest of its "
         "8 responses. A larger async_training.staleness_threshold would gain nothing"
@@ -28,5 +30,5 @@ def test_the_measured_case_is_explained_without_a_promise_that_full_engines_brea
 
 def test_more_slots_for_full_engines_are_only_a_bound() -> None:
     """No step with more requests was measured."""
-    (slots,) = [one for one in advise_run(RUNS / "run-1") if one.key == "rollout.max_num_seqs"]
+    (slots,) = [one for one in advise_run(MANY) if one.key == "rollout.max_num_seqs"]
     assert slots.text.startswith("The decode slots are full") and slots.at_most

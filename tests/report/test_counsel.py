@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from millrace.persist.run_reader import RunReader
 from millrace.report.live.counsel import Counsel
 from millrace.report.live.look import Look
 
@@ -14,12 +15,12 @@ LOOK = Look("run", "quick", "async_partial", "running", "process 1", 0.0, attemp
 def test_advice_is_computed_for_new_versions_and_seldom() -> None:
     now, asked = [0.0], list[float]()
 
-    def advise(folder: Path) -> list[str]:
+    def advise(run: RunReader) -> list[str]:
         asked.append(now[0])
         now[0] += 2.0  # it takes two seconds
         return [f"advice {len(asked)}"]
 
-    counsel = Counsel(Path("run"), lambda: now[0], advise)
+    counsel = Counsel(RunReader(Path("run")), lambda: now[0], advise)
     for second in range(100):
         now[0] = max(now[0], float(second))
         said = counsel.on(replace(LOOK, version=1 if second < 50 else second))
@@ -30,7 +31,7 @@ def test_advice_is_computed_for_new_versions_and_seldom() -> None:
 
 
 def test_advice_that_fails_does_not_end_the_view() -> None:
-    def fail(folder: Path) -> list[str]:
+    def fail(run: RunReader) -> list[str]:
         raise ValueError("no figures")
 
-    assert Counsel(Path("run"), advise=fail).on(LOOK) == ["none: ValueError: no figures"]
+    assert Counsel(RunReader(Path("run")), advise=fail).on(LOOK) == ["none: ValueError: no figures"]

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import MillraceError
+from millrace.persist.run_reader import RunReader, load
 from millrace.report import query
 from millrace.report.advice.measure import advise_run
-from millrace.report.live.look import Looker
+from millrace.report.live.look import look_at
 from millrace.report.page import sections
-from millrace.report.page.folder import load
 from millrace.report.page.write import write_report
 from tests.report.run_folders import write_run
 
 READERS: dict[str, Callable[[Path], object]] = {
     "report": lambda folder: write_report([folder]),
-    "watch": lambda folder: Looker(folder).look(),
-    "advice": advise_run,
+    "watch": lambda folder: look_at(RunReader(folder)),
+    "advice": lambda folder: advise_run(RunReader(folder).read()),
     "query": query.tables,
 }
 BOMB = "\n".join(

@@ -12,8 +12,9 @@ import pytest
 
 from millrace.config import recipe
 from millrace.observe.watch import Event, Phase
+from millrace.persist.accounts import FILE
+from millrace.persist.run_reader import RunReader
 from millrace.ports import RolloutStats
-from millrace.report.accounts.lines import FILE
 from millrace.report.accounts.pace import LoadAccount, Loads, StepCost, step_costs
 from millrace.report.advice.advise import Advice
 from millrace.report.advice.measure import advise_run, checked, measure
@@ -45,12 +46,12 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_folder_gives_the_figures_of_its_run(folder: Path) -> None:
     """They are those of the versions that `bench modes` counts."""
-    measured = measure(folder)
+    measured = measure(RunReader(folder).read())
     assert measured is not None and measured.setup.test_key == "rollout.test_freq"
     other = run(CASE.but(workers=1, test_freq=20, save_freq=20))
     setup = replace(other.setup, test_key="rollout.test_freq")
     assert measured.setup == setup and replace(measured, setup=CASE.setup) == run(CASE)
-    assert [one.overrides for one in advise_run(folder)]
+    assert [one.overrides for one in advise_run(RunReader(folder).read())]
 
 
 def test_a_run_that_goes_on_counts_its_versions_up_to_now(folder: Path) -> None:
@@ -59,7 +60,7 @@ def test_a_run_that_goes_on_counts_its_versions_up_to_now(folder: Path) -> None:
     (folder / FILE).write_text("\n".join(accounts[:9]) + "\n")
     rows = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join(rows[:9]) + "\n" + rows[9][:40])
-    measured = measure(folder)
+    measured = measure(RunReader(folder).read())
     assert measured is not None and measured.versions == 8 - 3
     assert measured.samples == 16 * measured.versions
 
@@ -86,7 +87,7 @@ def test_a_folder_without_whole_files_gives_no_advice(
     (folder / name).unlink()
     if text is not None:
         (folder / name).write_text(text, encoding="latin-1")
-    assert measure(folder) is None and advise_run(folder) == []
+    assert measure(RunReader(folder).read()) is None and advise_run(RunReader(folder).read()) == []
 
 
 def test_a_value_that_the_configuration_refuses_comes_with_its_reason() -> None:
@@ -217,4 +218,4 @@ def test_the_flattest_likely_line_has_no_shorter_steps_at_few_requests() -> None
 
 def test_the_versions_of_an_attempt_that_has_just_begun_are_too_few() -> None:
     with tempfile.TemporaryDirectory() as name:
-        assert measure(Path(name)) is None
+        assert measure(RunReader(Path(name)).read()) is None

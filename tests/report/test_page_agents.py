@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from millrace.report.accounts import lines as accounts
+from millrace.persist.run_reader import RunReader, load
 from millrace.report.page import agents
-from millrace.report.page.folder import load
 from millrace.report.page.lanes import NAMES, columns, lanes
 from millrace.report.page.samples import choose, read_table, read_texts
 from millrace.report.page.states import STATES, state_of
@@ -31,7 +30,7 @@ def test_the_timeline_of_agents_agrees_with_the_accounts(tmp_path: Path, mode: s
     assert run.agents
     colocated = run.key("async_training.placement") == "colocated"
     found = columns(spans.read(folder))
-    expected = accounts.read(folder)[-1].devices
+    expected = RunReader(folder).read().accounts[-1].devices
     made = lanes(found, colocated=colocated)
     for lane in made:
         times: dict[str, float] = defaultdict(float)

@@ -18,13 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from millrace.errors import ConfigError
-from millrace.pipeline import ownership
-from millrace.report.accounts import lines as accounts
+from millrace.persist import accounts, ownership
+from millrace.persist.run_reader import RunReader, load
 from millrace.report.advice.advise import Advice
 from millrace.report.page import compare, curves, head, sections
 from millrace.report.page import timeline as timelines
 from millrace.report.page.figures import rounded
-from millrace.report.page.folder import RunFolder, load
 from millrace.report.page.head import state_of as whether_complete
 from millrace.report.page.lanes import NAMES, columns, lanes
 from millrace.report.page.samples import choose, count, read_table
@@ -55,7 +54,7 @@ def test_the_timeline_agrees_with_the_accounts(tmp_path: Path, mode: str) -> Non
     run = load(folder)
     colocated = run.key("async_training.placement") == "colocated"
     found = columns(spans.read(folder))
-    expected = accounts.read(folder)[-1].devices
+    expected = RunReader(folder).read().accounts[-1].devices
     made = lanes(found, colocated=colocated)
     assert {lane.name for lane in made} == set(expected)
     for lane in made:
@@ -93,23 +92,6 @@ def test_an_idle_replica_has_the_state_of_all_idle_replicas_until_it_leaves() ->
     (lane,) = lanes(columns(played), colocated=False)
     assert [NAMES[s] for s in lane.states] == ["wait_rewards", "train", "validate", "other"]
     assert lane.starts.tolist() == [0, 1, 2, 5] and lane.ends.tolist() == [1, 2, 5, 8]
-
-
-@pytest.mark.parametrize("resumed", [False, True])
-def test_a_trace_of_an_older_version_lacks_the_states_of_replicas_and_says_so(
-    tmp_path: Path, resumed: bool
-) -> None:
-    run = load(write_run(tmp_path / "run", killed_at=20.0 if resumed else None))
-    whole = spans.read(run.path)
-    older = [
-        s
-        for s in whole
-        if (resumed and s.attempt > 1) or (s.track != "rollouts" and s.name not in OWN_STATES)
-    ]
-    assert len(older) < len(whole)
-    for found, said in ((older, True), (whole, False)):
-        (chart, *_) = timelines.timeline(run, columns(found))
-        assert ("An older version wrote" in chart["note"]) == said
 
 
 def test_a_state_without_length_hides_no_other() -> None:
@@ -185,7 +167,8 @@ def test_attempts_with_other_devices_and_prices_are_paid_each_by_its_own(tmp_pat
         device = accounts.Device(count, {"train": 3600.0})
         return accounts.Line("end", attempt, 1, 0.0, 3600.0, 0, {}, devices={"trainer": device}, price=price)  # fmt: skip
 
-    run = RunFolder(tmp_path, accounts=[line(1, 2, 1.0), line(2, 4, 3.0)])
+    run = RunReader(tmp_path)
+    run.accounts = [line(1, 2, 1.0), line(2, 4, 3.0)]
     shares, money = devices(run)
     assert shares["rows"][0][-1] == "0.0 %" and shares["rows"][0][1] == "100.0 %"
     assert money["rows"][-1][1:] == ["devices x seconds of each attempt = 21,600", "21,600", "100.0 %", "14.00"]  # fmt: skip
@@ -299,8 +282,8 @@ def test_the_page_says_whether_the_run_goes_on(tmp_path: Path) -> None:
     assert whether_complete(load(folder)) == "complete"
     (folder / "history.jsonl").write_bytes(whole[: whole[:-1].rfind(b"\n") + 1])
     assert "still going on" in whether_complete(load(folder))
-    for name in ("metrics.jsonl", "history.jsonl", "accounts.jsonl"):
-        os.utime(folder / name, (1e9, 1e9))
+    for path in folder.rglob("*"):
+        os.utime(path, (1e9, 1e9))
     assert re.search(
         r"not complete.*Attempt 1 killed at version \d+", whether_complete(load(folder))
     )

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.observe.watch import Watch
-from millrace.report.query import query
 from millrace.report.samples import store as samples
-from millrace.report.samples.rows import ADDED, Rows
+from millrace.report.samples.rows import Rows
 from millrace.report.samples.store import SCHEMA, SampleStore, keeps
 from millrace.types import Author, Score, Segment, Thread, Tokens, Trajectory, tokens_of
 from tests.report.runs import Clock, Run, decode, life, sample, segment
@@ -25,7 +24,7 @@ from tests.report.runs import Clock, Run, decode, life, sample, segment
 
 def kept(folder: Path) -> list[tuple[int, int, int, str]]:
     """Return version, sample, trajectory and outcome of every row."""
-    rows = samples.read(folder).to_pylist()
+    rows = samples.dataset(folder).to_table().to_pylist()
     return [(r["version"], r["sample"], r["trajectory"], r["outcome"]) for r in rows]
 
 
@@ -33,22 +32,10 @@ def names(folder: Path) -> list[str]:
     return sorted(p.name for p in (folder / "samples").iterdir())
 
 
-def test_files_that_lack_the_later_columns_are_read_with_nulls(tmp_path: Path) -> None:
-    Run(tmp_path, ["samples"]).go([1, 2])
-    first, _ = sorted((tmp_path / "samples").iterdir())
-    pq.write_table(pq.read_table(first).drop_columns(sorted(ADDED)), first)
-    table = samples.read(tmp_path)
-    assert table.schema.equals(SCHEMA) and table["messages"].null_count == table.num_rows
-    assert table["ended"].null_count == 4 < table.num_rows
-    assert samples.read(tmp_path, ["ended", "version"]).num_rows == table.num_rows
-    answer = query(tmp_path, "select count(*), count(ended) from samples")
-    assert answer.rows == [(table.num_rows, table.num_rows - 4)]
-
-
 def test_a_row_has_what_the_trajectory_had(tmp_path: Path) -> None:
     Run(tmp_path, ["samples"]).go([1])
     assert names(tmp_path) == ["version-000001-attempt-001.parquet"]
-    table = samples.read(tmp_path)
+    table = samples.dataset(tmp_path).to_table()
     assert table.schema.equals(SCHEMA) and table.num_rows == 4
     common = {
         "version": 1,
@@ -284,17 +271,14 @@ def test_texts_of_any_kind_are_kept(tmp_path: Path) -> None:
     watch.at("trainer", "stepped", samples=[odd], version=0, report=None)
     watch.at("run", "published", version=1, ids=[1], totals=None)
     store.close()
-    row = samples.read(tmp_path).to_pylist()[0]
+    row = samples.dataset(tmp_path).to_table().to_pylist()[0]
     assert row["response"] == "\\ud800\0é" and row["prompt"] == "\\udfff"
     assert row["ground_truth"].startswith('{"a": [1, "<class') and str(2**90) in row["ground_truth"]
 
 
-def test_a_reader_may_ask_for_columns_and_versions(tmp_path: Path) -> None:
-    assert samples.read(tmp_path, ["reward"]).num_rows == 0
-    Run(tmp_path, ["samples"]).go([1, 2, 3])
-    table = samples.read(tmp_path, ["version", "reward"], range(2, 4))
-    assert table.column_names == ["version", "reward"]
-    assert set(table["version"].to_pylist()) == {2, 3}
+def test_the_files_of_a_run_are_compressed(tmp_path: Path) -> None:
+    assert samples.dataset(tmp_path).to_table(columns=["reward"]).num_rows == 0
+    Run(tmp_path, ["samples"]).go([1])
     path = samples.files(tmp_path)[0]
     assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
 

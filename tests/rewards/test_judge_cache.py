@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from millrace.config import RewardConfig, recipe
 from millrace.errors import ConfigError, RewardError
-from millrace.pipeline import ownership
+from millrace.persist import ownership
 from millrace.rewards.judge_cache import ScoreCache
 from millrace.rewards.mix import RunReward
 from millrace.run.rewards import make_reward, open_caches

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from millrace.config import recipe
 from millrace.errors import DeadlineError, MillraceError
-from millrace.pipeline.history import audit
+from millrace.persist.history import audit
 from millrace.rollout.roster import Standing
 from millrace.run import scaling
 from millrace.run.session import Session, open_session

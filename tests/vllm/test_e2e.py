@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millrace.pipeline.history import audit
+from millrace.persist.history import audit
 from tests.e2e import runs
 from tests.e2e.accounts import check_accounts
 from tests.e2e.test_modes import OVERLAP, check_rows

@@ -14,7 +14,7 @@ from typing import Any, cast
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import JsonLines
-from millrace.pipeline.history import History
+from millrace.persist.history import History
 from millrace.pipeline.record import RunRecord
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.schedule import Schedule

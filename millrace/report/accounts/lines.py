@@ -1,8 +1,4 @@
-"""RUN/accounts.jsonl: where every token and every second of every device went.
-
-Each attempt has a line for its start, one for each version and one for its end. Tokens are those
-of the surviving history. All other figures are those of the attempt.
-"""
+"""The writer of RUN/accounts.jsonl, as a watcher of the run."""
 
 from __future__ import annotations
 
@@ -10,80 +6,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from errno import EEXIST
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 
-from millrace.observe.files import drop_unfinished_line, lines
+from millrace.observe.files import drop_unfinished_line
 from millrace.observe.watch import Event
+from millrace.persist.accounts import Device, Line, Work
 from millrace.report.accounts.devices import DeviceAccount
 from millrace.report.accounts.flow import FlowAccount
 from millrace.report.accounts.pace import LoadAccount
 from millrace.report.accounts.tokens import PREFIX, TokenAccount, tokens_of_slot
 from millrace.schedule.ledger import Slot, State
-
-FILE = "accounts.jsonl"
-
-Count = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
-"""A number of things. A line with a larger one is no line of a run."""
-
-
-class Device(msgspec.Struct, frozen=True):
-    """The devices of one track."""
-
-    count: Count
-    seconds: dict[str, float]
-    """Seconds of one of the devices, by state. They add up to the line's `seconds`."""
-
-
-class Work(msgspec.Struct, frozen=True):
-    """Calls, their seconds and their tokens."""
-
-    count: Count = 0
-    seconds: float = 0.0
-    tokens: Count = 0
-    busy: float = 0.0
-    """Seconds with at least one call. Only the rewards have it."""
-
-
-class Line(msgspec.Struct, frozen=True):
-    """The accounts at one moment."""
-
-    event: str
-    """One of start, version and end."""
-    attempt: Count
-    version: Count
-    time: float
-    """Unix time."""
-    seconds: float
-    """Seconds of this attempt so far."""
-    generated: Count
-    """Tokens drawn. `tokens` adds up to it."""
-    tokens: dict[str, Count]
-    """Tokens by bucket (report/accounts/tokens.py)."""
-    prefill: Count = 0
-    """Tokens that this attempt has read into KV caches."""
-    devices: dict[str, Device] = {}
-    slots: dict[str, float] = {}
-    """Sample-seconds by the sample's state."""
-    samples: dict[str, Count] = {}
-    """Samples that are in each state now."""
-    retired: Count = 0
-    """Samples that this attempt has trained to a live version."""
-    requests: Work = Work()
-    scores: Work = Work()
-    loads: dict[str, tuple[float, float]] = {}
-    """Of each bin: seconds, and the integral of the load (report/accounts/pace.py)."""
-    """Seconds of engines by the number of requests that draw (report/accounts/pace.py)."""
-    price: float = 0.0
-    """Money that one device costs per hour."""
-    limit: Count | None = None
-    """Samples that the whole run trains."""
-    share_cores: bool = False
-    """Whether the devices are processes on the cores of one CPU."""
-
-
-_line = msgspec.json.Decoder(Line)  # made now, for threads: see waits/ask.py
 
 
 class Accounts:
@@ -161,28 +94,6 @@ class Accounts:
             self._note(
                 f"warning: {self._path} cannot be written: {error.strerror}. The run goes on"
             )
-
-
-def read(run_dir: Path) -> list[Line]:
-    """Return the lines of a run, oldest first. A line that is not whole is left out."""
-    return read_counted(run_dir)[0]
-
-
-def read_counted(run_dir: Path) -> tuple[list[Line], int]:
-    """Return the lines of a run, oldest first, and the number of damaged ones.
-
-    A last line without its end is one that is being written.
-    """
-    path, bad = run_dir / FILE, 0
-    found: list[Line] = []
-    if path.is_file():
-        for text in lines(path):
-            try:
-                if text.endswith(b"\n"):
-                    found.append(_line.decode(text))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                bad += bool(text.strip())
-    return found, bad
 
 
 def counts_at_stop(

@@ -5,20 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from millrace.config import recipe
+from millrace.config import Config, recipe
 from millrace.config.layers import Tree, expand, settings_of
 from millrace.config.verl.translate import Note
 from millrace.errors import ConfigError
-from millrace.observe.sinks import read_rows
 from millrace.observe.timing import TOTALS
-from millrace.report.accounts.lines import Line, read
+from millrace.persist.accounts import Line
+from millrace.persist.run_reader import RunReader
 from millrace.report.accounts.pace import StepCost, step_costs
 from millrace.report.advice.advise import Advice, advise
 from millrace.report.advice.measured import Measured, Setup
-from millrace.report.config_file import read_config
-from millrace.schedule.modes import name_of
 from millrace.schedule.schedule import Schedule
 from millrace.schedule.steady import counted
 
@@ -30,22 +27,14 @@ MOST_VERSIONS = 60
 """The newest versions show how a decode step grows."""
 
 
-def setup_at(run_dir: Path) -> tuple[Setup, Tree] | None:
-    """Return the numbers that advice reads, and the configuration of the run as a tree.
-
-    None if its file is missing or foreign.
-    """
-    try:
-        tree = read_config(run_dir)
-        config = recipe.parse(tree)
-    except (OSError, ValueError, TypeError, OverflowError, ConfigError):
-        return None
+def setup_of(config: Config) -> Setup:
+    """Return the numbers of a configuration that advice reads."""
     parts = config.reward.parts.values()
     trainer, rollout = config.trainer, config.rollout
     limited = [part for part in parts if part.kind == "function"]
-    setup = Setup(
+    return Setup(
         schedule=config.schedule,
-        mode=name_of(config.schedule, config.mode),
+        mode=config.mode_name,
         n=config.rollout.n,
         trainers=config.trainer_ranks,
         rollouts=config.rollout_devices,
@@ -59,30 +48,24 @@ def setup_at(run_dir: Path) -> tuple[Setup, Tree] | None:
         trainer_node=trainer.n_gpus_per_node if trainer.nnodes > 1 else 0,
         rollout_node=rollout.n_gpus_per_node if rollout.nnodes > 1 else 0,
     )
-    return setup, tree
 
 
-def measure(run_dir: Path) -> Measured | None:
+def measure(run: RunReader) -> Measured | None:
     """Return the figures of a run so far, or None if it has too few versions."""
-    found, lines = setup_at(run_dir), read(run_dir)
-    if found is None or not lines:
+    if run.config is None or not run.accounts:
         return None
-    setup = found[0]
-    rows = {v: row for v, row in _numbers(read_rows(run_dir, 10**12)[0]).items() if _whole(row)}
-    attempt = [line for line in lines if line.attempt == lines[-1].attempt]
-    versions = steady_versions(setup.schedule, rows, attempt)
-    return measured_of(setup, rows, attempt, versions)
+    setup = setup_of(run.config)
+    rows = {version: row for version, row in run.rows.items() if _whole(row)}
+    return measured_of(setup, rows, run.attempt, steady_versions(setup.schedule, rows, run.attempt))
 
 
-def advise_run(run_dir: Path) -> list[Advice]:
+def advise_run(run: RunReader) -> list[Advice]:
     """Return advice on a run so far, or nothing if it has too few versions.
 
     If the configuration refuses the values of a sentence, it says why.
     """
-    measured, found = measure(run_dir), setup_at(run_dir)
-    if measured is None or found is None:
-        return []
-    return checked(advise(measured), found[1])
+    measured = measure(run)
+    return [] if measured is None else checked(advise(measured), run.tree)
 
 
 def checked(advice: Sequence[Advice], tree: Tree) -> list[Advice]:
@@ -246,15 +229,7 @@ def _step_costs(rows: Rows, attempt: Sequence[Line]) -> tuple[StepCost, StepCost
     return step_costs(versions[-MOST_VERSIONS:])
 
 
-def _numbers(rows: Rows) -> dict[int, dict[str, float]]:
-    """Return the rows without values that are no numbers, or that no run has."""
-    return {
-        version: {k: v for k, v in row.items() if isinstance(v, int | float) and abs(v) < 1e15}
-        for version, row in rows.items()
-    }
-
-
 def _whole(row: Mapping[str, float]) -> bool:
     """Whether a row has the figures that advice needs. It divides by the first two."""
     positive = ("perf/time_per_version", "train/samples")
-    return "rollouter/idle_ratio" in row and all(row.get(name, 0) > 0 for name in positive)
+    return "rollouter/idle_ratio" in row and all(0 < row.get(name, 0) < 1e15 for name in positive)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+from millrace.persist.run_reader import RunReader
 from millrace.report.advice.measure import advise_run
 from millrace.report.live.look import Look
 
@@ -15,9 +15,9 @@ REST = 20.0
 """The multiple of a computation's own time that must pass before the next one."""
 
 
-def advice(folder: Path) -> list[str]:
+def advice(run: RunReader) -> list[str]:
     """Return the sentences on a run. Only this function asks for them in live views."""
-    return [str(one) for one in advise_run(folder)]
+    return [str(one) for one in advise_run(run)]
 
 
 class Counsel:
@@ -25,11 +25,11 @@ class Counsel:
 
     def __init__(
         self,
-        folder: Path,
+        run: RunReader,
         clock: Callable[[], float] = time.monotonic,
-        advise: Callable[[Path], list[str]] = advice,
+        advise: Callable[[RunReader], list[str]] = advice,
     ) -> None:
-        self._folder, self._clock, self._advise = folder, clock, advise
+        self._run, self._clock, self._advise = run, clock, advise
         self._about: tuple[int, int, str] | None = None
         self._due, self._said = float("-inf"), list[str]()
 
@@ -38,7 +38,7 @@ class Counsel:
         about, begin = (look.attempt, look.version, look.state), self._clock()
         if about != self._about and (look.ended or begin >= self._due):
             try:
-                self._said = self._advise(self._folder)
+                self._said = self._advise(self._run)
             except Exception as error:  # noqa: BLE001 - the view goes on without advice
                 self._said = [f"none: {type(error).__name__}: {error}"]
             self._about = about

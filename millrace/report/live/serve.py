@@ -28,8 +28,9 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.middleware.base import RequestResponseEndpoint
 
 from millrace.errors import ConfigError, bad_value
-from millrace.report.live.look import Looker, files_of
-from millrace.report.live.watch_view import sentence
+from millrace.observe.panel import sentence
+from millrace.persist.run_reader import RunReader
+from millrace.report.live.look import look_at
 
 LOOPBACK = "127.0.0.1"
 HOSTS = {LOOPBACK, "localhost", "[::1]"}
@@ -68,7 +69,7 @@ class Pages:
     """The report of a run, made again in one thread while its files change and somebody asks."""
 
     def __init__(self, folder: Path, render: Callable[[Path], str] = render) -> None:
-        self._folder, self._render, self._looker = folder, render, Looker(folder)
+        self._folder, self._render, self._run = folder, render, RunReader(folder)
         self._asked = threading.Event()
         self._made_of: object = None
         self._due = 0.0
@@ -99,7 +100,7 @@ class Pages:
                 self.line = f"the folder cannot be read: {type(error).__name__}: {error}"
 
     def _look(self) -> None:
-        look = self._looker.look()
+        look = look_at(self._run)
         self.line, self.ended = sentence(look), look.ended
         begin, made_of = time.monotonic(), self._files()
         if made_of != self._made_of and begin >= self._due:
@@ -111,7 +112,7 @@ class Pages:
     def _files(self) -> object:
         """Return what changes whenever a file of the run does."""
         found = []
-        for path in (*files_of(self._folder), self._folder / "config.yaml"):
+        for path in (*self._run.files(), self._folder / "config.yaml"):
             try:
                 stat = path.stat()
             except OSError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from millrace.persist.run_reader import RunReader
 from millrace.report.page.figures import (
     BLUE,
     GREEN,
@@ -22,7 +23,6 @@ from millrace.report.page.figures import (
     rounded,
     table,
 )
-from millrace.report.page.folder import RunFolder
 
 _VERSION = {"title": {"text": "version"}}
 _ENDED = "agents/ended/"
@@ -30,7 +30,7 @@ _OWN = ("turns/", "threads/", "context_tokens/", "ended/", "dead_turns")
 _SESSIONS = {"drawing": ("draw", GREEN), "waiting": ("wait for a tool", YELLOW), "at_gate": ("wait for a pause to end", GREY)}  # fmt: skip
 
 
-def agents(run: RunFolder) -> list[Block]:
+def agents(run: RunReader) -> list[Block]:
     """Return the charts of episodes. They are empty in a run without agents."""
     if not run.agents:
         return []
@@ -38,7 +38,7 @@ def agents(run: RunFolder) -> list[Block]:
     return [block for block in made if block is not None]
 
 
-def _turns(run: RunFolder) -> Block | None:
+def _turns(run: RunReader) -> Block | None:
     many = any(row.get("agents/threads/max", 0.0) > 1 for row in run.rows.values())
     data = [
         line(name, *points, colour)
@@ -67,7 +67,7 @@ def _turns(run: RunFolder) -> Block | None:
     return figure(how, data, 260, xaxis=_VERSION, yaxis={"rangemode": "tozero"})
 
 
-def _ended(run: RunFolder) -> Block | None:
+def _ended(run: RunReader) -> Block | None:
     names = sorted({n for row in run.rows.values() for n in row if n.startswith(_ENDED)})
     if not names:
         return None
@@ -83,7 +83,7 @@ def _ended(run: RunFolder) -> Block | None:
     return figure(how, data, 260, xaxis=_VERSION, yaxis={"title": {"text": "% of episodes"}, "range": [0, 100]})  # fmt: skip
 
 
-def _sessions(run: RunFolder) -> Block | None:
+def _sessions(run: RunReader) -> Block | None:
     found = [(f"agents/{name}", *look) for name, look in _SESSIONS.items()]
     data = _stacked(run, found, 1)
     if not data:
@@ -96,7 +96,7 @@ def _sessions(run: RunFolder) -> Block | None:
 
 
 def _stacked(
-    run: RunFolder, found: list[tuple[str, str, str]], factor: float
+    run: RunReader, found: list[tuple[str, str, str]], factor: float
 ) -> list[dict[str, Any]]:
     """Return stacked areas by version. A version that lacks a figure has 0 of it."""
     versions = [v for v in sorted(run.rows) if any(name in run.rows[v] for name, *_ in found)]
@@ -120,7 +120,7 @@ def _stacked(
     return data
 
 
-def _counts(run: RunFolder) -> Block | None:
+def _counts(run: RunReader) -> Block | None:
     """Return the sums of what agents count themselves, such as the calls of each tool."""
     live = {f"agents/{name}" for name in _SESSIONS}
     sums: dict[str, float] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from millrace.observe.guard import PREFIX
+from millrace.persist.run_reader import RunReader
 from millrace.report.page import head, totals
 from millrace.report.page.figures import (
     PALETTE,
@@ -21,13 +21,12 @@ from millrace.report.page.figures import (
     table,
     text,
 )
-from millrace.report.page.folder import RunFolder, flat
 from millrace.report.page.states import STATES, state_of
 
 _MOST_METRICS = 4
 
 
-def of_runs(runs: list[RunFolder]) -> dict[str, Any]:
+def of_runs(runs: list[RunReader]) -> dict[str, Any]:
     """Return the page that compares runs."""
     names = _names(runs)
     return {
@@ -53,13 +52,13 @@ def of_runs(runs: list[RunFolder]) -> dict[str, Any]:
     }
 
 
-def _first(runs: list[RunFolder]) -> list[Block]:
+def _first(runs: list[RunReader]) -> list[Block]:
     if len(runs) <= len(PALETTE):
         return []
     return [text(f"Curves show the first {len(PALETTE)} of {len(runs)} runs. Tables have all.")]
 
 
-def _damage(runs: list[RunFolder], names: list[str]) -> list[Block]:
+def _damage(runs: list[RunReader], names: list[str]) -> list[Block]:
     """Return what could not be read of each run, so that no gap looks like a result."""
     return [
         text(f"Not readable in {name}: {note}")
@@ -68,7 +67,7 @@ def _damage(runs: list[RunFolder], names: list[str]) -> list[Block]:
     ]
 
 
-def _names(runs: list[RunFolder]) -> list[str]:
+def _names(runs: list[RunReader]) -> list[str]:
     """Return a short name for each run. Folders with equal names get their parents' too."""
     names = [run.name for run in runs]
     return [
@@ -77,13 +76,13 @@ def _names(runs: list[RunFolder]) -> list[str]:
     ]
 
 
-def _overview(runs: list[RunFolder], names: list[str]) -> Block:
-    def last(run: RunFolder, name: str) -> str:
+def _overview(runs: list[RunReader], names: list[str]) -> Block:
+    def last(run: RunReader, name: str) -> str:
         values = by_version(run.rows, name)[1]
         return "" if not values or values[-1] is None else number(values[-1])
 
     def mean(
-        run: RunFolder,
+        run: RunReader,
         name: str,
         weight: str = "timing_s/step",
         show: Callable[[float], str] = number,
@@ -116,30 +115,22 @@ def _overview(runs: list[RunFolder], names: list[str]) -> Block:
             "age of tokens, mean",
             *(mean(run, "staleness/token_mean", "train/tokens") for run in runs),
         ],
-        ["alarms", *(", ".join(_alarms(run)) or "none" for run in runs)],
+        [
+            "alarms",
+            *(", ".join(sorted(alarm.name for alarm in run.alarms())) or "none" for run in runs),
+        ],
     ]
     for metric in _validations(runs):
         rows.append([f"last {metric.removeprefix('val/')}", *(_last_of(run, metric) for run in runs)])  # fmt: skip
     return table("", ["", *names], rows)
 
 
-def _last_of(run: RunFolder, metric: str) -> str:
+def _last_of(run: RunReader, metric: str) -> str:
     values = by_version(run.validations, metric)[1]
     return number(values[-1]) if values and values[-1] is not None else ""
 
 
-def _alarms(run: RunFolder) -> list[str]:
-    return sorted(
-        {
-            name.removeprefix(PREFIX)
-            for row in run.rows.values()
-            for name, value in row.items()
-            if name.startswith(PREFIX) and value
-        }
-    )
-
-
-def _validations(runs: list[RunFolder]) -> list[str]:
+def _validations(runs: list[RunReader]) -> list[str]:
     """Return the metrics of validation that most runs have, without components."""
     found: dict[str, int] = {}
     for run in runs:
@@ -148,8 +139,8 @@ def _validations(runs: list[RunFolder]) -> list[str]:
     return sorted((n for n, c in found.items() if c), key=lambda n: (-found[n], n))[:_MOST_METRICS]
 
 
-def _differences(runs: list[RunFolder], names: list[str]) -> Block:
-    configs = [flat(run.config) for run in runs]
+def _differences(runs: list[RunReader], names: list[str]) -> Block:
+    configs = [run.keys() for run in runs]
     keys = sorted({key for config in configs for key in config})
     rows = [
         [key, *(config.get(key, "") for config in configs)]
@@ -161,10 +152,10 @@ def _differences(runs: list[RunFolder], names: list[str]) -> Block:
     return table("Keys of the configuration that differ.", ["key", *names], rows[:200])
 
 
-Points = Callable[[RunFolder], tuple[list[float], list[float | None]]]
+Points = Callable[[RunReader], tuple[list[float], list[float | None]]]
 
 
-def _curves(runs: list[RunFolder], names: list[str], points: Points) -> list[dict[str, Any]]:
+def _curves(runs: list[RunReader], names: list[str], points: Points) -> list[dict[str, Any]]:
     curves = []
     for run, name, colour in zip(runs, names, PALETTE, strict=False):
         x, y = points(run)
@@ -173,7 +164,7 @@ def _curves(runs: list[RunFolder], names: list[str], points: Points) -> list[dic
     return curves
 
 
-def _over_time(run: RunFolder, metric: str) -> tuple[list[float], list[float | None]]:
+def _over_time(run: RunReader, metric: str) -> tuple[list[float], list[float | None]]:
     """Return a metric over the seconds of training until its version."""
     seconds = 0.0
     x: list[float] = []
@@ -187,7 +178,7 @@ def _over_time(run: RunFolder, metric: str) -> tuple[list[float], list[float | N
     return x, y
 
 
-def _learning(runs: list[RunFolder], names: list[str]) -> list[Block]:
+def _learning(runs: list[RunReader], names: list[str]) -> list[Block]:
     def chart(how: str, title: str, points: Points, y: str = "reward") -> Block:
         data = _curves(runs, names, points)
         if not data:
@@ -224,7 +215,7 @@ def _learning(runs: list[RunFolder], names: list[str]) -> list[Block]:
     return blocks
 
 
-def _speed(runs: list[RunFolder], names: list[str]) -> list[Block]:
+def _speed(runs: list[RunReader], names: list[str]) -> list[Block]:
     data = _curves(runs, names, lambda run: by_version(run.rows, "perf/samples_per_s"))
     if not data:
         return [missing("speed", "no version was trained yet.")]
@@ -235,7 +226,7 @@ def _speed(runs: list[RunFolder], names: list[str]) -> list[Block]:
     return [figure(how, data, xaxis={"title": {"text": "version"}}, yaxis={"title": {"text": "samples/s"}, "rangemode": "tozero"})]  # fmt: skip
 
 
-def _devices(runs: list[RunFolder], names: list[str]) -> Block:
+def _devices(runs: list[RunReader], names: list[str]) -> Block:
     columns = [_shares(run) for run in runs]
     keys = sorted({key for column in columns for key in column})
     if not keys:
@@ -248,7 +239,7 @@ def _devices(runs: list[RunFolder], names: list[str]) -> Block:
     return table(how, ["device and state", *names], rows)
 
 
-def _shares(run: RunFolder) -> dict[str, float]:
+def _shares(run: RunReader) -> dict[str, float]:
     """Return the share of the time of each side's devices by state."""
     sides: dict[str, dict[str, float]] = {}
     for name, track in totals.device_seconds(run.accounts).items():
@@ -265,7 +256,7 @@ def _shares(run: RunFolder) -> dict[str, float]:
     }
 
 
-def _tokens(runs: list[RunFolder], names: list[str]) -> Block:
+def _tokens(runs: list[RunReader], names: list[str]) -> Block:
     last = [run.accounts[-1] if run.accounts else None for run in runs]
     buckets = sorted({name for line in last if line for name in line.tokens})
     if not buckets:
@@ -278,7 +269,7 @@ def _tokens(runs: list[RunFolder], names: list[str]) -> Block:
     return table("Share of all drawn tokens in each bucket.", ["bucket", *names], rows)
 
 
-def _staleness(runs: list[RunFolder], names: list[str]) -> Block:
+def _staleness(runs: list[RunReader], names: list[str]) -> Block:
     data = _curves(runs, names, lambda run: by_version(run.rows, "staleness/token_mean"))
     if not data:
         return missing("staleness", "no run has it yet.")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from millrace.persist.run_reader import RunReader
 from millrace.report.page.figures import (
     AGES,
     BLUE,
@@ -27,13 +28,12 @@ from millrace.report.page.figures import (
     number,
     rounded,
 )
-from millrace.report.page.folder import RunFolder
 
 _VERSION = {"title": {"text": "version"}}
 _MOST_CURVES = 8
 
 
-def rewards(run: RunFolder) -> Block:
+def rewards(run: RunReader) -> Block:
     """Return the curve of the reward, with its spread and its components."""
     x, mean = by_version(run.rows, "reward/mean")
     if not x:
@@ -74,7 +74,7 @@ def rewards(run: RunFolder) -> Block:
     return figure(how, data, note=note, xaxis=_VERSION, yaxis={"title": {"text": "reward"}})
 
 
-def validation(run: RunFolder) -> Block:
+def validation(run: RunReader) -> Block:
     """Return the curves of the validation metrics."""
     names = sorted({name for row in run.validations.values() for name in row})
     scores = [n for n in names if not n.endswith("/reward_errors")]
@@ -100,7 +100,7 @@ def _more(names: list[str], what: str) -> str:
     return f"{_MOST_CURVES} of {len(names)} {what} are shown. metrics.jsonl has all of them."
 
 
-def staleness(run: RunFolder) -> Block:
+def staleness(run: RunReader) -> Block:
     """Return the trained tokens of each age, stacked by version."""
     start = "staleness/token_hist/"
     ages = sorted(
@@ -156,7 +156,7 @@ def _binned(counts: Array, versions: list[int], most: int = 200) -> tuple[Array,
     return np.add.reduceat(counts, starts), [float(versions[i]) for i in starts], step
 
 
-def length_curves(run: RunFolder) -> Block:
+def length_curves(run: RunReader) -> Block:
     """Return the percentiles of the trained lengths by version."""
     found = [
         (name, colour, by_version(run.rows, f"response_length/{key}"))
@@ -232,7 +232,7 @@ def lengths(all_tokens: Array, trained: Array, source: str) -> Block:
     return figure(how, data, 260, xaxis={"title": {"text": "tokens of a response"}}, yaxis={"title": {"text": "% of responses"}}, **layout)  # fmt: skip
 
 
-def syncs(run: RunFolder) -> Block:
+def syncs(run: RunReader) -> Block:
     """Return the seconds of each sync: transfer, pause and hold."""
     data = [
         line(name, *points, colour)

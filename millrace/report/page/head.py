@@ -8,21 +8,18 @@ from datetime import UTC, datetime
 from typing import Any
 
 from millrace import __version__
-from millrace.config import Config
 from millrace.errors import MillraceError
 from millrace.observe.guard import CAUSES, PREFIX
+from millrace.persist.run_reader import RunReader
 from millrace.report.advice.advise import Advice
 from millrace.report.advice.measure import advise_run
 from millrace.report.page.figures import Block, box, number, seconds, table, text
-from millrace.report.page.folder import RunFolder
-from millrace.schedule.modes import name_of
-from millrace.schedule.schedule import Schedule
 
 _MOST_FAILED = 0.02
 """The largest share of samples that errors may drop without an alarm."""
 
 
-def facts(run: RunFolder) -> Block:
+def facts(run: RunReader) -> Block:
     """Return the list of what the run was."""
     items = {
         "folder": run.name,
@@ -41,7 +38,7 @@ def facts(run: RunFolder) -> Block:
     return {"type": "facts", "items": [[k, v] for k, v in items.items() if v]}
 
 
-def mode_of(run: RunFolder) -> str:
+def mode_of(run: RunReader) -> str:
     """Return the mode that the Schedule of the run's configuration shows."""
     asked = run.key("mode")
     schedule = run.key("async_training", {})
@@ -55,26 +52,13 @@ def mode_of(run: RunFolder) -> str:
         )
         if isinstance(schedule, dict) and schedule.get(name) is not None
     ]
-    return f"{_shown_mode(run) or asked or 'unknown'}{' (' + ', '.join(numbers) + ')' if numbers else ''}"  # fmt: skip
+    return f"{run.mode or asked or 'unknown'}{' (' + ', '.join(numbers) + ')' if numbers else ''}"
 
 
-def _shown_mode(run: RunFolder) -> str:
-    """Return the name that the run shows, or nothing for a configuration of another version."""
-    schedule = _schedule(run)
-    return name_of(schedule, run.key("mode")) if schedule else ""
-
-
-def _schedule(run: RunFolder) -> Schedule | None:
-    try:
-        return Config.model_validate(run.config).schedule
-    except (ValueError, TypeError, MillraceError):
-        return None
-
-
-def state_of(run: RunFolder) -> str:
+def state_of(run: RunReader) -> str:
     """Return whether the run is complete, with its attempts and how each of them ended."""
     audit = run.audit
-    if audit is None or not run.lines:
+    if audit is None:
         damaged = any(note.startswith("history.jsonl: ") for note in run.notes)
         return "unknown: history.jsonl is not readable" if damaged else "unknown: no history.jsonl"
     if audit.complete:
@@ -89,11 +73,11 @@ def state_of(run: RunFolder) -> str:
     return words
 
 
-def attempts(run: RunFolder) -> list[str]:
+def attempts(run: RunReader) -> list[str]:
     """Return the beginning and the end of each attempt in words."""
     words = []
-    for attempt in sorted({line.attempt for line in run.lines}):
-        lines = [line for line in run.lines if line.attempt == attempt]
+    for attempt in sorted({line.attempt for line in run.history}):
+        lines = [line for line in run.history if line.attempt == attempt]
         first, last = lines[0], lines[-1]
         start = f"attempt {attempt}"
         if first.version:
@@ -101,38 +85,24 @@ def attempts(run: RunFolder) -> list[str]:
         if last.event == "end":
             end = "complete" if last.complete else "stopped"
         else:
-            end = "goes on" if run.running and last is run.lines[-1] else "killed"
+            end = "goes on" if run.running and last is run.history[-1] else "killed"
         words.append(f"{start} {end} at version {last.version}")
     return words
 
 
-def alarms(run: RunFolder) -> list[Block]:
+def alarms(run: RunReader) -> list[Block]:
     """Return a box for every alarm of the run. Active ones come first."""
-    periods: dict[str, list[list[int]]] = {}
-    for version, row in sorted(run.rows.items()):
-        for name, value in row.items():
-            if not name.startswith(PREFIX):
-                continue
-            spans = periods.setdefault(name.removeprefix(PREFIX), [])
-            if value and spans and spans[-1][1] == -1:
-                continue
-            if value:
-                spans.append([version, -1])
-            elif spans and spans[-1][1] == -1:
-                spans[-1][1] = version
     boxes = []
-    for name, spans in sorted(periods.items(), key=lambda item: item[1][-1][1:] != [-1] if item[1] else True):  # fmt: skip
-        if not spans:
-            continue
-        active = spans[-1][1] == -1
-        since = spans[-1][0] if active else spans[0][0]
-        when = f"since version {since}, still active" if active else _past(spans)
-        boxes.append(box("alarm" if active else "past", f"{name}: {when}", _fix(name)))
+    for alarm in sorted(run.alarms(), key=lambda alarm: not alarm.active):
+        since = alarm.periods[-1][0]
+        when = f"since version {since}, still active" if alarm.active else _past(alarm.periods)
+        kind = "alarm" if alarm.active else "past"
+        boxes.append(box(kind, f"{alarm.name}: {when}", _fix(alarm.name)))
     boxes = _of_samples(run) + boxes
     return boxes or [_no_alarms(run)]
 
 
-def _of_samples(run: RunFolder) -> list[Block]:
+def _of_samples(run: RunReader) -> list[Block]:
     """Return boxes for samples that are lost, trained twice, or dropped because of errors."""
     audit = run.audit
     if audit is None:
@@ -155,10 +125,10 @@ def _of_samples(run: RunFolder) -> list[Block]:
     return boxes
 
 
-def _past(spans: list[list[int]]) -> str:
-    one = len(spans) == 1 and spans[0][1] - 1 <= spans[0][0]
-    shown = ", ".join(f"{first} to {last - 1}" if last - 1 > first else str(first) for first, last in spans[:5])  # fmt: skip
-    return f"over; it was active in version{'s' * (not one)} {shown}{' and later' if len(spans) > 5 else ''}"
+def _past(periods: list[tuple[int, int]]) -> str:
+    one = len(periods) == 1 and periods[0][0] == periods[0][1]
+    shown = ", ".join(f"{first} to {last}" if last > first else str(first) for first, last in periods[:5])  # fmt: skip
+    return f"over; it was active in version{'s' * (not one)} {shown}{' and later' if len(periods) > 5 else ''}"
 
 
 def _fix(name: str) -> str:
@@ -177,22 +147,22 @@ def _marked(words: str, start: str) -> str:
     )  # fmt: skip
 
 
-def _no_alarms(run: RunFolder) -> Block:
+def _no_alarms(run: RunReader) -> Block:
     if not run.rows:
         return text("No alarms: the run has no row of metrics yet.")
-    if not any(name.startswith(PREFIX) for row in run.rows.values() for name in row):
+    if not any(name.startswith(PREFIX) for name in run.names):
         return text("No alarms: `guard.enable=false`.")
     return box("good", "No alarm", "No limit of the guard was passed in any version.")
 
 
-def advice(run: RunFolder) -> list[Block]:
+def advice(run: RunReader) -> list[Block]:
     """Return the advice on the run, after a sentence that says what it is."""
     if not run.accounts:
         return [
             text("No advice: accounts.jsonl is missing or empty. Runs of older versions have none.")
         ]
     try:
-        found = advise_run(run.path)
+        found = advise_run(run)
     except (MillraceError, ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
         return [text(f"No advice: the figures cannot be used: {error}")]
     if not found:
@@ -216,7 +186,7 @@ def _keys(one: Advice) -> str:
     return words
 
 
-def errors(run: RunFolder) -> list[Block]:
+def errors(run: RunReader) -> list[Block]:
     """Return a table of dropped samples, and a list of what could not be read."""
     blocks: list[Block] = []
     if run.audit is not None and run.audit.dropped:
@@ -230,12 +200,12 @@ def errors(run: RunFolder) -> list[Block]:
     return blocks
 
 
-def _devices(run: RunFolder) -> str:
+def _devices(run: RunReader) -> str:
     def of(section: str) -> int:
         nodes, each = run.key(f"{section}.nnodes", 1), run.key(f"{section}.n_gpus_per_node", 1)
         return nodes * each if isinstance(nodes, int) and isinstance(each, int) else 0
 
-    if not run.config:
+    if not run.tree:
         return ""
     if run.key("async_training.placement") == "colocated":
         return f"{of('trainer')} shared"
@@ -244,7 +214,7 @@ def _devices(run: RunFolder) -> str:
     return f"{of('trainer')} for training, {of('rollout')} for rollouts{tensor}"
 
 
-def _model(run: RunFolder) -> str:
+def _model(run: RunReader) -> str:
     if path := run.key("model.path"):
         return str(path)
     shape = run.key("model.shape", {})
@@ -257,7 +227,7 @@ def _sources(files: Any) -> str:
     return ", ".join(map(str, files)) if isinstance(files, list) else ""
 
 
-def _samples(run: RunFolder) -> str:
+def _samples(run: RunReader) -> str:
     audit = run.audit
     if audit is None:
         return ""
@@ -271,13 +241,13 @@ def _samples(run: RunFolder) -> str:
     )
 
 
-def run_seconds(run: RunFolder) -> float:
+def run_seconds(run: RunReader) -> float:
     """Return the seconds of RL over all attempts, or of all rows if there are no accounts."""
     last: Mapping[int, float] = {line.attempt: line.seconds for line in run.accounts}
     return sum(last.values()) or sum(row.get("timing_s/step", 0.0) for row in run.rows.values())
 
 
-def _time(run: RunFolder) -> str:
+def _time(run: RunReader) -> str:
     whole = run_seconds(run)
     if not whole:
         return ""

@@ -5,22 +5,22 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+from millrace.persist.run_reader import RunReader
 from millrace.report.page import agents, curves, head, timeline, totals
 from millrace.report.page.figures import missing, section, text
-from millrace.report.page.folder import RunFolder, flat
 from millrace.report.page.lanes import Spans, columns
 from millrace.report.page.samples import Table, read_table
 from millrace.report.trace import spans
 
 
-def of_run(run: RunFolder) -> tuple[dict[str, Any], Table]:
+def of_run(run: RunReader) -> tuple[dict[str, Any], Table]:
     """Return the page of a run, and its samples without their texts."""
     table, found = read_table(run.path), _spans(run)
     run.notes += table.notes
     played = agents.agents(run)
     return {
         "title": f"{run.key('name', run.name)}: report of {run.name}",
-        "keys": flat(run.config),
+        "keys": run.keys(),
         "sections": [
             section("run", "The run", [head.facts(run)]),
             section("alarms", "Alarms", head.alarms(run)),
@@ -38,7 +38,7 @@ def of_run(run: RunFolder) -> tuple[dict[str, Any], Table]:
     }, table
 
 
-def _spans(run: RunFolder) -> Spans:
+def _spans(run: RunReader) -> Spans:
     # A trace has millions of small objects. The collector would look at them again and again.
     on, n = gc.isenabled(), run.key("rollout.n")
     gc.disable()
@@ -49,7 +49,7 @@ def _spans(run: RunFolder) -> Spans:
             gc.enable()
 
 
-def _lengths(run: RunFolder, found: Spans, table: Table) -> list[dict[str, Any]]:
+def _lengths(run: RunReader, found: Spans, table: Table) -> list[dict[str, Any]]:
     """The samples lack those that an error dropped. The trace of a fast run has some samples only."""
     whole = found.every() == 1
     if len(found.lengths) and (whole or not len(table)):
@@ -64,7 +64,7 @@ def _lengths(run: RunFolder, found: Spans, table: Table) -> list[dict[str, Any]]
     return [chart, curves.length_curves(run)]
 
 
-def _samples(run: RunFolder, table: Table) -> dict[str, Any]:
+def _samples(run: RunReader, table: Table) -> dict[str, Any]:
     if len(table):
         return {"type": "browser"}
     if run.key("report.samples") == 0:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from millrace.report.accounts.lines import Line
+from millrace.persist.accounts import Line
+from millrace.persist.run_reader import RunReader
 from millrace.report.page.figures import (
     Array,
     Block,
@@ -19,7 +20,6 @@ from millrace.report.page.figures import (
     rounded,
     seconds,
 )
-from millrace.report.page.folder import RunFolder
 from millrace.report.page.head import run_seconds
 from millrace.report.page.lanes import NAMES, Lane, Spans, lanes, shares
 from millrace.report.page.states import STATES, state_of
@@ -36,7 +36,7 @@ _READ = (
 )
 
 
-def timeline(run: RunFolder, found: Spans) -> list[Block]:
+def timeline(run: RunReader, found: Spans) -> list[Block]:
     """Return the charts of time: the whole run, and two windows with single spans."""
     colocated = run.key("async_training.placement") == "colocated"
     if found.end > 0:
@@ -74,7 +74,7 @@ def _note(every: list[Lane], width: float) -> str:
     return words
 
 
-def _untraced(run: RunFolder, end: float) -> str:
+def _untraced(run: RunReader, end: float) -> str:
     """Return a sentence if the trace has less than the whole run."""
     whole = run_seconds(run)
     if end > 0.95 * whole:
@@ -86,12 +86,7 @@ def _untraced(run: RunFolder, end: float) -> str:
 
 
 def _some_samples(found: Spans) -> str:
-    """Return a sentence if the trace has some samples only, or lacks states of replicas."""
-    known = min((rows[0, 0] for rows in found.replicas.values() if len(rows)), default=np.inf)
-    if any(rows[0, 0] < known for rows in found.requests.values()):
-        return (
-            " An older version wrote the trace or its first part, without the states of replicas."
-        )
+    """Return a sentence if the trace has some samples only."""
     if found.every() == 1:
         return ""
     return " The states come from all samples, also from those that the trace does not show (`report.trace_load`)."  # fmt: skip
@@ -123,7 +118,7 @@ def _from_accounts(
     return np.array(edges), [(t, _table(bins, len(edges) - 1)) for t, bins in parts.items()], borders  # fmt: skip
 
 
-def _from_rows(run: RunFolder) -> tuple[Array, Array]:
+def _from_rows(run: RunReader) -> tuple[Array, Array]:
     """Return edges of time and the trainer's shares from the rows of metrics."""
     rows = [run.rows[v] for v in sorted(run.rows) if run.rows[v].get("timing_s/step", 0) > 0]
     step = max(1, len(rows) // BINS)

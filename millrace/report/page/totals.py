@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.report.accounts.lines import Line
+from millrace.persist.accounts import Line
+from millrace.persist.run_reader import RunReader
 from millrace.report.page.figures import (
     BLUE,
     GREEN,
@@ -25,7 +26,6 @@ from millrace.report.page.figures import (
     table,
     text,
 )
-from millrace.report.page.folder import RunFolder
 from millrace.report.page.states import STATES, state_of
 
 BUCKETS = {
@@ -59,7 +59,7 @@ class Track:
     """Device-seconds by state. Attempts may have different numbers of devices."""
 
 
-def tokens(run: RunFolder) -> list[Block]:
+def tokens(run: RunReader) -> list[Block]:
     """Return the tokens by bucket, with the check that they add up."""
     if not run.accounts:
         return [missing("account of tokens", "the folder has no accounts.jsonl. Runs of older versions have none.")]  # fmt: skip
@@ -119,7 +119,7 @@ def device_seconds(lines: list[Line]) -> dict[str, Track]:
     return found
 
 
-def devices(run: RunFolder) -> list[Block]:
+def devices(run: RunReader) -> list[Block]:
     """Return the seconds of every device by state, and the money if there is a price."""
     found = device_seconds(run.accounts)
     if not any(track.length > 0 for track in found.values()):
@@ -184,7 +184,7 @@ def _money(lines: list[Line]) -> list[Block]:
     return blocks
 
 
-def _without_accounts(run: RunFolder) -> Block:
+def _without_accounts(run: RunReader) -> Block:
     """Return the idle ratios of the metrics, for runs without accounts."""
     last = run.rows[max(run.rows)] if run.rows else {}
     rows = [

@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 
 from millrace.errors import bad_value
-from millrace.pipeline import ownership
+from millrace.persist import ownership
+from millrace.persist.run_reader import RunReader, load
 from millrace.report.page import compare, sections
-from millrace.report.page.folder import RunFolder, load
 from millrace.report.page.samples import Table, choose, count, read_texts
 
 LIMIT = 2_950_000
@@ -83,7 +83,7 @@ def _unwritable(path: Path, error: OSError) -> Exception:
     return bad_value("--output", str(path), rule, "a file in a folder that exists")
 
 
-def _page(page: dict[str, Any], run: RunFolder | None, table: Table | None) -> str:
+def _page(page: dict[str, Any], run: RunReader | None, table: Table | None) -> str:
     """Return the HTML, with as many samples as fit."""
     parts = {"plotly": _plotly(), "page": _packed(msgspec.json.encode(page))}
     shell = _shell(page["title"], parts | {"samples": ""})

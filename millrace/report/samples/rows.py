@@ -67,9 +67,6 @@ conversation by author as JSON. A segment of the author "opening" begins each th
 and has the thread's own opening.
 """
 
-ADDED = {"ended", "threads", "messages"}
-"""Columns that files of earlier versions lack. They are null there."""
-
 
 class Rows:
     """Rows in memory, column by column. Lists of whole columns are the fastest way into Arrow."""

@@ -19,16 +19,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
+from millrace.observe.files import files_in, make_folder, size_of
 from millrace.observe.watch import Event
-from millrace.report import folders
-from millrace.report.samples.rows import ADDED, SCHEMA, Decode, Rows
+from millrace.persist.run_reader import SAMPLES, RunReader
+from millrace.report.samples.rows import SCHEMA, Decode, Rows
 from millrace.types import PolicyVersion, Sample
 
-NAME = re.compile(r"version-(\d{6,12})-attempt-(\d{3,9})\.parquet")
-"""The files of the surviving history."""
-_OURS = re.compile(rf"(superseded-\d+-|\.writing-)?{NAME.pattern}")
+_OURS = re.compile(rf"(superseded-\d+-|\.writing-)?{SAMPLES.pattern}")
 
 _ROWS = 1024
 """Rows that are in memory as texts at once."""
@@ -175,12 +175,12 @@ class SampleStore:
         if self._ended:
             supersede(self._folder, self._start)
             return
-        folders.own(self._folder)
+        make_folder(self._folder)
         supersede(self._folder, self._start)
-        for path in folders.files(self._folder, _OURS):
+        for path in files_in(self._folder, _OURS):
             if path.name.startswith(".writing-"):
                 path.unlink()
-        self._total = folders.size(folders.files(self._folder, _OURS))
+        self._total = size_of(files_in(self._folder, _OURS))
 
     def _write(self, version: PolicyVersion, kept: list[Kept]) -> None:
         final = path_of(self._folder.parent, version, self._attempt)
@@ -236,8 +236,8 @@ def supersede(folder: Path, version: PolicyVersion) -> None:
     """Rename the files of versions after `version`, from which an attempt begins."""
     if folder.is_symlink():
         return
-    for path in folders.files(folder, NAME):
-        if (match := NAME.fullmatch(path.name)) and int(match[1]) > version:
+    for path in files_in(folder, SAMPLES):
+        if (match := SAMPLES.fullmatch(path.name)) and int(match[1]) > version:
             number = 1
             while (folder / f"superseded-{number}-{path.name}").exists():
                 number += 1
@@ -247,36 +247,21 @@ def supersede(folder: Path, version: PolicyVersion) -> None:
 def files(run_dir: Path) -> list[Path]:
     """Return the readable files of the surviving history, by version."""
     found = []
-    for path in folders.files(run_dir / "samples", NAME):
+    for path in RunReader(run_dir).samples:
         try:
-            schema = pq.read_schema(path)
-            added = ADDED.difference(schema.names)
-            if schema.equals(pa.schema(f for f in SCHEMA if f.name not in added)):
+            if pq.read_schema(path).equals(SCHEMA):
                 found.append(path)
         except (OSError, pa.ArrowException):
             continue  # damaged, or not millrace's
     return found
 
 
-def read(
-    run_dir: Path, columns: Sequence[str] | None = None, versions: range | None = None
-) -> pa.Table:
-    """Return the rows of the surviving history, by version.
-
-    `versions` selects files: a dropped row is in the file of the version that came next.
-    """
-    tables = [
-        pq.read_table(path, columns=columns, schema=SCHEMA, partitioning=None)
-        for path in files(run_dir)
-        if versions is None or _version(path) in versions
-    ]
-    schema = SCHEMA if columns is None else pa.schema([SCHEMA.field(name) for name in columns])
-    return pa.concat_tables([schema.empty_table(), *tables])
-
-
-def _version(path: Path) -> PolicyVersion:
-    match = NAME.fullmatch(path.name)
-    return int(match[1]) if match else -1
+def dataset(run_dir: Path) -> ds.Dataset:
+    """Return the rows of the surviving history, by version. A query reads what it needs of them."""
+    paths = [str(path) for path in files(run_dir)]
+    if not paths:
+        return ds.dataset(SCHEMA.empty_table())
+    return ds.dataset(paths, schema=SCHEMA, format="parquet")
 
 
 def _bytes(sample: Sample) -> int:

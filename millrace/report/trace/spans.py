@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from millrace.observe.files import CHUNK, open_regular
-from millrace.report import folders
+from millrace.observe.files import CHUNK, files_in, open_regular
 from millrace.report.trace.writer import HEADER, NAME
 
 
@@ -79,7 +78,7 @@ def read(run_dir: Path, tracks: Collection[str] | None = None) -> list[Span]:
 def _attempts(run_dir: Path) -> Iterator[list[Path]]:
     """Yield the files of each attempt, in order."""
     found: dict[int, list[tuple[int, Path]]] = {}
-    for path in folders.files(run_dir / "trace", NAME):
+    for path in files_in(run_dir / "trace", NAME):
         if match := NAME.fullmatch(path.name):
             found.setdefault(int(match[1]), []).append((int(match[2]), path))
     for attempt in sorted(found):

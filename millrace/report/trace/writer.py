@@ -24,8 +24,8 @@ from typing import Any
 
 import msgspec
 
+from millrace.observe.files import files_in, make_folder, size_of
 from millrace.observe.watch import Event
-from millrace.report import folders
 from millrace.report.trace.choice import CALLS, MOST_EVERY, SAMPLES, Choice
 from millrace.report.trace.chrome import Translator
 from millrace.report.trace.lanes import OPEN, Line, as_json
@@ -181,7 +181,7 @@ class TraceWriter:
 
     def _work(self) -> None:
         try:
-            self._total = folders.size(folders.files(folders.own(self._folder), NAME))
+            self._total = size_of(files_in(make_folder(self._folder), NAME))
             self._begin_file([])
             closing = False
             while not (closing or self._ended):

@@ -11,8 +11,8 @@ from typing import Any, cast
 from millrace.errors import MillraceError, NoDevices, WorkerError
 from millrace.observe.progress import Progress
 from millrace.observe.watch import Event, Watch
+from millrace.persist.history import History, audit
 from millrace.pipeline.checkpoint import Checkpoints, read_ledger
-from millrace.pipeline.history import History, audit
 from millrace.pipeline.journal_file import Batch
 from millrace.pipeline.record import RunRecord
 from millrace.rollout.roster import Change, Standing

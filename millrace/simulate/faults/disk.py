@@ -20,7 +20,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from millrace.observe import files
-from millrace.pipeline import checkpoint, history, journal_file, ownership
+from millrace.persist import ownership
+from millrace.pipeline import checkpoint, journal_file
 
 
 class Died(BaseException):
@@ -222,7 +223,7 @@ class SimPath:
         return False
 
     def stat(self) -> Any:
-        return SimpleNamespace(st_size=len(self.read_bytes()))
+        return SimpleNamespace(st_size=len(self.read_bytes()), st_dev=0, st_ino=0)
 
     def iterdir(self) -> Iterator[SimPath]:
         for path in self._view.look(self._path).children(self._path):
@@ -318,10 +319,6 @@ def _remove_tree(path: SimPath) -> None:
     path.unlink()
 
 
-def _lines(path: SimPath) -> Iterator[bytes]:
-    yield from path.read_bytes().splitlines(keepends=True)
-
-
 _OS = SimpleNamespace(
     O_RDONLY=0, open=lambda path, flags: path, fsync=_sync, close=lambda path: None
 )
@@ -337,7 +334,7 @@ _PLACES: tuple[tuple[Any, str, Any], ...] = (
     (ownership, "shutil", _SHUTIL),
     (files, "os", _OS),
     (journal_file, "os", _OS),
-    (history, "lines_of", _lines),
+    (files, "open_regular", lambda path: path.open("rb")),
 )
 
 

@@ -1,9 +1,10 @@
-"""What `millrace watch` draws: one look at a run, as a panel for a terminal."""
+"""The panel of a run in a terminal, for the run's own process and for `millrace watch`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -11,9 +12,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from millrace.observe.progress import bar_line, duration, shown, sparkline
-from millrace.report.live.look import RECENT, Device, Look, Row
+from millrace.observe.timing import is_quiet
 
+BARS = "▁▂▃▄▅▆▇█"
+RECENT = 10
+"""Versions that the recent figures cover."""
+Row = dict[str, float]
 COLOURS = {
     "empty": "dim",
     "starting": "cyan",
@@ -22,8 +26,6 @@ COLOURS = {
     "stopped": "yellow",
     "gone": "bold red",
 }
-QUIET_S = 60.0
-"""A run without a sign of life for so long, and for three versions, is shown in yellow."""
 _BAR = 24
 """Cells of a bar. A narrow terminal has half of them."""
 _NARROW, _VERY_NARROW = 80, 56
@@ -34,6 +36,70 @@ _PARTS = 4
 """Parts of a device's time that are named. The others are `other`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One row of the accounts: how a device, or a group of them, spends its time."""
+
+    name: str
+    count: int
+    recent: dict[str, float]
+    """Share of each part in the last versions. The shares add up to 1."""
+    whole: dict[str, float]
+    """The same for the whole attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    name: str
+    since: int
+    text: str
+    """The cause and the fix."""
+
+
+@dataclass(slots=True)
+class Look:
+    """The figures of one moment."""
+
+    folder: str = ""
+    name: str = ""
+    mode: str = ""
+    state: str = "running"
+    process: str = ""
+    """What is known of the run's process, as a sentence."""
+    age_s: float | None = None
+    """Seconds since a file of the run changed."""
+    attempt: int = 0
+    version: int = 0
+    versions: int | None = None
+    samples: int = 0
+    total: int | None = None
+    eta_s: float | None = None
+    rewards: list[float] = field(default_factory=list)
+    row: Row = field(default_factory=dict)
+    """The newest row of metrics.jsonl."""
+    before: Row = field(default_factory=dict)
+    """The first validation."""
+    validation: Row = field(default_factory=dict)
+    """The newest validation."""
+    validated: int = 0
+    """The version of the newest validation."""
+    alarms: list[Alarm] = field(default_factory=list)
+    devices: list[Device] = field(default_factory=list)
+    generated: int = 0
+    tokens: dict[str, int] = field(default_factory=dict)
+    """Generated tokens by bucket."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more comes, as far as this machine can tell."""
+        return self.state in ("complete", "stopped", "gone")
+
+    @property
+    def quiet(self) -> bool:
+        """Whether a run that should go on has shown nothing for long."""
+        return not self.ended and self.age_s is not None and is_quiet(self.age_s, self.row)
+
+
 def panel(look: Look, advice: Sequence[str] = (), width: int = 80) -> RenderableType:
     """Return the picture of a look. Alarms come first: a low terminal cuts the end off."""
     title = plain("  ".join(part for part in ("millrace", look.name, look.mode) if part))
@@ -41,7 +107,7 @@ def panel(look: Look, advice: Sequence[str] = (), width: int = 80) -> Renderable
     if look.total:
         bar = ProgressBar(total=look.total, completed=min(look.samples, look.total))
         parts.append(bar_line(bar))
-    parts += [_progress(look), _life(look), *_alarms(look)]
+    parts += [_progress(look), *([_life(look)] if look.process else []), *_alarms(look)]
     if look.rewards:
         parts.append(_reward(look, width))
     if look.validation:
@@ -54,7 +120,8 @@ def panel(look: Look, advice: Sequence[str] = (), width: int = 80) -> Renderable
         parts.append(_tokens(look))
     for sentence in advice:
         parts.append(Text.assemble(("advice ", "bold cyan"), plain(sentence)))
-    return Panel(Group(*parts), title=Text(title), subtitle=Text(plain(look.folder), "dim"))
+    subtitle = Text(plain(look.folder), "dim") if look.folder else None
+    return Panel(Group(*parts), title=Text(title), subtitle=subtitle)
 
 
 def plain(text: str) -> str:
@@ -82,13 +149,7 @@ def _of(done: int, whole: int | None) -> str:
 def _life(look: Look) -> Text:
     """Return the age of the last sign of life, and what is known of the process."""
     age = "no sign of life yet" if look.age_s is None else f"last sign of life {ago(look.age_s)}"
-    return Text(plain(f"{age}; {look.process}"), "yellow" if quiet(look) else "dim")
-
-
-def quiet(look: Look) -> bool:
-    """Whether a run that should go on has shown nothing for long."""
-    usual = max(QUIET_S, 3 * look.row.get("timing_s/step", 0.0))
-    return not look.ended and look.age_s is not None and look.age_s > usual
+    return Text(plain(f"{age}; {look.process}"), "yellow" if look.quiet else "dim")
 
 
 def ago(seconds: float) -> str:
@@ -225,3 +286,48 @@ def sentence(look: Look) -> str:
     parts = [*(part.plain for part in (_progress(look), _life(look)))]
     parts += [f"alarm: {plain(alarm.name)}" for alarm in look.alarms]
     return "; ".join(parts)
+
+
+def shown(validation: dict[str, float], between: str = "  ") -> str:
+    """Return the values of a validation in one line."""
+    return between.join(
+        f"{name.removeprefix('val/')} {value:.{0 if name.endswith('/reward_errors') else 3}f}"
+        for name, value in distinct(validation)
+    )
+
+
+def distinct(validation: dict[str, float]) -> Iterator[tuple[str, float]]:
+    """Yield the names and values of a validation, without accuracies that equal their scores."""
+    for name, value in validation.items():
+        score = name.replace("/acc/", "/")
+        if score == name or value != validation.get(score):
+            yield name, value
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """Return `values` as at most `width` bars. Each bar is a mean of consecutive values."""
+    if not values:
+        return ""
+    size = max(1, math.ceil(len(values) / width))
+    means = [
+        sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)
+    ]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(BARS[min(len(BARS) - 1, int((m - low) / span * len(BARS)))] for m in means)
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as h:mm:ss or m:ss."""
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def bar_line(bar: ProgressBar) -> Table:
+    """Return a progress bar with its own line end. Without it the next line overwrites the bar."""
+    grid = Table.grid(expand=True)
+    grid.add_row(bar)
+    return grid

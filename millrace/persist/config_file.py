@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-from functools import lru_cache
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,8 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         text = file.read(LARGEST + 1)
     if len(text) > LARGEST:
         raise ValueError("the file is too large")
-    return deepcopy(_tree(text.decode(errors="replace")))
-
-
-@lru_cache(maxsize=4)  # one report reads it several times, for 0.05 s each
-def _tree(text: str) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(text)
+        tree = yaml.safe_load(text.decode(errors="replace"))
     except (yaml.YAMLError, RecursionError, OverflowError, TypeError, AttributeError) as error:
         raise ValueError(type(error).__name__) from error
     if not isinstance(tree, dict):
@@ -56,3 +50,12 @@ def _check(tree: Any) -> None:
             waiting += [(inner, depth + 1) for inner in value.values()]
         elif isinstance(value, list):
             waiting += [(inner, depth + 1) for inner in value]
+
+
+def flat(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a configuration by their dotted names, with their values."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value

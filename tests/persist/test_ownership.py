@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import ConfigError
-from millrace.pipeline import ownership
+from millrace.persist import ownership
 from millrace.pipeline.checkpoint import Checkpoints
 from millrace.run.export import export
 from millrace.run.folder import open_eval_dir, open_run_dir

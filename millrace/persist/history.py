@@ -9,16 +9,18 @@ lines of earlier attempts after v. The remaining lines are the surviving history
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from millrace.errors import CheckpointError
-from millrace.observe.files import Appender, drop_unfinished_line
-from millrace.observe.files import lines as lines_of
-from millrace.pipeline.ownership import disk_errors
+from millrace.observe.files import Appender, Tail, drop_unfinished_line
+from millrace.persist.ownership import disk_errors
 from millrace.schedule.ledger import Totals
+
+FILE = "history.jsonl"
 
 Count = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 """A number or an id. A line with a larger one is not readable."""
@@ -39,7 +41,7 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     retired: Count = 0
 
 
-_line = msgspec.json.Decoder(Line)  # made now, for threads: see waits/ask.py
+DECODER = msgspec.json.Decoder(Line)  # made now, for threads: see waits/ask.py
 
 
 class Audit(msgspec.Struct, frozen=True):
@@ -60,7 +62,7 @@ class History:
     """The writer of a run's history."""
 
     def __init__(self, run_dir: Path, totals: Totals) -> None:
-        self._path = run_dir / "history.jsonl"
+        self._path = run_dir / FILE
         with disk_errors(self._path):
             mend(run_dir)
             lines = read(run_dir)
@@ -97,45 +99,50 @@ class History:
 
 
 def read(run_dir: Path) -> list[Line]:
-    """Return the lines of the history, oldest first.
+    """Return the lines of the history, oldest first. Raises CheckpointError for a damaged one.
 
     A last line without a newline is ignored. It is still being written, or a crash cut it off.
     """
-    path = run_dir / "history.jsonl"
-    if not path.is_file():
-        return []
-    lines: list[Line] = []
-    for number, text in enumerate(lines_of(path), start=1):
-        if text == b"\n" or not text.endswith(b"\n"):
-            continue
-        try:
-            lines.append(_line.decode(text))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise CheckpointError(f"{path}, line {number}: not readable: {error}") from error
+    tail = Tail(run_dir / FILE, DECODER)
+    _, lines = tail.read()
+    if tail.error:
+        raise tail.error
+    if tail.damage:
+        raise CheckpointError(f"{tail.path}, {tail.damage}")
     return lines
 
 
 def mend(run_dir: Path) -> None:
     """Remove a last line that a crash left unfinished. Its event does not count."""
-    path = run_dir / "history.jsonl"
+    path = run_dir / FILE
     if path.is_file():
         drop_unfinished_line(path)
 
 
-def audit(run_dir: Path) -> Audit:
-    """Account for every sample that was ever admitted in the surviving history."""
-    surviving: list[Line] = []
-    lines = read(run_dir)
+def surviving(lines: Iterable[Line]) -> list[Line]:
+    """Return the lines without those that a later attempt supersedes."""
+    kept: list[Line] = []
     for line in lines:
         if line.event == "start":
-            surviving = [earlier for earlier in surviving if earlier.version <= line.version]
-        surviving.append(line)
-    if not surviving:
+            kept = [earlier for earlier in kept if earlier.version <= line.version]
+        kept.append(line)
+    return kept
+
+
+def audit(run_dir: Path) -> Audit:
+    """Account for every sample that was ever admitted in the surviving history."""
+    return audit_of(read(run_dir))
+
+
+def audit_of(lines: Sequence[Line]) -> Audit:
+    """Return the audit of the lines of a history."""
+    kept = surviving(lines)
+    if not kept:
         return Audit(0, 0, {}, 0, 0, 0, 0, 0, False)
-    last = surviving[-1]
+    last = kept[-1]
     # Another run trained these samples, before the checkpoint from which this run began.
-    inherited = surviving[0].retired
-    trained = Counter(i for line in surviving if line.event == "version" for i in line.trained)
+    inherited = kept[0].retired
+    trained = Counter(i for line in kept if line.event == "version" for i in line.trained)
     # An id outside the admitted range must not hide a lost sample.
     known = {i for i in trained.keys() | set(last.slots) if 0 <= i < last.admitted}
     accounted = inherited + len(known) + sum(last.dropped.values())

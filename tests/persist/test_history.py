@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from millrace.errors import CheckpointError, DiskError
-from millrace.pipeline.history import History, Line, audit, read
+from millrace.persist.history import History, Line, audit, read
 from millrace.schedule.ledger import Totals
 
 

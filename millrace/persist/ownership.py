@@ -10,6 +10,8 @@ from pathlib import Path
 from millrace.errors import ConfigError, DiskError, bad_value
 
 MARKER = ".millrace-run"
+locks: dict[Path, int] = {}
+"""Open lock files of the folders that this process writes to. To close a file releases its lock."""
 _TEXT = "millrace made this folder. It may overwrite and delete what a run writes here.\n"
 
 

@@ -1,0 +1,165 @@
+"""The reader of a run's folder, and that all readers say the same of one folder.
+
+`golden/` is what a real run left: the quickstart with 64 samples of 4 trajectories, killed at
+version 4, resumed from version 2, with narrow limits of the guard.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from millrace.cli.why import verdict_on
+from millrace.observe.files import Tail
+from millrace.persist.history import audit
+from millrace.persist.run_reader import METRICS, RunReader, load
+from millrace.report.advice.measure import measure
+from millrace.report.live.look import look_at
+from millrace.report.page import compare, head
+from millrace.report.page.figures import number
+from millrace.report.query import query
+
+GOLDEN = Path(__file__).parent / "golden"
+REWARD = 0.15625
+ALARMS = {"zero_variance": [(1, 1), (3, 3), (5, 8)], "entropy_collapse": [(1, 8)]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(GOLDEN, tmp_path / "run"))
+
+
+@dataclass
+class Seen:
+    """The same facts, as each reader tells them."""
+
+    versions: int
+    reward: float
+    alarms: set[str]
+    complete: bool
+
+
+def of_reader(folder: Path) -> Seen:
+    run = RunReader(folder).read()
+    alarms = {alarm.name for alarm in run.alarms() if alarm.active}
+    return Seen(
+        run.versions, run.rows[run.versions]["reward/mean"], alarms, run.state == "complete"
+    )
+
+
+def of_watch(folder: Path) -> Seen:
+    look = look_at(RunReader(folder))
+    alarms = {alarm.name for alarm in look.alarms}
+    return Seen(look.version, look.rewards[-1], alarms, look.state == "complete")
+
+
+def of_page(folder: Path) -> Seen:
+    run = load(folder)
+    titles = [box["title"] for box in head.alarms(run) if box["kind"] == "alarm"]
+    table = compare.of_runs([run, run])["sections"][0]["blocks"][0]["rows"]
+    facts = {row[0]: row[1] for row in table}
+    assert facts["last mean reward"] == number(REWARD)
+    return Seen(
+        facts["versions"],
+        run.rows[facts["versions"]]["reward/mean"],
+        {title.partition(":")[0] for title in titles},
+        facts["state"].startswith("complete"),
+    )
+
+
+def of_query(folder: Path) -> Seen:
+    ((version, *figures),) = query(
+        folder,
+        'select version, "reward/mean", "alarm/zero_variance", "alarm/entropy_collapse" '
+        "from metrics order by version desc limit 1",
+    ).rows
+    names = zip(ALARMS, figures[1:], strict=True)
+    ends = query(folder, "select complete from history where survives and event = 'end'").rows
+    return Seen(version, figures[0], {name for name, on in names if on}, ends == [(True,)])
+
+
+READERS: dict[str, Callable[[Path], Seen]] = {
+    "reader": of_reader,
+    "watch": of_watch,
+    "page": of_page,
+    "query": of_query,
+}
+
+
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("reader", READERS)
+def test_all_readers_say_the_same_of_a_run(folder: Path, reader: str, ended: bool) -> None:
+    if not ended:
+        killed(folder)
+    assert READERS[reader](folder) == Seen(8, REWARD, set(ALARMS), ended)
+
+
+def test_the_account_of_samples_the_advice_and_the_verdict_agree_too(folder: Path) -> None:
+    run = load(folder)
+    assert run.audit == audit(folder) and run.audit
+    assert (run.audit.trained, run.audit.lost, run.audit.trained_twice) == (64, 0, 0)
+    assert (run.audit.attempts, run.audit.versions, run.audit.complete) == (2, 8, True)
+    assert query(folder, "select count(*) from history where not survives").rows == [(2,)]
+    assert query(folder, "select count(*) from samples").rows == [(64 * 4,)]
+    assert [path.name[:14] for path in run.samples] == [f"version-00000{v}" for v in range(1, 9)]
+    assert {alarm.name: alarm.periods for alarm in run.alarms()} == ALARMS
+    measured = measure(run)
+    assert measured is None or measured.versions <= 8
+    assert not run.notes and verdict_on(folder).state == "over"
+
+
+def killed(folder: Path) -> None:
+    """Take the end of the run away, and let its process be one that is dead."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    (folder / ".lock").write_text(f"process {process.pid} on {socket.gethostname()}\n")
+    lines = (folder / "history.jsonl").read_text().splitlines(keepends=True)
+    (folder / "history.jsonl").write_text("".join(lines[:-1]))
+
+
+def test_a_killed_run_is_gone_for_everybody(folder: Path) -> None:
+    killed(folder)
+    run = load(folder)
+    assert (run.state, run.running) == ("gone", False)
+    assert look_at(run).ended
+    assert "killed at version 8" in head.state_of(run)
+    assert verdict_on(folder).sentence.startswith("no process of the run is there")
+
+
+def test_a_folder_that_grows_gives_at_each_moment_what_a_new_reader_finds(tmp_path: Path) -> None:
+    contents = {path.name: path.read_bytes() for path in GOLDEN.glob("*.jsonl")}
+    shutil.copy(GOLDEN / "config.yaml", tmp_path)
+    following = RunReader(tmp_path)
+    for part in range(1, 12):
+        for name, content in contents.items():
+            (tmp_path / name).write_bytes(content[: len(content) * part // 11])
+        following.read()
+        anew = RunReader(tmp_path).read()
+        assert (following.rows, following.validations) == (anew.rows, anew.validations)
+        assert (following.history, following.accounts) == (anew.history, anew.accounts)
+        assert following.alarms() == anew.alarms() and not following.notes
+    assert len(following.rows) == 8 and len(following.validations) == 3
+
+
+def test_only_new_lines_are_read_and_a_new_file_replaces_them(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / METRICS, msgspec.json.Decoder(dict[str, int]))
+    assert tail.read() == (False, [])
+    with tail.path.open("w") as file:
+        for number_ in (1, 2):
+            file.write(json.dumps({"a": number_}) + "\n")
+            file.flush()
+            assert tail.read() == (False, [{"a": number_}])
+        file.write('{"a": 3')
+    assert tail.read() == (False, [])
+    (tmp_path / "new").write_text('{"a": 4}\nno line\n')
+    (tmp_path / "new").replace(tail.path)
+    assert tail.read() == (True, [{"a": 4}])
+    assert tail.bad == 1 and tail.damage.startswith("line 2: not readable")
