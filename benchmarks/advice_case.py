@@ -36,6 +36,7 @@ from rich.console import Console
 from millrace.bench import modes
 from millrace.config import recipe
 from millrace.observe.progress import Lines, Progress
+from millrace.persist.run_reader import RunReader
 from millrace.report.advice.sentence import Advice
 from millrace.run.session import Session, open_session
 
@@ -131,7 +132,7 @@ async def one(
     config = recipe.load(name, list(overrides), fixed)
     session = replace(s, config=config, run=modes.folder_of_run(config, s))
     figures = await modes.run_once(session, SKIP)
-    measured = measure(session.run.path)
+    measured = measure(RunReader(session.run.path).read())
     advice = advise(measured) if measured else []
     figures["all_advice"] = [said(one) for one in advice]
     figures["step_cost"] = measured.step_cost if measured else None

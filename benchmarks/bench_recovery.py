@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from millrace.config import recipe
 from millrace.observe.progress import Lines, Progress
-from millrace.pipeline.history import audit
+from millrace.persist.history import audit
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
 from millrace.run.stop import StopRequest

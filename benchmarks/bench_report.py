@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from millrace.config import recipe
 from millrace.config.packaged import find
 from millrace.observe.watch import Watch
-from millrace.pipeline.history import Line
+from millrace.persist.history import Line
 from millrace.report.accounts.devices import DeviceAccount
 from millrace.report.accounts.flow import FlowAccount
 from millrace.report.accounts.lines import Device

@@ -19,7 +19,7 @@ from chaos_run import HERE, Failed, Run
 from chaos_trial import Trial
 
 from millrace.config import recipe
-from millrace.observe.sinks import read_rows
+from millrace.persist.run_reader import RunReader
 
 KEYS = [
     "sft.steps=100", "rollout.total_rollout_steps=100000000", "data.val_files=[]",
@@ -71,7 +71,7 @@ def close(run: Run) -> str:
         print(f"audit: {account}", flush=True)
         if account.lost or account.trained_twice:
             wrong = f" lost {account.lost}, trained twice {account.trained_twice}"
-        rows = read_rows(run.folder, 10**9)[0].values()
+        rows = RunReader(run.folder).read().rows.values()
         oldest = max((row.get("staleness/max", 0.0) for row in rows), default=0.0)
         bound = recipe.load(str(run.folder / "config.yaml"), []).schedule.lag_bound
         print(f"staleness/max: {oldest:g}, bound {bound}", flush=True)
@@ -185,5 +185,5 @@ def end_of(run: Run) -> float:
     assert run.driver is not None
     if run.driver.wait(600) or not run.account().complete:
         raise Failed(f"the run did not complete: {run.tail()}")
-    scores = read_rows(run.folder, 10**9)[1]
+    scores = RunReader(run.folder).read().validations
     return next(v for k, v in scores[max(scores)].items() if k.endswith("/mean@1"))

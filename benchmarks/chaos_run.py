@@ -17,7 +17,7 @@ import msgspec
 import psutil
 from chaos_tools import Tools
 
-from millrace.pipeline.history import Audit, Line, audit
+from millrace.persist.history import Audit, Line, audit
 from millrace.waits.answer import Answer
 from millrace.waits.ask import ask_one, processes
 from millrace.waits.graph import DRIVER
