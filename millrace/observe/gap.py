@@ -30,8 +30,11 @@ TRAINER = {"float32": 1e-3, "bfloat16": 0.1}
 """The largest floor that the dtype explains. Above it, the trainer's own passes are wrong."""
 ASSUMED = {"float32": 1e-3, "bfloat16": 0.04}
 """The floor where no independent model finds room."""
-STALE_SHARE = 0.003
-"""The part of a change of all weights that may seem missing in an engine, with _SIGMAS of noise."""
+STALE_SHARE = {"float32": 0.003, "bfloat16": 0.01}
+"""The part of a change of all weights that may seem missing in an engine, with _SIGMAS of noise.
+
+Errors of one response are alike in bfloat16, so its noise is larger than single tokens say.
+"""
 _SIGMAS = 4.0
 RANK_SHIFT = 0.02
 """The shift of the mean rank of drawn tokens that a dtype may make, without its noise.
@@ -193,7 +196,7 @@ def judge(
     for name, drawn in rounds.items():
         findings += of_kinds(name, drawn, floor, least, own.tokens)
         part, error = drawn.missing()
-        if abs(part) > (most := STALE_SHARE + _SIGMAS * error):
+        if abs(part) > (most := STALE_SHARE[dtype] + _SIGMAS * error):
             findings.append(Finding(name, _MISSING, abs(part), most))
         missing = max(missing, abs(part))
     findings += _of_ranks(rounds)
