@@ -94,7 +94,9 @@ async def main(options: argparse.Namespace) -> None:
             if plant is None:
                 verdict = await one.prove(seed, options.budget)
             else:
-                with plant(one):
+                with plant(one):  # a run proves its engines after its first sync
+                    await one.sync.transfer(0)
+                    await one.sync.activate(0)
                     verdict = await one.prove(seed, options.budget)
             rows.append(shown(name, verdict, time.perf_counter() - since))
 

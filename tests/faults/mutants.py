@@ -127,7 +127,7 @@ def swallowed_exception() -> Any:
         async def mutant(self: RolloutPool, *args: Any) -> Any:
             replica = self.roster.live[0] if self.roster.live else 0
             try:
-                return await self.engines[replica].generate(*args)
+                return await self.draw_on(replica, *args)
             except WorkerError:
                 return ()
 
