@@ -19,7 +19,9 @@ Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 FACTOR = 2.0
-"""Healthy starts in bfloat16 on GPUs were at most at 1.09 (benchmarks/results/proof.md)."""
+"""Healthy starts in bfloat16 on GPUs were at most at 1.19 (benchmarks/results/proof.md)."""
+K3_FACTOR = 3.0
+"""The same for k3, which is quadratic: a small fault shows there far above the noise of a dtype."""
 LATER_FACTOR = 3.0
 """A policy that has trained may have a larger floor, which is not measured again."""
 LEAST = {"float32": 5e-5, "bfloat16": 1e-3}
@@ -43,6 +45,11 @@ No GPU has measured it yet, so it is wide: a cut to the 16 likeliest of 128 toke
 """
 _DOUBT = 16.0
 """A mean rank of healthy draws is over its limit once in e^16 proofs, at the most, about."""
+_K3_LEAST, _K3_NOISE = 4.0, 12.0
+"""The smallest limit of k3 in squares of that of the mean, and the noise of one token in means.
+
+The k3 of a normal error is 0.8 squares of its mean. Tails make it 1.2 to 1.4 in bfloat16.
+"""
 _FEW = 64
 """A kind of tokens with fewer tokens than this is not judged by itself."""
 _FAR = 2.0
@@ -149,6 +156,7 @@ class Verdict:
     missing: float = 0.0
     explained: bool = True
     """Whether the floor was measured."""
+    floor_k3: float = 0.0
 
     def error(self) -> GapError | None:
         """Return the error of engines that disagree. None if they agree."""
@@ -172,9 +180,9 @@ def limit_of(floor: float, least: float, factor: float = FACTOR) -> float:
     return max(least, factor * floor)
 
 
-def limit_of_few(limit: float, tokens: float) -> float:
-    """Return the limit for the mean of so few tokens, whose noise counts."""
-    return limit * (1 + 4 / max(tokens, 1) ** 0.5)
+def limit_of_few(limit: float, tokens: float, noise: float = 4.0) -> float:
+    """Return the limit for the mean of so few tokens, where one has `noise` times the mean."""
+    return limit * (1 + noise / max(tokens, 1) ** 0.5)
 
 
 def judge(
@@ -187,14 +195,14 @@ def judge(
         (d.trainer[m], d.reference[m]) for d in rounds.values() for m in (np.isfinite(d.reference),)
     ]
     own = gap(*(np.concatenate(side) for side in zip(*pairs, strict=True)))
-    floor = own.mean if own.tokens else ASSUMED[dtype]
-    limit, findings = limit_of(floor, least), list[Finding]()
-    if floor > TRAINER[dtype]:
-        findings.append(Finding("any weights", _TRAINER, floor, TRAINER[dtype]))
+    floor = own if own.tokens else Gap(0, ASSUMED[dtype], 1.5 * ASSUMED[dtype] ** 2)
+    limit, findings = limit_of(floor.mean, least), list[Finding]()
+    if floor.mean > TRAINER[dtype]:
+        findings.append(Finding("any weights", _TRAINER, floor.mean, TRAINER[dtype]))
     figures = {name: gap(d.engine, d.trainer) for name, d in rounds.items()}
     missing = 0.0
     for name, drawn in rounds.items():
-        findings += of_kinds(name, drawn, floor, least, own.tokens)
+        findings += of_kinds(name, drawn, floor, least)
         part, error = drawn.missing()
         if abs(part) > (most := STALE_SHARE[dtype] + _SIGMAS * error):
             findings.append(Finding(name, _MISSING, abs(part), most))
@@ -206,17 +214,18 @@ def judge(
     ]
     return Verdict(
         gap(*both),
-        floor,
+        floor.mean,
         limit,
         tuple(findings),
         tuple(causes(rounds, findings, alone)) if findings else (),
         figures,
         missing,
         bool(own.tokens),
+        floor.k3,
     )
 
 
-_ALL = "the mean gap of all tokens"
+_ALL, _K3 = "the mean gap of all tokens", "the k3 of all tokens"
 _TRAINER = "the trainer's own gap to an independent model"
 _MISSING = "the share of a change of weights that engines lack"
 _RANKS = "the shift of the mean rank of drawn tokens"
@@ -234,12 +243,10 @@ def _of_ranks(rounds: Mapping[str, Drawn]) -> list[Finding]:
     return [Finding("any weights", _RANKS, value, limit)] if value > limit else []
 
 
-def of_kinds(
-    name: str, drawn: Drawn, floor: float, least: float, read: float = np.inf
-) -> list[Finding]:
+def of_kinds(name: str, drawn: Drawn, floor: Gap, least: float) -> list[Finding]:
     """Return the kinds of tokens over their limits. All tokens are the first kind.
 
-    `read` is the number of tokens that gave the floor, which is as uncertain as a kind's mean.
+    The tokens that gave the floor are as uncertain as a kind's mean. A floor of no tokens is known.
     """
     found = []
     for kind, mask in {_ALL: np.ones(len(drawn.engine), dtype=bool), **drawn.kinds}.items():
@@ -247,11 +254,15 @@ def of_kinds(
             continue
         known = mask & np.isfinite(drawn.reference)
         own = gap(drawn.trainer[known], drawn.reference[known])
-        most = limit_of(max(floor, own.mean if own.tokens >= _FEW else 0.0), least)
-        most = limit_of_few(most, min(int(mask.sum()), read or np.inf))
-        mean = gap(drawn.engine[mask], drawn.trainer[mask]).mean
-        if mean > most:
-            found.append(Finding(name, kind, mean, most))
+        own = own if own.tokens >= _FEW else Gap()
+        now, few = gap(drawn.engine[mask], drawn.trainer[mask]), floor.tokens or np.inf
+        few = min(now.tokens, few)
+        most = limit_of_few(limit_of(max(floor.mean, own.mean), least), few)
+        if now.mean > most:
+            found.append(Finding(name, kind, now.mean, most))
+        most = max(_K3_LEAST * least**2, K3_FACTOR * max(floor.k3, own.k3))
+        if kind == _ALL and now.k3 > (most := limit_of_few(most, few, _K3_NOISE)):
+            found.append(Finding(name, _K3, now.k3, most))
     return found
 
 

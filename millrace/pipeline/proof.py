@@ -253,7 +253,7 @@ class Proof:
         limit = self.limit
         if len(drawn.engine) and limit is not None:
             found = gaps.gap(drawn.engine, drawn.trainer)
-            if findings := gaps.of_kinds(gaps.TRUE, drawn, 0.0, limit):
+            if findings := gaps.of_kinds(gaps.TRUE, drawn, gaps.Gap(), limit):
                 figures = f"version {version}: {gaps.worst(findings)}; a probe: {found}"
                 causes = gaps.causes({gaps.TRUE: drawn}, findings)
                 self._refuse(gaps.disagreement(figures, causes))
