@@ -32,6 +32,7 @@ from millrace.waits.registry import current, gauge, waiting
 
 try:
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+    from vllm.inputs import TokensInput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError
 except ImportError as error:
@@ -313,7 +314,7 @@ class VllmRolloutEngine:
             self._tick()
             del self._active[request.id]
 
-    async def _result(self, request: ActiveRequest, prompt: dict[str, Any]) -> Drawn:
+    async def _result(self, request: ActiveRequest, prompt: TokensInput) -> Drawn:
         tokens, log_probs, end, output = tokens_of(), floats_of(), 0, None
         params, state = sampling_params(request.params, self._eos), None
         async with aclosing(self._llm.generate(prompt, params, request.id)) as outputs:

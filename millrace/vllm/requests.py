@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import vllm
+from vllm.inputs import TokensInput, tokens_input
 from vllm.sampling_params import RequestOutputKind
 
 from millrace.errors import WorkerError
@@ -104,17 +105,15 @@ class ActiveRequest:
     restart: bool = False
     """vLLM aborted the request before its first token. It restarts under the new version."""
 
-    def begin(self, salts: Salts, swaps: int, version: PolicyVersion) -> dict[str, Any]:
+    def begin(self, salts: Salts, swaps: int, version: PolicyVersion) -> TokensInput:
         """Return vLLM's prompt.
 
         Without a salt, vLLM would use the KV of old weights for new requests.
         """
         self.salt = salts.of(self.session, self.tokens, Salt(swaps, version))
         self.starts, self.drawn = [Start(0, version, version)], 0
-        return {
-            "prompt_token_ids": self.tokens.tolist(),
-            "cache_salt": str(self.salt.number),
-        }
+        # A raw prompt would pass vLLM's parser, and a thread.
+        return tokens_input(self.tokens.tolist(), cache_salt=str(self.salt.number))
 
     def swapped(self, drawn: int, version: PolicyVersion, *, recompute: bool) -> None:
         """Note that `version` draws the tokens after the first `drawn`."""
