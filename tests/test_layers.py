@@ -249,7 +249,7 @@ BUDGETS = {
     "persist": 750,
     "pipeline": 3800,
     "ports": 450,
-    "process": 50,
+    "process": 370,
     "report": 7200,
     "rewards": 3050,
     "rollout": 1750,
