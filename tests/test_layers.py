@@ -235,7 +235,7 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 BUDGETS = {
-    "agents": 4400,
+    "agents": 4350,
     "algorithms": 2850,
     "bench": 1050,
     "cli": 2400,
@@ -251,15 +251,15 @@ BUDGETS = {
     "ports": 450,
     "process": 370,
     "report": 7200,
-    "rewards": 3050,
+    "rewards": 3000,
     "rollout": 1750,
     "run": 5300,
-    "runtime": 3600,
+    "runtime": 3500,
     "schedule": 800,
     "simulate": 3200,
     "sync": 2250,
     "testing": 750,
-    "tools": 1000,
+    "tools": 950,
     "train": 6550,
     "types": 400,
     "vllm": 1950,

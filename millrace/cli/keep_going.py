@@ -31,7 +31,7 @@ from millrace.config import TrainerConfig
 from millrace.errors import MillraceError, bad_value
 from millrace.persist.history import read
 from millrace.pipeline.checkpoint import Checkpoints
-from millrace.process.death import SET_CHILD_SUBREAPER, prctl
+from millrace.process.death import prctl
 from millrace.process.spawn import spawn_waited
 from millrace.process.trees import children_of, kill_all, wait_until
 from millrace.run.supervised import CHANNEL, REASON, News, channel
@@ -112,7 +112,7 @@ class Supervisor:
         Raises MillraceError, with this code, if the run is given up.
         """
         self._others = frozenset(children_of(os.getpid()))
-        prctl(SET_CHILD_SUBREAPER, 1)  # no process whose parent dies is overlooked
+        prctl("PR_SET_CHILD_SUBREAPER", 1)  # no process whose parent dies is overlooked
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP

@@ -14,8 +14,13 @@ import sys
 import time
 from pathlib import Path
 
-SET_PDEATHSIG, SET_DUMPABLE, SET_NAME, SET_SECCOMP = 1, 4, 15, 22
-CAPBSET_DROP, SET_CHILD_SUBREAPER, SET_NO_NEW_PRIVS = 24, 36, 38
+_OPTIONS = {
+    "PR_SET_PDEATHSIG": 1,
+    "PR_SET_DUMPABLE": 4,
+    "PR_SET_CHILD_SUBREAPER": 36,
+    "PR_SET_NO_NEW_PRIVS": 38,
+}
+_SET_NAME = 15
 _KILL_S = 10.0
 """Seconds in which killed processes end, also on a busy machine."""
 
@@ -29,16 +34,16 @@ def check(result: int, what: str) -> None:
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
-def prctl(option: int, value: int) -> None:
+def prctl(option: str, value: int) -> None:
     """Set an attribute of this process. Linux alone has them, elsewhere nothing happens."""
     if sys.platform == "linux":
         more = map(ctypes.c_ulong, (value, 0, 0, 0))
-        check(libc.prctl(option, *more), f"prctl {option}")
+        check(libc.prctl(_OPTIONS[option], *more), option)
 
 
 def die_with(parent: int) -> None:
     """Ask the kernel to kill this process when its parent dies for any reason. Linux only."""
-    prctl(SET_PDEATHSIG, signal.SIGKILL)
+    prctl("PR_SET_PDEATHSIG", signal.SIGKILL)
     # Another parent means that the driver is dead already. A comparison with process id 1
     # would be wrong: in a container the driver may have that id.
     if sys.platform == "linux" and os.getppid() != parent:
@@ -59,7 +64,7 @@ def ignore_stop_signals() -> None:
 def show_as(name: str) -> None:
     """Give this process a name in `top`, of 15 bytes at most. Linux only."""
     if sys.platform == "linux":
-        libc.prctl(SET_NAME, name.encode())
+        libc.prctl(_SET_NAME, name.encode())
 
 
 def kill(pid: int) -> None:

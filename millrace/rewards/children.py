@@ -18,7 +18,7 @@ import msgspec
 
 from millrace.errors import RewardError
 from millrace.process.channel import Frames, write_all
-from millrace.process.death import SET_DUMPABLE, prctl
+from millrace.process.death import prctl
 from millrace.rewards.wire import Call, Reply, calls_from, frame, refusal, reply_decoder
 
 _MOST = 1 << 20
@@ -29,7 +29,7 @@ def serve_in_children(connection: socket.socket, answer: Callable[[Call], Reply]
     """Answer calls until the socket closes. Process 1 is the sandbox's watcher."""
     if os.getppid() != 1 or socket.gethostname() != "sandbox":
         raise RuntimeError("a worker that ends all processes must be in a sandbox")
-    prctl(SET_DUMPABLE, 0)
+    prctl("PR_SET_DUMPABLE", 0)
 
     for call in calls_from(connection):
         connection.sendall(frame(_in_child(connection, call, answer)))

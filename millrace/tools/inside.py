@@ -20,7 +20,7 @@ import signal
 import time
 from typing import Any
 
-from millrace.process.death import SET_CHILD_SUBREAPER, SET_PDEATHSIG, kill, prctl
+from millrace.process.death import kill, prctl
 from millrace.tools import kernel
 
 LIFE, STATUS = 3, 4
@@ -111,7 +111,7 @@ def _watch(spec: dict[str, Any], uid: int | None) -> None:
     if own:
         _build_root(spec)
     else:
-        prctl(SET_CHILD_SUBREAPER, 1)
+        prctl("PR_SET_CHILD_SUBREAPER", 1)
     _write_files(spec, uid)
     program = kernel.filter_program(network=own)
     kernel.drop_privileges(uid)
@@ -193,7 +193,7 @@ def _write_files(spec: dict[str, Any], uid: int | None) -> None:
 def _become(spec: dict[str, Any], program: bytes) -> None:
     """Set the limits and become the program."""
     os.setsid()
-    prctl(SET_PDEATHSIG, signal.SIGKILL)  # a change of the user would undo it
+    prctl("PR_SET_PDEATHSIG", signal.SIGKILL)  # a change of the user would undo it
     limits = {
         resource.RLIMIT_AS: spec["address"],
         resource.RLIMIT_CPU: spec["cpu_s"],

@@ -9,15 +9,7 @@ import ctypes
 import os
 import struct
 
-from millrace.process.death import (
-    CAPBSET_DROP,
-    SET_DUMPABLE,
-    SET_NO_NEW_PRIVS,
-    SET_SECCOMP,
-    check,
-    libc,
-    prctl,
-)
+from millrace.process.death import check, libc, prctl
 
 NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 """CLONE_NEW: mount, UTS, IPC, user, pid and net."""
@@ -27,6 +19,7 @@ MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_RDONLY = 2, 4, 8, 1
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 READ_ONLY, NO_SUID, NO_DEV = 1, 2, 4
 _DETACH, _RECURSIVE, _AT_FDCWD = 2, 0x8000, -100
+_SET_SECCOMP, _CAPBSET_DROP = 22, 24
 
 # (x86_64, aarch64) numbers. Newer calls have the same number everywhere.
 _DENIED = {
@@ -103,15 +96,15 @@ def set_hostname(name: str) -> None:
 def drop_privileges(uid: int | None) -> None:
     """Give up every capability, now and after any exec, and become `uid` if it is given."""
     for capability in range(64):  # it fails where there is nothing to give up
-        libc.prctl(CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)
+        libc.prctl(_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     header = struct.pack("Ii", 0x20080522, 0)
     check(libc.capset(header, bytes(24)), "capset")
-    prctl(SET_NO_NEW_PRIVS, 1)
-    prctl(SET_DUMPABLE, 0)
+    prctl("PR_SET_NO_NEW_PRIVS", 1)
+    prctl("PR_SET_DUMPABLE", 0)
 
 
 def filter_program(*, network: bool) -> bytes:
@@ -147,5 +140,5 @@ def install_filter(program: bytes) -> None:
     lines = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(lines))
     zero = ctypes.c_ulong(0)
-    result = libc.prctl(SET_SECCOMP, ctypes.c_ulong(2), header, zero, zero)
+    result = libc.prctl(_SET_SECCOMP, ctypes.c_ulong(2), header, zero, zero)
     check(result, "seccomp")

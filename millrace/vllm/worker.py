@@ -39,7 +39,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from millrace.config import Config
 from millrace.config.vllm_checks import HOST_PID
 from millrace.errors import BrokenTransfer, SyncError
-from millrace.process.death import SET_PDEATHSIG, ignore_stop_signals, prctl
+from millrace.process.death import ignore_stop_signals, prctl
 from millrace.process.trees import kill_all, lives
 from millrace.sync import ipc
 from millrace.sync.adapters import AdaptedInbox, join_inbox
@@ -354,7 +354,7 @@ def _die_with_host() -> None:
     """
     if sys.platform != "linux":
         return
-    prctl(SET_PDEATHSIG, signal.SIGKILL)
+    prctl("PR_SET_PDEATHSIG", signal.SIGKILL)
     try:
         host, parent = psutil.Process(int(os.environ[HOST_PID])), psutil.Process(os.getppid())
         core = parent if host in parent.parents() and parent != host else None
