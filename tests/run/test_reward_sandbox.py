@@ -76,7 +76,7 @@ FORGES = r"""
 for fd in map(int, os.listdir("/proc/self/fd")):
     if fd > 2:
         try:
-            os.write(fd, b"\x01\x00\x00\x00\xc1")
+            os.write(fd, b"\x01" + bytes(7) + b"\xc1")
         except OSError:
             pass
 """
