@@ -15,7 +15,8 @@ from millrace import codec
 from millrace.data.rows import plain, problem
 from millrace.data.sources import Part, Rows, load_source
 from millrace.errors import DataError
-from millrace.rewards.wire import Call, Frames, calls_decoder, frame
+from millrace.process.channel import Frames
+from millrace.rewards.wire import Call, calls_decoder, frame
 from millrace.schedule.ledger import Ledger, LedgerSnapshot
 from millrace.schedule.schedule import Schedule
 from millrace.types import Prompt, Sample, Score, Trajectory, tokens_of

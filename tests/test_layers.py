@@ -31,7 +31,7 @@ def module_of(path: Path) -> str:
 
 NAMES = {module_of(path): path for path in FILES}
 
-GROUND = {"types", "errors", "codec", "waits"}
+GROUND = {"types", "errors", "codec", "waits", "process"}
 """Every room may import these. They import nothing."""
 
 ARROWS: dict[str, set[str]] = {
@@ -121,7 +121,7 @@ def circle(arrows: dict[str, set[str]]) -> set[str]:
 def test_every_room_is_on_the_plan() -> None:
     rooms = {room_of(p) for p in FILES} - {"__init__"}
     assert rooms == ARROWS.keys() | GROUND
-    assert len(rooms - {"__main__"}) <= 29
+    assert len(rooms - {"__main__"}) <= 30
     assert not circle(ARROWS)
 
 
@@ -235,7 +235,7 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 BUDGETS = {
-    "agents": 4400,
+    "agents": 4350,
     "algorithms": 2850,
     "bench": 1050,
     "cli": 2400,
@@ -249,16 +249,17 @@ BUDGETS = {
     "persist": 750,
     "pipeline": 3800,
     "ports": 450,
+    "process": 370,
     "report": 7200,
-    "rewards": 3050,
+    "rewards": 3000,
     "rollout": 1750,
     "run": 5300,
-    "runtime": 3600,
+    "runtime": 3500,
     "schedule": 800,
     "simulate": 3200,
     "sync": 2250,
     "testing": 750,
-    "tools": 1000,
+    "tools": 950,
     "train": 6550,
     "types": 400,
     "vllm": 1950,

@@ -12,15 +12,15 @@ import os
 import secrets
 import shlex
 import shutil
-import signal
 import subprocess
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from millrace.agents import watcher
 from millrace.errors import EpisodeError, bad_value
+from millrace.process.death import kill_group, kill_marked
+from millrace.process.spawn import close, isolated, spawn, spawn_waited
 
 PASSED = (
     *("PATH", "HOME", "USER", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
@@ -28,6 +28,8 @@ PASSED = (
 )
 """The variables of the user that every program gets."""
 
+_MARK = "MILLRACE_AGENTS"
+"""The variable that each program of a run has, and each process that it starts."""
 MOST_LINE = 64 * 2**10
 """Bytes of one line of output. A longer line is left out, with a mark."""
 _LAST_LINES = 20
@@ -69,7 +71,10 @@ class Launcher:
 
     async def start(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="millrace-agents-")
-        self._watcher = watcher.start(self._mark, self.folder)
+        watch = isolated(
+            "millrace.process.death.end_after_input", f"{_MARK}={self._mark}", self.folder
+        )
+        self._watcher = spawn(watch, {}, stdin=subprocess.PIPE)
 
     async def close(self) -> None:
         """End the watcher, and with it every process and file that is left."""
@@ -85,28 +90,21 @@ class Launcher:
         `take` gets each line of output, and lets the process read from a pipe.
         """
         url = self._url()
-        key, mark = secrets.token_hex(8), watcher.MARK
+        key = secrets.token_hex(8)
         env = {
             **{name: os.environ[name] for name in self._names if name in os.environ},
             "OPENAI_BASE_URL": f"{url}/v1",
             "ANTHROPIC_BASE_URL": url,
             **own,
-            mark: self._mark,
-            f"{mark}_ONE": key,
+            _MARK: self._mark,
+            f"{_MARK}_ONE": key,
         }
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self._argv,
-                stdin=DEVNULL if take is None else PIPE,
-                stdout=PIPE,
-                stderr=STDOUT,
-                env=env,
-                start_new_session=True,
-                limit=MOST_LINE,
-            )
+            streams = DEVNULL if take is None else PIPE, PIPE, STDOUT
+            process = await spawn_waited(self._argv, env, streams, limit=MOST_LINE)
         except OSError as error:
             raise EpisodeError("agent_start", f"{self._argv[0]}: {error}") from error
-        return Running(process, f"{mark}_ONE={key}", take)
+        return Running(process, f"{_MARK}_ONE={key}", take)
 
 
 class Running:
@@ -133,8 +131,7 @@ class Running:
 
     def kill(self) -> None:
         """Kill the process group."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
 
     async def end(self) -> None:
         """Kill the group, and read the rest of the output."""
@@ -143,12 +140,11 @@ class Running:
             await self.ended()
             await asyncio.wait({self._reader}, timeout=_DRAIN_S)
             if not self._reader.done():  # A process in another session holds the pipe.
-                await asyncio.to_thread(watcher.kill_marked, self._mark)
+                await asyncio.to_thread(kill_marked, self._mark)
                 await asyncio.wait({self._reader}, timeout=_DRAIN_S)
         finally:
             self._reader.cancel()
-            self.process._transport.close()  # type: ignore[attr-defined]  # the pipe may be open
-        await self.process.wait()
+            await close(self.process)
 
     def failure(self, name: str, code: int) -> EpisodeError:
         """Return what an episode says about the end of its process."""

@@ -29,6 +29,7 @@ from millrace.agents.programs import Task, reward_in
 from millrace.agents.request import RequestError, wrong
 from millrace.agents.wire import Body, bearer_of
 from millrace.errors import EpisodeError
+from millrace.process.files import replace_file
 
 TOKEN_VARIABLE = "MILLRACE_AGENT_TOKEN"
 FILE = "agents.json"
@@ -67,14 +68,10 @@ class RemoteProgram:
 
     def publish(self, folder: Path, url: str) -> Path:
         """Write the address and the token for workers, and return the file."""
-        path, new = folder / FILE, folder / f".{FILE}"
-        new.unlink(missing_ok=True)
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(json.dumps({"url": url, "token": self.token}) + "\n")
-        new.replace(path)
-        self._file = path
-        return path
+        self._file = folder / FILE
+        address = json.dumps({"url": url, "token": self.token})
+        replace_file(self._file, f"{address}\n", private=True)
+        return self._file
 
     async def run(self, task: Task) -> Any:
         episode = _Episode(task, asyncio.get_running_loop().create_future())

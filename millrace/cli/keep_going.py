@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -32,6 +31,9 @@ from millrace.config import TrainerConfig
 from millrace.errors import MillraceError, bad_value
 from millrace.persist.history import read
 from millrace.pipeline.checkpoint import Checkpoints
+from millrace.process.death import prctl
+from millrace.process.spawn import spawn_waited
+from millrace.process.trees import children_of, kill_all, wait_until
 from millrace.run.supervised import CHANNEL, REASON, News, channel
 from millrace.waits.ask import processes
 
@@ -58,8 +60,6 @@ _LEAVE_S = 30.0
 """Seconds that the workers of a dead driver have to end. After that, they are killed."""
 _KILLED_S = 30.0
 """The same for those that were killed, also on a busy machine."""
-_POLL_S = 0.1
-_SET_CHILD_SUBREAPER = 36
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -111,8 +111,8 @@ class Supervisor:
 
         Raises MillraceError, with this code, if the run is given up.
         """
-        self._others = frozenset(psutil.Process().children(recursive=True))
-        _adopt_orphans()
+        self._others = frozenset(children_of(os.getpid()))
+        prctl("PR_SET_CHILD_SUBREAPER", 1)  # no process whose parent dies is overlooked
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -137,11 +137,12 @@ class Supervisor:
         reader, self._channel = await asyncio.open_connection(sock=ours)
         self._error = ""
         with tempfile.TemporaryFile() as output:
-            self._driver = await asyncio.create_subprocess_exec(
-                *(*self.command, *self.arguments, *self._resuming()),
+            self._driver = await spawn_waited(
+                [*self.command, *self.arguments, *self._resuming()],
+                environment,
+                (None, output.fileno() if self.json_ else None, None),
                 pass_fds=[theirs.fileno()],
-                env=environment,
-                stdout=output if self.json_ else None,
+                session=False,
             )
             theirs.close()
             listener = asyncio.create_task(self._listen(reader), name="driver")
@@ -217,19 +218,14 @@ class Supervisor:
         if not (left := await self._left_after(self.leave_s)):
             return
         self._say(f"killing what the dead driver left: {_named(left)}")
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        kill_all(left)
         if left := await self._left_after(_KILLED_S):
             rule = "these processes of the dead driver do not end, and may have its devices"
             raise _failed(f"{_named(left)}: {rule}. Fix: end them, then trainer.resume=auto", code)
 
     async def _left_after(self, limit_s: float) -> dict[psutil.Process, str]:
-        clock = asyncio.get_running_loop().time
-        end = clock() + limit_s
-        while (left := self._left()) and clock() < end:  # noqa: ASYNC110 - no event says it
-            await asyncio.sleep(_POLL_S)
-        return left
+        await wait_until(lambda: not self._left(), limit_s, poll_s=0.1)
+        return self._left()
 
     def _left(self) -> dict[psutil.Process, str]:
         """Return the living processes that a dead driver left, with their names.
@@ -240,7 +236,7 @@ class Supervisor:
         workers = processes(self._run) if self._run is not None else []
         names = {w["pid"]: w["name"] for w in workers if w["host"] == socket.gethostname()}
         if sys.platform == "linux":
-            found = [p for p in psutil.Process().children(recursive=True) if p not in self._others]
+            found = [p for p in children_of(os.getpid()) if p not in self._others]
         else:
             found = [psutil.Process(pid) for pid in names if psutil.pid_exists(pid)]
         living = {}
@@ -264,12 +260,6 @@ class Supervisor:
         open_console(self.json_).print(
             f"keep-going: {text}", markup=False, highlight=False, soft_wrap=True
         )
-
-
-def _adopt_orphans() -> None:
-    """Become the parent of processes whose parent dies, so that none is overlooked. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def _named(left: dict[psutil.Process, str]) -> str:

@@ -17,7 +17,8 @@ from millrace.cli.console import Json, report
 from millrace.cli.watch import folder_of
 from millrace.errors import DeadlineError, MillraceError, bad_value
 from millrace.persist.run_reader import RunReader
-from millrace.run.scaling import ANSWER, REQUEST, Reply, Request, write
+from millrace.process.files import replace_file
+from millrace.run.scaling import ANSWER, REQUEST, Reply, Request
 from millrace.waits import kernel
 from millrace.waits.ask import Told, gone, processes
 from millrace.waits.graph import DRIVER
@@ -49,7 +50,7 @@ def scale(
     folder = run / FOLDER
     file = folder / f"{request.id}{REQUEST}"
     try:
-        write(file, request)
+        replace_file(file, msgspec.json.encode(request))
     except OSError as error:
         raise MillraceError(f"{file}: {error.strerror}. The run may have ended") from error
     if wait:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from millrace.observe.files import Appender
+from millrace.process.files import replace_file
 
 
 class Sink(Protocol):
@@ -31,9 +32,7 @@ class JsonLines:
             rows = [
                 line for line in path.read_text().splitlines() if _version_of(line) <= resumed_from
             ]
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(f"{line}\n" for line in rows))
-            temporary.replace(path)
+            replace_file(path, "".join(f"{line}\n" for line in rows))
         self._file = Appender(path, durable=False)
 
     def write(self, version: int, row: dict[str, float]) -> None:

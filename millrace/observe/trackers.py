@@ -22,6 +22,7 @@ import psutil
 
 from millrace.errors import INSTALL, MissingDependency, bad_value
 from millrace.observe.background import Background, Row, Tracker, text_of
+from millrace.process.files import replace_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,7 @@ class About:
     def save(self) -> None:
         """Write the ids for the next attempt. A link in the file's place is replaced."""
         with self._lock:
-            temporary = self._file.with_suffix(".new")
-            temporary.unlink(missing_ok=True)
-            temporary.write_text(json.dumps(self.ids) + "\n")
-            temporary.replace(self._file)
+            replace_file(self._file, json.dumps(self.ids) + "\n")
 
 
 class Wandb:

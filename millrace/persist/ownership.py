@@ -85,11 +85,3 @@ def remove(path: Path) -> None:
         path.unlink()
     elif path.exists():
         shutil.rmtree(path)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file of a run. A link in its place is replaced and not followed."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.unlink(missing_ok=True)
-    temporary.write_text(text)
-    temporary.replace(path)

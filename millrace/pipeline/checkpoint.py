@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from millrace.errors import CheckpointError, DiskError
 from millrace.persist import ownership
 from millrace.pipeline import journal_file
 from millrace.ports import TrainEngine
+from millrace.process.files import replace_file, sync
 from millrace.schedule.ledger import LedgerSnapshot
 from millrace.types import PolicyVersion
 from millrace.waits.kernel import moved_mb
@@ -140,13 +140,13 @@ class Checkpoints:
             msgspec.json.format(msgspec.json.encode(manifest), indent=1)
         )
         for path in [*temporary.rglob("*"), temporary]:
-            _sync(path)
+            sync(path)
         if final.exists():
             # The run saves this version again. `all` lists the old folder until the new one exists.
             final.rename(_replaced(final))
         temporary.rename(final)
-        _sync(self.folder)
-        _write_atomically(self.folder / "LATEST", final.name)
+        sync(self.folder)
+        replace_file(self.folder / "LATEST", final.name, durable=True)
         self._offer(final)
         ownership.remove(_replaced(final))
         kept = self.all()
@@ -179,7 +179,7 @@ class Checkpoints:
             if not (newer := [path for path, number in folders.items() if number > version]):
                 return
             if rest := [path for path in folders if path not in newer]:
-                _write_atomically(self.folder / "LATEST", rest[-1].name)
+                replace_file(self.folder / "LATEST", rest[-1].name, durable=True)
             else:
                 (self.folder / "LATEST").unlink(missing_ok=True)
             for path in newer:
@@ -263,19 +263,3 @@ def _replaced(final: Path) -> Path:
 def _entry(path: Path) -> FileEntry:
     with path.open("rb") as file:
         return FileEntry(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text)
-    _sync(temporary)
-    temporary.replace(path)
-    _sync(path.parent)

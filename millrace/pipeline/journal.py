@@ -31,6 +31,7 @@ from millrace.pipeline.journal_file import (
     checksum,
 )
 from millrace.pipeline.recall import Past
+from millrace.process.files import sync
 from millrace.schedule.ledger import Ledger, Move, State
 from millrace.types import PolicyVersion, Prompt, Sample, Trajectory
 from millrace.waits.registry import acting, doing
@@ -320,7 +321,7 @@ def write(path: Path, header: Header, batches: Iterable[Batch]) -> int:
     new = not path.is_file()
     if not path.parent.is_dir():
         path.parent.mkdir()
-        journal_file.sync(path.parent.parent)
+        sync(path.parent.parent)
     head: list[Header | Batch] = [header] if new else []
     return journal_file.append(path, [*head, *batches])
 
@@ -355,7 +356,7 @@ def resume(
             temporary.unlink(missing_ok=True)
             write(temporary, header, past.batches())
             temporary.rename(path)
-            journal_file.sync(folder)
+            sync(folder)
         journal_file.remove(folder, header.version, before=header.attempt)
     except OSError as error:
         journal.refuse(path, f"{error.filename or path}: {error.strerror or error}")

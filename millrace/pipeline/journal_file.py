@@ -21,6 +21,7 @@ import msgspec
 
 from millrace import codec
 from millrace.errors import CheckpointError
+from millrace.process.files import sync
 from millrace.types import PolicyVersion, Trajectory
 
 FORMAT = 1
@@ -186,14 +187,6 @@ def takes(folder: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read(path: Path) -> Part:

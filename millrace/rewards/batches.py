@@ -15,8 +15,9 @@ from typing import Protocol
 
 from millrace.data.user_code import failure
 from millrace.errors import RewardError
+from millrace.process.channel import Frames
 from millrace.rewards.functions import to_score
-from millrace.rewards.wire import Call, Frames, Reply, calls_decoder, frame, refusal
+from millrace.rewards.wire import Call, Reply, calls_decoder, frame, refusal
 
 _READ = 1 << 20
 

@@ -7,7 +7,6 @@ like that of a stranger.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import signal
@@ -18,9 +17,10 @@ from contextlib import suppress
 import msgspec
 
 from millrace.errors import RewardError
-from millrace.rewards.wire import Call, Frames, Reply, calls_decoder, frame, refusal, reply_decoder
+from millrace.process.channel import Frames, write_all
+from millrace.process.death import prctl
+from millrace.rewards.wire import Call, Reply, calls_from, frame, refusal, reply_decoder
 
-_PR_SET_DUMPABLE = 4
 _MOST = 1 << 20
 """Bytes of a reply."""
 
@@ -29,13 +29,10 @@ def serve_in_children(connection: socket.socket, answer: Callable[[Call], Reply]
     """Answer calls until the socket closes. Process 1 is the sandbox's watcher."""
     if os.getppid() != 1 or socket.gethostname() != "sandbox":
         raise RuntimeError("a worker that ends all processes must be in a sandbox")
-    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, *map(ctypes.c_ulong, (0, 0, 0, 0)))
+    prctl("PR_SET_DUMPABLE", 0)
 
-    frames = Frames()
-    while data := connection.recv(1 << 18):
-        for payload in frames.feed(data):
-            for call in calls_decoder.decode(payload):
-                connection.sendall(frame(_in_child(connection, call, answer)))
+    for call in calls_from(connection):
+        connection.sendall(frame(_in_child(connection, call, answer)))
 
 
 def _in_child(connection: socket.socket, call: Call, answer: Callable[[Call], Reply]) -> Reply:
@@ -45,7 +42,7 @@ def _in_child(connection: socket.socket, call: Call, answer: Callable[[Call], Re
         try:
             os.close(ours)
             connection.close()
-            _write(theirs, frame(answer(call)))
+            write_all(theirs, frame(answer(call)))
         finally:
             os._exit(0)
     os.close(theirs)
@@ -58,12 +55,6 @@ def _in_child(connection: socket.socket, call: Call, answer: Callable[[Call], Re
         return _checked(call, payload, status)
     except RewardError as error:
         return refusal(call, error)
-
-
-def _write(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 def _read(fd: int) -> bytes | None:

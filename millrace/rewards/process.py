@@ -12,9 +12,10 @@ from typing import cast
 
 import msgspec
 
+from millrace.process.channel import Frames
 from millrace.rewards.output import Budget, Output
 from millrace.rewards.start import Body, Launcher
-from millrace.rewards.wire import Frames, Hello, Job, Reply, frame, hello_decoder, reply_decoder
+from millrace.rewards.wire import Hello, Job, Reply, frame, hello_decoder, reply_decoder
 from millrace.types import Score
 from millrace.waits.registry import Wait
 

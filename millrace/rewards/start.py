@@ -12,18 +12,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-import millrace
+from millrace.process.death import kill_group, kill_marked
+from millrace.process.spawn import ROOT, spawn
 from millrace.rewards.wire import Job
 
 _MARK = "MILLRACE_REWARD_WORKER"
 """The variable by which a process is known that left its worker's group."""
-_PASSES = 20
 
 
 class Body(Protocol):
@@ -73,22 +71,12 @@ class Plain:
     async def start(
         self, job: Job, connection: int, output: int, environment: Mapping[str, str]
     ) -> Body:
-        root = str(Path(millrace.__file__).parent.parent)
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
         mark = secrets.token_hex(16)
-        process = subprocess.Popen(
-            [sys.executable, *arguments(connection, os.getpid(), job)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=(connection,),
-            start_new_session=True,
-            env={"OMP_NUM_THREADS": "1"}
-            | os.environ
-            | dict(environment)
-            | {"PYTHONPATH": path, _MARK: mark},
-        )
-        return _Process(process, mark)
+        own = {"PYTHONPATH": path, _MARK: mark}
+        variables = {"OMP_NUM_THREADS": "1"} | os.environ | dict(environment) | own
+        command = [sys.executable, *arguments(connection, os.getpid(), job)]
+        return _Process(spawn(command, variables, output, fds=[connection]), mark)
 
 
 class _Process:
@@ -98,45 +86,14 @@ class _Process:
 
     def kill(self) -> None:
         if self._process.returncode is None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+            kill_group(self.pid)
 
     async def ended(self) -> str:
         code = await asyncio.to_thread(self._process.wait)
-        await asyncio.to_thread(_end_strays, self._mark)
+        await asyncio.to_thread(kill_marked, f"{_MARK}={self._mark}")
         return how(code)
 
 
 def how(code: int) -> str:
     """Return how a process ended, from its exit code or minus its signal."""
     return f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
-
-
-def _end_strays(mark: str) -> None:
-    """Kill every process that has the mark in its environment, also one with a session of its own.
-
-    A process that forks meanwhile is found in a later pass.
-    """
-    if sys.platform != "linux":
-        return
-    for _ in range(_PASSES):
-        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-        if not sum(_end_marked(pid, mark) for pid in pids):
-            return
-
-
-def _end_marked(pid: int, mark: str) -> bool:
-    """Kill a process if it has the mark. A pidfd names it also if its number is used again."""
-    try:
-        process = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
-        found = f"{_MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-        if found:
-            signal.pidfd_send_signal(process, signal.SIGKILL)
-    except OSError:  # it ended, or it is another user's
-        return False
-    finally:
-        os.close(process)
-    return found

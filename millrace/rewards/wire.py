@@ -1,8 +1,8 @@
-"""Messages between the pool and its workers: msgpack frames, each after its 4-byte length."""
+"""Messages between the pool and its workers: msgpack in frames."""
 
 from __future__ import annotations
 
-import struct
+import socket
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -10,9 +10,8 @@ import msgspec
 
 from millrace.codec import decoder, pack, sendable
 from millrace.errors import RewardError
+from millrace.process.channel import Frames, framed
 from millrace.types import Message, Score
-
-_LENGTH = struct.Struct("<I")
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -93,24 +92,12 @@ hello_decoder = decoder(Hello)
 
 def frame(value: Any) -> bytes:
     """Return `value` as one frame. Raise TypeError for a value that msgpack cannot encode."""
-    payload = pack(value)
-    return _LENGTH.pack(len(payload)) + payload
+    return framed(pack(value))
 
 
-class Frames:
-    """A parser of frames from a byte stream in pieces of any size."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the payloads that `data` completes."""
-        self._buffer += data
-        at = 0
-        while len(self._buffer) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, at)
-            if len(self._buffer) - at - _LENGTH.size < length:
-                break
-            at += _LENGTH.size + length
-            yield bytes(self._buffer[at - length : at])
-        del self._buffer[:at]
+def calls_from(connection: socket.socket) -> Iterator[Call]:
+    """Yield calls until the socket closes."""
+    frames = Frames()
+    while data := connection.recv(1 << 18):
+        for payload in frames.feed(data):
+            yield from calls_decoder.decode(payload)

@@ -9,7 +9,6 @@ in batches, see `batches`.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import resource
 import signal
@@ -23,13 +22,14 @@ import msgspec
 
 from millrace.data.user_code import failure
 from millrace.errors import ConfigError, MissingDependency, RewardError
+from millrace.process.channel import payloads_of
+from millrace.process.death import die_with
 from millrace.rewards.functions import Function, load_function
-from millrace.rewards.wire import Call, Frames, Hello, Job, Reply, calls_decoder, frame, refusal
+from millrace.rewards.wire import Call, Hello, Job, Reply, calls_decoder, calls_from, frame, refusal
 
 if TYPE_CHECKING:
     from millrace.rewards.judge import Judge
 
-_PR_SET_PDEATHSIG = 1
 _MOST_TRACE = 8000
 """Characters of a traceback."""
 _STOP_SIGNALS: dict[signal.Signals, Any] = {
@@ -45,7 +45,8 @@ _forking = threading.local()
 def main(fd: int, parent: int, job: Job) -> None:
     """Send Hello, then answer calls until the socket closes."""
     _ignore_stop_signals()
-    _die_with(parent)
+    if parent:  # A sandbox sees to it by itself.
+        die_with(parent)
     if job.memory_mb:  # Data, not address space: numeric libraries reserve far more than they use.
         resource.setrlimit(resource.RLIMIT_DATA, (job.memory_mb << 20, job.memory_mb << 20))
     connection = socket.socket(fileno=fd)
@@ -72,7 +73,8 @@ def main(fd: int, parent: int, job: Job) -> None:
         asyncio.run(_serve_async(connection, scorer, job))
     else:
         connection.sendall(frame(Hello(False, scorer.whole_group)))
-        _serve(connection, scorer, job)
+        for call in calls_from(connection):
+            connection.sendall(frame(answer(scorer, call, job)))
 
 
 def _load(job: Job) -> Any:
@@ -86,17 +88,6 @@ def _load(job: Job) -> Any:
 
         return Judge.load(job.key, job.spec)
     return load_function(job.spec["function"], job.spec)
-
-
-def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this worker when its parent dies, even by SIGKILL.
-
-    A sandbox sees to it by itself: its worker has no `parent`.
-    """
-    if parent and sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(0)
 
 
 def _ignore_stop_signals() -> None:
@@ -136,14 +127,6 @@ def _restore_stop_signals() -> None:
     _restore_mask()
 
 
-def _serve(connection: socket.socket, function: Function, job: Job) -> None:
-    frames = Frames()
-    while data := connection.recv(1 << 18):
-        for payload in frames.feed(data):
-            for call in calls_decoder.decode(payload):
-                connection.sendall(frame(answer(function, call, job)))
-
-
 def answer(function: Function, call: Call, job: Job) -> Reply:
     """Return the reply to one call. A coroutine runs in an event loop of its own."""
     if function.is_async:
@@ -169,17 +152,16 @@ def _failed(call: Call, error: BaseException, job: Job) -> Reply:
 
 async def _serve_async(connection: socket.socket, function: Function | Judge, job: Job) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
-    frames, tasks = Frames(), set[asyncio.Task[None]]()
+    tasks = set[asyncio.Task[None]]()
 
     async def reply(call: Call) -> None:
         writer.write(frame(await _answer_async(function, call, job)))
 
-    while data := await reader.read(1 << 18):
-        for payload in frames.feed(data):
-            for call in calls_decoder.decode(payload):
-                task = asyncio.create_task(reply(call))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
+    async for payload in payloads_of(reader):
+        for call in calls_decoder.decode(payload):
+            task = asyncio.create_task(reply(call))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
 
 async def _answer_async(function: Function | Judge, call: Call, job: Job) -> Reply:

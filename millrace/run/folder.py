@@ -16,6 +16,7 @@ from millrace.config.recipe import dump
 from millrace.errors import CheckpointError, MillraceError, bad_value
 from millrace.persist import ownership
 from millrace.pipeline.checkpoint import Checkpoints, read_manifest, verify
+from millrace.process.files import replace_file
 from millrace.run import resume_checks, supervised
 from millrace.run.store import Store, fetch, open_store, unusable
 
@@ -103,7 +104,7 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
         if not (path / "history.jsonl").exists():  # no run began: its model may be stale
             ownership.remove(path / "model")
         (path / "logs").mkdir(parents=True, exist_ok=True)
-        ownership.replace_text(path / "config.yaml", dump(config))
+        replace_file(path / "config.yaml", dump(config))
         _take_model(checkpoint, path)
     except OSError as error:
         raise ownership.unwritable(path, error) from None
@@ -161,7 +162,7 @@ def open_eval_dir(config: Config, root: Path = Path("runs")) -> RunDir:
     path = _next(root, f"{config.name}-eval")
     ownership.claim(path)
     (path / "logs").mkdir()
-    ownership.replace_text(path / "config.yaml", dump(config))
+    replace_file(path / "config.yaml", dump(config))
     _take_model(checkpoint, path)
     return RunDir(path, checkpoint, made=(path, *missing_parents))
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from millrace.errors import DeadlineError, MillraceError
+from millrace.process.files import replace_file
 from millrace.rollout.patience import wait_for_replicas
 from millrace.rollout.roster import Standing
 from millrace.run.keeper import Keeper
@@ -52,13 +53,6 @@ class Reply(msgspec.Struct, frozen=True):
     serving: bool = True
     """Whether every replica serves."""
     error: str = ""
-
-
-def write(path: Path, content: Request | Reply) -> None:
-    """Write a file as a whole."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_bytes(msgspec.json.encode(content))
-    new.replace(path)
 
 
 def unread(folder: Path, seen: set[str]) -> list[Path]:
@@ -158,7 +152,7 @@ class Scaler:
         serving = len(self._roster.live) == after
         reply = Reply(request.id, before, after, seconds, serving, error)
         try:
-            write(file.with_suffix(ANSWER), reply)
+            replace_file(file.with_suffix(ANSWER), msgspec.json.encode(reply))
         except OSError as failure:
             self.note(f"warning: `millrace scale` gets no answer: {failure}")
 

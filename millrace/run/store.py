@@ -20,6 +20,7 @@ from millrace.config import TrainerConfig
 from millrace.errors import CheckpointError, ConfigError, bad_value
 from millrace.persist import ownership
 from millrace.pipeline.checkpoint import Manifest, read_manifest, verify
+from millrace.process.files import replace_file
 
 KEY = "trainer.mirror"
 ID = ".mirror-id"
@@ -63,7 +64,7 @@ class Store:
         """Mark the place and the run's folder with the same id."""
         run = self.owner() or _id_of(folder) or uuid.uuid4().hex
         self._write(posixpath.join(self._root, ownership.MARKER), f"{run}\n".encode())
-        ownership.replace_text(folder / ID, f"{run}\n")
+        replace_file(folder / ID, f"{run}\n")
 
     # -- checkpoints
 

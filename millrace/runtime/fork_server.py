@@ -29,6 +29,9 @@ import msgspec
 import psutil
 
 from millrace.errors import WorkerError
+from millrace.process.death import die_with, ignore_stop_signals, show_as
+from millrace.process.spawn import spawn
+from millrace.process.trees import kill_all
 from millrace.runtime import host
 from millrace.waits.registry import starting
 
@@ -117,8 +120,7 @@ class ForkedProcess:
 
     def kill(self) -> None:
         if self._process is not None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._process.kill()
+            kill_all([self._process])
 
 
 class ForkServer:
@@ -131,13 +133,11 @@ class ForkServer:
         """
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("ab") as output:
-            self._process = subprocess.Popen(
+            self._process = spawn(
                 [sys.executable, "-m", __name__, str(os.getpid()), engine],
+                os.environ | variables,
+                output.fileno(),
                 stdin=theirs.fileno(),
-                stdout=output,
-                stderr=output,
-                env=os.environ | variables,
-                start_new_session=True,
             )
         self.answers = True
         """Whether it forks further workers."""
@@ -231,9 +231,9 @@ class ForkServer:
 
 
 def main() -> None:
-    host.die_with(int(sys.argv[1]))
-    host.ignore_stop_signals()
-    host.show_as("fork-server")
+    die_with(int(sys.argv[1]))
+    ignore_stop_signals()
+    show_as("fork-server")
     driver = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -284,7 +284,7 @@ def _become(request: Fork, fds: Sequence[int], server: int) -> NoReturn:
     code = 1
     try:
         os.setsid()
-        host.die_with(server)
+        die_with(server)
         calls, beats, output = fds
         os.dup2(output, 1)
         os.dup2(output, 2)

@@ -8,11 +8,8 @@ descriptor of its heartbeats, and the seconds between them.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
-import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -24,23 +21,11 @@ from typing import Any, get_type_hints
 import msgspec
 
 from millrace import codec
+from millrace.process.channel import payloads_of, write_frame
+from millrace.process.death import die_with, ignore_stop_signals, show_as
 from millrace.runtime.rpc import CANCEL, FAILED, OK, Failure, Message, Outbox, read_frame
 from millrace.waits.registry import acting, began
 from millrace.waits.side import NAME, Side, start_in_worker
-
-HEADER = struct.Struct("<Q")
-_SHORT = 1 << 20
-"""A copy of as many bytes takes less time than a system call."""
-
-
-def write_frame(writer: asyncio.StreamWriter, frame: bytes) -> None:
-    """Write a frame after its length. A short one takes a single system call."""
-    header = HEADER.pack(len(frame))
-    if len(frame) < _SHORT:
-        writer.write(header + frame)
-    else:
-        writer.write(header)
-        writer.write(frame)
 
 
 class Host:
@@ -124,33 +109,6 @@ def _arguments_of(method: Callable[..., Any]) -> msgspec.msgpack.Decoder[Any]:
     return codec.decoder(signature)
 
 
-def ignore_stop_signals() -> None:
-    """Ignore SIGTERM, SIGINT and SIGHUP. The driver alone acts on them, and it saves first.
-
-    systemd, Slurm and a terminal send these signals to every process of a run. A worker's own
-    children inherit the setting. A worker still ends when its socket closes, when the driver
-    dies, and on SIGKILL.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies for any reason. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        # Another parent means that the driver is dead already. A comparison with process id 1
-        # would be wrong: in a container the driver may have that id.
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def show_as(name: str) -> None:
-    """Give this process a name in `top`, of 15 bytes at most. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(15, name.encode())  # PR_SET_NAME
-
-
 def beat(fd: int, seconds: float) -> None:
     """Write a byte every few seconds, until the driver closes the other end.
 
@@ -172,13 +130,9 @@ async def serve_socket(sock: socket.socket, root: object, side: Side | None = No
 
     async with asyncio.TaskGroup() as tasks:
         host = Host(root, partial(write_frame, writer), tasks)
-        while True:
-            try:
-                (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-                frame = await reader.readexactly(length)
-            except (asyncio.IncompleteReadError, ConnectionError):
-                os._exit(0)  # the driver has closed or died, and a worker has nothing to save
+        async for frame in payloads_of(reader):
             host.receive(frame)
+        os._exit(0)  # the driver has closed or died, and a worker has nothing to save
 
 
 def work(fd: int, role: str, beats: int, seconds: float) -> None:

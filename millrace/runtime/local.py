@@ -15,7 +15,7 @@ import subprocess
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,11 +24,12 @@ import psutil
 
 from millrace.config import Sides
 from millrace.errors import bad_value
+from millrace.process.channel import payloads_of, write_frame
+from millrace.process.spawn import spawn
+from millrace.process.trees import children_of, group_of, kill_all, lives, wait_until
 from millrace.runtime.address import listening_at
 from millrace.runtime.fork_server import Fork, ForkedProcess, ForkServer
-from millrace.runtime.host import HEADER, write_frame
 from millrace.runtime.placement import threads
-from millrace.runtime.processes import group_of
 from millrace.runtime.rpc import Limit, Peer
 from millrace.waits.answer import Answer
 from millrace.waits.side import FOLDER, NAME, VARIABLE
@@ -104,9 +105,9 @@ class _Worker:
         if self.group is None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(self.process.pid)
-                await _wait_for_end([partial(_exit_code, process)], GOODBYE_S)
+                await wait_until(lambda: not lives(process), GOODBYE_S)
             self.group = group_of(self.process.pid)
-            await _wait_for_end([self.process.poll], GOODBYE_S)  # its other threads end too
+            await wait_until(lambda: _over([self.process]), GOODBYE_S)  # its other threads end too
 
 
 class LocalRuntime:
@@ -179,15 +180,9 @@ class LocalRuntime:
     ) -> subprocess.Popen[bytes]:
         calls, beats, output = ends
         beat = {"MILLRACE_BEAT": f"{beats} {self._sides.rollout.heartbeat_s}"}
-        return subprocess.Popen(
-            [sys.executable, "-m", "millrace.runtime.host", str(calls), role, str(os.getpid())],
-            pass_fds=[calls, beats],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=os.environ | variables | beat,
-            start_new_session=True,
-        )
+        command = ["-m", "millrace.runtime.host", str(calls), role, str(os.getpid())]
+        variables = os.environ | variables | beat
+        return spawn([sys.executable, *command], variables, output, fds=[calls, beats])
 
     @property
     def _threads_of_libraries(self) -> dict[str, str]:
@@ -221,16 +216,13 @@ class LocalRuntime:
 
     async def _read(self, worker: _Worker, reader: asyncio.StreamReader, log: Path) -> None:
         peer, process = worker.peer, worker.process
-        try:
-            while True:
-                (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-                peer.receive(await reader.readexactly(length))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            if peer.death is None and not self._closing:
-                await worker.wait_for_end()
-            peer.mark_dead(
-                "the run is over" if self._closing else _cause_of_death(peer.name, process, log)
-            )
+        async for frame in payloads_of(reader):
+            peer.receive(frame)
+        if peer.death is None and not self._closing:
+            await worker.wait_for_end()
+        peer.mark_dead(
+            "the run is over" if self._closing else _cause_of_death(peer.name, process, log)
+        )
 
     async def end(self, peer: Peer) -> None:
         """Kill a worker and the processes that it started, and wait for their end."""
@@ -239,13 +231,10 @@ class LocalRuntime:
             return
         self._workers.remove(worker)
         processes = worker.group or group_of(worker.process.pid)
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        kill_all(processes)
         worker.writer.close()
-        polls: list[Callable[[], int | None]] = [partial(_exit_code, p) for p in processes]
-        if not await _wait_for_end([worker.process.poll, *polls], KILLED_S):
-            _warn_of([p.pid for p, poll in zip(processes, polls, strict=True) if poll() is None])
+        if not await wait_until(lambda: _over([worker.process], processes), KILLED_S):
+            _warn_of(processes)
         _deafen(worker)
 
     def release(self, replica: int) -> None:
@@ -270,24 +259,20 @@ class LocalRuntime:
         """
         self._closing = True
         workers: list[_Process] = [worker.process for worker in self._workers]
-        children = [child for process in workers for child in _children(process.pid)]
+        children = [child for process in workers for child in children_of(process.pid)]
         for worker in self._workers:
             worker.writer.close()
-        processes = [*workers, *children]
-        polls = [process.poll for process in workers] + [
-            partial(_exit_code, child) for child in children
-        ]
-        await _wait_for_end(polls, GOODBYE_S)
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                process.kill()
-        if not await _wait_for_end(polls, KILLED_S):
-            _warn_of([p.pid for p, poll in zip(processes, polls, strict=True) if poll() is None])
+        await wait_until(lambda: _over(workers, children), GOODBYE_S)
+        for process in workers:
+            process.kill()
+        kill_all(children)
+        if not await wait_until(lambda: _over(workers, children), KILLED_S):
+            _warn_of([*(p for p in workers if p.poll() is None), *children])
         servers = [server.close() for server in self._servers]
-        if not await _wait_for_end([server.poll for server in servers], GOODBYE_S):
+        if not await wait_until(lambda: _over(servers), GOODBYE_S):
             for server in servers:
                 server.kill()
-            await _wait_for_end([server.poll for server in servers], KILLED_S)
+            await wait_until(lambda: _over(servers), KILLED_S)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=GOODBYE_S)
         for worker in self._workers:
@@ -309,40 +294,18 @@ def _deafen(worker: _Worker) -> None:
     os.close(worker.beats)
 
 
-def _warn_of(alive: list[int]) -> None:
+def _over(started: Sequence[_Process], others: Sequence[psutil.Process] = ()) -> bool:
+    """Return whether processes have ended: some that this runtime started, and others."""
+    return all(p.poll() is not None for p in started) and not any(map(lives, others))
+
+
+def _warn_of(processes: Sequence[_Process | psutil.Process]) -> None:
+    alive = [p.pid for p in processes if not isinstance(p, psutil.Process) or lives(p)]
     warnings.warn(
         f"processes {alive} were killed and do not end: their GPU memory stays in use",
         RuntimeWarning,
         stacklevel=3,
     )
-
-
-def _children(pid: int) -> list[psutil.Process]:
-    """Return the processes that a worker has started, such as vLLM's."""
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _exit_code(process: psutil.Process) -> int | None:
-    """Do what Popen.poll does, for a process that this one did not start."""
-    try:
-        return None if process.is_running() and process.status() != psutil.STATUS_ZOMBIE else 0
-    except psutil.NoSuchProcess:
-        return 0
-
-
-async def _wait_for_end(polls: Sequence[Callable[[], int | None]], limit_s: float) -> bool:
-    """Wait until all processes have ended, at most `limit_s` seconds. Return whether they have.
-
-    A process whose GPU has failed may never end.
-    """
-    clock = asyncio.get_running_loop().time
-    end = clock() + limit_s
-    while not (ended := all(p() is not None for p in polls)) and clock() < end:  # noqa: ASYNC110
-        await asyncio.sleep(_POLL_S)
-    return ended
 
 
 def _end_of(code: int) -> str:

@@ -11,7 +11,6 @@ standard library alone.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -21,6 +20,7 @@ import signal
 import time
 from typing import Any
 
+from millrace.process.death import kill, prctl
 from millrace.tools import kernel
 
 LIFE, STATUS = 3, 4
@@ -32,9 +32,9 @@ _ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
-def main(life: int, status: int) -> None:
+def main(life: str, status: str) -> None:
     """Run the program that the first line of LIFE describes. Both pipes have any numbers yet."""
-    ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (life, status)]
+    ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (int(life), int(status))]
     for fd, number in zip(ends, (LIFE, STATUS), strict=True):
         os.dup2(fd, number, inheritable=False)
     os.closerange(STATUS + 1, 4096)
@@ -111,7 +111,7 @@ def _watch(spec: dict[str, Any], uid: int | None) -> None:
     if own:
         _build_root(spec)
     else:
-        kernel.adopt_orphans()
+        prctl("PR_SET_CHILD_SUBREAPER", 1)
     _write_files(spec, uid)
     program = kernel.filter_program(network=own)
     kernel.drop_privileges(uid)
@@ -193,7 +193,7 @@ def _write_files(spec: dict[str, Any], uid: int | None) -> None:
 def _become(spec: dict[str, Any], program: bytes) -> None:
     """Set the limits and become the program."""
     os.setsid()
-    kernel.end_with_parent()
+    prctl("PR_SET_PDEATHSIG", signal.SIGKILL)  # a change of the user would undo it
     limits = {
         resource.RLIMIT_AS: spec["address"],
         resource.RLIMIT_CPU: spec["cpu_s"],
@@ -241,7 +241,7 @@ def _wait(spec: dict[str, Any], child: int, own: bool) -> tuple[int, str, int]:
             reason = "processes"
         _reap(child)
     for pid in {child, *pids}:
-        _kill(pid)
+        kill(pid)
     return _status(child), reason, peak
 
 
@@ -256,11 +256,6 @@ def _reap(child: int) -> None:
         if found is None or found.si_pid == child:
             return
         os.waitpid(found.si_pid, 0)
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
 
 
 def _descendants(root: int) -> list[int]:
@@ -295,6 +290,6 @@ def _end_descendants() -> None:
         if not left:
             return
         for pid in left:
-            _kill(pid)
+            kill(pid)
         _reap(0)
         time.sleep(0.01)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import struct
+
+from millrace.process.death import check, libc, prctl
 
 NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 """CLONE_NEW: mount, UTS, IPC, user, pid and net."""
@@ -18,10 +19,7 @@ MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_RDONLY = 2, 4, 8, 1
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 READ_ONLY, NO_SUID, NO_DEV = 1, 2, 4
 _DETACH, _RECURSIVE, _AT_FDCWD = 2, 0x8000, -100
-_SET_DUMPABLE, _SET_NO_NEW_PRIVS, _SET_SECCOMP, _CAPBSET_DROP = 4, 38, 22, 24
-_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
-
-_libc = ctypes.CDLL(None, use_errno=True)
+_SET_SECCOMP, _CAPBSET_DROP = 22, 24
 
 # (x86_64, aarch64) numbers. Newer calls have the same number everywhere.
 _DENIED = {
@@ -46,21 +44,15 @@ _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 
 
-def _check(result: int, what: str) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
-
-
 def unshare() -> None:
     """Enter new namespaces. The next child is process 1 of the new pid namespace."""
-    _check(_libc.unshare(ctypes.c_int(NEW_NAMESPACES)), "unshare")
+    check(libc.unshare(ctypes.c_int(NEW_NAMESPACES)), "unshare")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
     given = [text.encode() or None for text in (source, target, kind)]
-    result = _libc.mount(*given, ctypes.c_ulong(flags), options.encode() or None)
-    _check(result, f"mount {kind or source} at {target}")
+    result = libc.mount(*given, ctypes.c_ulong(flags), options.encode() or None)
+    check(result, f"mount {kind or source} at {target}")
 
 
 def bind(source: str, target: str, *, device: bool = False) -> None:
@@ -72,7 +64,7 @@ def bind(source: str, target: str, *, device: bool = False) -> None:
 def set_flags(target: str, flags: int, *, recursive: bool = False) -> None:
     """Set the flags of a mount. Needs Linux 5.12."""
     attributes = struct.pack("QQQQ", flags, 0, 0, 0)
-    result = _libc.syscall(
+    result = libc.syscall(
         _number("mount_setattr"),
         ctypes.c_int(_AT_FDCWD),
         target.encode(),
@@ -80,13 +72,13 @@ def set_flags(target: str, flags: int, *, recursive: bool = False) -> None:
         attributes,
         ctypes.c_size_t(len(attributes)),
     )
-    _check(result, f"mount_setattr of {target}")
+    check(result, f"mount_setattr of {target}")
 
 
 def pivot(new_root: str, old_root: str) -> None:
     """Make `new_root` the root. The old root appears at `old_root`, a folder below the new one."""
-    result = _libc.syscall(_number("pivot_root"), new_root.encode(), old_root.encode())
-    _check(result, "pivot_root")
+    result = libc.syscall(_number("pivot_root"), new_root.encode(), old_root.encode())
+    check(result, "pivot_root")
 
 
 def _number(name: str) -> ctypes.c_long:
@@ -94,40 +86,25 @@ def _number(name: str) -> ctypes.c_long:
 
 
 def detach(target: str) -> None:
-    _check(_libc.umount2(target.encode(), ctypes.c_int(_DETACH)), f"umount of {target}")
+    check(libc.umount2(target.encode(), ctypes.c_int(_DETACH)), f"umount of {target}")
 
 
 def set_hostname(name: str) -> None:
-    _check(_libc.sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")
-
-
-def _prctl(option: int, value: int, what: str) -> None:
-    zero = ctypes.c_ulong(0)
-    _check(_libc.prctl(option, ctypes.c_ulong(value), zero, zero, zero), what)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of every descendant whose parent ends."""
-    _prctl(_SET_CHILD_SUBREAPER, 1, "PR_SET_CHILD_SUBREAPER")
-
-
-def end_with_parent() -> None:
-    """Ask for SIGKILL when the parent ends. A change of the user would undo it."""
-    _prctl(_SET_PDEATHSIG, signal.SIGKILL, "PR_SET_PDEATHSIG")
+    check(libc.sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")
 
 
 def drop_privileges(uid: int | None) -> None:
     """Give up every capability, now and after any exec, and become `uid` if it is given."""
     for capability in range(64):  # it fails where there is nothing to give up
-        _libc.prctl(_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)
+        libc.prctl(_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     header = struct.pack("Ii", 0x20080522, 0)
-    _check(_libc.capset(header, bytes(24)), "capset")
-    _prctl(_SET_NO_NEW_PRIVS, 1, "PR_SET_NO_NEW_PRIVS")
-    _prctl(_SET_DUMPABLE, 0, "PR_SET_DUMPABLE")
+    check(libc.capset(header, bytes(24)), "capset")
+    prctl("PR_SET_NO_NEW_PRIVS", 1)
+    prctl("PR_SET_DUMPABLE", 0)
 
 
 def filter_program(*, network: bool) -> bytes:
@@ -163,5 +140,5 @@ def install_filter(program: bytes) -> None:
     lines = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(lines))
     zero = ctypes.c_ulong(0)
-    result = _libc.prctl(_SET_SECCOMP, ctypes.c_ulong(2), header, zero, zero)
-    _check(result, "seccomp")
+    result = libc.prctl(_SET_SECCOMP, ctypes.c_ulong(2), header, zero, zero)
+    check(result, "seccomp")

@@ -14,7 +14,7 @@ from millrace.tools.sandbox import Result, Sandbox
 from millrace.tools.start import Limits, Running
 
 _LOOP = """
-import ast, json, os, struct, sys, traceback
+import ast, json, os, sys, traceback
 replies, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
 log = os.open(".output", os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
 for fd in (1, 2):
@@ -35,16 +35,14 @@ def run(code):
         traceback.print_exception(kind, error, trace.tb_next)
     sys.stdout.flush()
     sys.stderr.flush()
-while head := requests.read(4):
-    code = requests.read(struct.unpack("!I", head)[0]).decode()
+while line := requests.readline():
     os.ftruncate(log, 0)
-    run(code)
+    run(json.loads(line))
     size = os.lseek(log, 0, os.SEEK_END)
     text = os.pread(log, MOST, 0).decode(errors="replace")
     if size > MOST:
         text += "\\n[... the output is longer]"
-    data = json.dumps(text).encode()
-    replies.write(struct.pack("!I", len(data)) + data)
+    replies.write(json.dumps(text).encode() + b"\\n")
     replies.flush()
 """
 _EPISODE_S = 24 * 3600
@@ -104,12 +102,10 @@ class PythonTool:
         if self._running is None:
             self._running = await self._open(limits)
         try:
-            return await asyncio.wait_for(
-                _exchange(self._running, code, limits.output), limits.wall_s
-            )
+            return await asyncio.wait_for(_exchange(self._running, code), limits.wall_s)
         except TimeoutError:
             reason = "wall"
-        except (asyncio.IncompleteReadError, ConnectionError, ValueError):
+        except (ConnectionError, ValueError):
             reason = ""
         except BaseException:  # cancelled: the interpreter is in the middle of a cell
             self._running.release()
@@ -129,14 +125,13 @@ class PythonTool:
         return await self._sandbox.open(command, long, files={"loop.py": source})
 
 
-async def _exchange(running: Running, code: str, most: int) -> str:
+async def _exchange(running: Running, code: str) -> str:
     process = running.process
     assert process.stdin and process.stdout
-    data = code.encode(errors="replace")
-    process.stdin.write(len(data).to_bytes(4, "big") + data)
+    sendable = code.encode(errors="replace").decode()
+    process.stdin.write(json.dumps(sendable).encode() + b"\n")
     await process.stdin.drain()
-    size = int.from_bytes(await process.stdout.readexactly(4), "big")
-    text = json.loads(await process.stdout.readexactly(size)) if size <= most else None
+    text = json.loads(await process.stdout.readline())
     if not isinstance(text, str):
         raise ValueError("not an answer of the loop")
     return text

@@ -5,21 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
-import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import millrace
 from millrace.errors import EpisodeError
+from millrace.process.channel import write_all
+from millrace.process.death import kill_group
+from millrace.process.spawn import close, isolated, spawn_waited
 
-_ROOT = str(Path(millrace.__file__).parent.parent)
-_START = (
-    f"import sys; sys.path.append({_ROOT!r}); from millrace.tools.inside import main; "
-    "main(int(sys.argv[1]), int(sys.argv[2]))"
-)
 SILENT = "its watcher ended without a word"
 GRACE_S = 30.0
 """Seconds that building the walls and ending the program may take beyond the wall limit."""
@@ -59,10 +53,9 @@ class Running:
         try:
             await asyncio.wait_for(self.process.wait(), GRACE_S)
         except TimeoutError:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            kill_group(self.process.pid)
             await asyncio.wait_for(self.process.wait(), GRACE_S)
-        self.process._transport.close()  # type: ignore[attr-defined]  # its pipes may be open
+        await close(self.process)
         line = os.read(self._status, 65536) if self._status >= 0 else b""
         with suppress(OSError):
             os.close(self._status)
@@ -81,22 +74,16 @@ async def start(
     spec: dict[str, Any], limits: Limits, streams: tuple[int, int, int], variables: dict[str, str]
 ) -> Running:
     """Start the program of a spec, which `inside.py` reads. Raises EpisodeError("sandbox")."""
-    stdin, stdout, stderr = streams
     address = limits.memory if limits.address is None else limits.address
     env = _environment(spec["folder"]) | variables
     spec = {**asdict(limits), "address": address, "files": 4096, "env": env, **spec}
     life_end, life = os.pipe()
     status, status_end = os.pipe()
     try:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", _START, str(life_end), str(status_end)),
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            pass_fds=(life_end, status_end),
-            start_new_session=True,
-            env={},
-            cwd="/",
+        command = isolated("millrace.tools.inside.main", str(life_end), str(status_end))
+        ends = life_end, status_end
+        process = await spawn_waited(
+            command, {}, streams, pass_fds=ends, cwd="/", limit=limits.output
         )
     finally:
         os.close(life_end)
@@ -104,7 +91,7 @@ async def start(
     running = Running(process, life, status)
     line = json.dumps(spec).encode() + b"\n"
     try:
-        await asyncio.wait_for(asyncio.to_thread(_write_all, life, line), GRACE_S)
+        await asyncio.wait_for(asyncio.to_thread(write_all, life, line), GRACE_S)
     except (TimeoutError, BrokenPipeError) as error:
         words, slow = await running.end(), isinstance(error, TimeoutError)
         told = f"it did not start within {GRACE_S:g} s" if slow else SILENT
@@ -122,12 +109,6 @@ def _environment(folder: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 async def talk(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config import ModelConfig
+from millrace.process.files import replace_file
 
 _SIZES = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
 
@@ -28,9 +29,8 @@ def lasting_folder(model: ModelConfig, folder: str) -> str:
     shape = (Path(folder) / "config.json").read_text()
     lasting = Path(root) / "models" / hashlib.sha256(shape.encode()).hexdigest()[:16]
     lasting.mkdir(parents=True, exist_ok=True)
-    new = lasting / f".{os.getpid()}"  # other replicas write the same file now
-    new.write_text(shape)
-    new.replace(lasting / "config.json")
+    # Other replicas write the same file now.
+    replace_file(lasting / "config.json", shape, by=str(os.getpid()))
     return str(lasting)
 
 

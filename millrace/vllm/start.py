@@ -23,6 +23,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from millrace.config.vllm_checks import HOST_PID
 from millrace.errors import WorkerError
+from millrace.process.trees import children_of, is_tracker, kill_all
 from millrace.vllm.fork import context
 
 _SHARED = "/dev/shm/psm_"
@@ -74,7 +75,7 @@ async def stop(llm: AsyncLLM) -> None:
 def _shared_memory() -> set[Path]:
     """Return the files of shared memory that vLLM's processes have mapped."""
     files = set()
-    for process in psutil.Process().children(recursive=True):
+    for process in children_of(os.getpid()):
         with contextlib.suppress(psutil.Error):  # it has ended
             files |= {Path(m.path) for m in process.memory_maps() if m.path.startswith(_SHARED)}
     return files
@@ -107,12 +108,9 @@ class _Log:
 
 def _end_failed_core(log: _Log, over: threading.Event) -> None:
     """Kill vLLM's processes when the log says that a core failed. vLLM then sees the core's end."""
-    me = psutil.Process()
-    before = set(me.children(recursive=True))
+    before = children_of(os.getpid())
     while not over.wait(_POLL_S):
         if _FAILED in log.text() and not over.wait(_GRACE_S):
-            for child in set(me.children(recursive=True)) - before:
-                with contextlib.suppress(psutil.Error):  # the process has ended
-                    if "resource_tracker" not in " ".join(child.cmdline()):
-                        child.kill()
+            failed = [child for child in children_of(os.getpid()) if child not in before]
+            kill_all(child for child in failed if not is_tracker(child))
             return

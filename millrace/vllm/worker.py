@@ -7,8 +7,6 @@ stages weights beside decoding, which pauses only for `update_weights`, a copy o
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib
 import json
 import os
@@ -41,6 +39,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from millrace.config import Config
 from millrace.config.vllm_checks import HOST_PID
 from millrace.errors import BrokenTransfer, SyncError
+from millrace.process.death import ignore_stop_signals, prctl
+from millrace.process.trees import kill_all, lives
 from millrace.sync import ipc
 from millrace.sync.adapters import AdaptedInbox, join_inbox
 from millrace.sync.agreement import Agreement
@@ -354,7 +354,7 @@ def _die_with_host() -> None:
     """
     if sys.platform != "linux":
         return
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    prctl("PR_SET_PDEATHSIG", signal.SIGKILL)
     try:
         host, parent = psutil.Process(int(os.environ[HOST_PID])), psutil.Process(os.getppid())
         core = parent if host in parent.parents() and parent != host else None
@@ -363,30 +363,19 @@ def _die_with_host() -> None:
     threading.Thread(target=_end_after_host, args=(host, core), name="orphan", daemon=True).start()
 
 
-def _ignore_stop_signals() -> None:
-    """Ignore SIGTERM, SIGINT and SIGHUP in this process.
-
-    With several workers, vLLM ends a worker through its pipe. A single worker runs in vLLM's core,
-    which installs its own handlers later. `millrace.vllm.scheduler` replaces those.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-
-
 def _end_after_host(host: psutil.Process, core: psutil.Process | None) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while host.is_running() and host.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(_WATCH_S)
-    if core is not None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            core.kill()
+    while lives(host):
+        time.sleep(_WATCH_S)
+    kill_all([core] if core is not None else [])
     os._exit(1)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, StagedWeights)
     _die_with_host()
-    _ignore_stop_signals()
+    # With several workers, vLLM ends a worker through its pipe. A single worker runs in vLLM's
+    # core, which installs its own handlers later. `millrace.vllm.scheduler` replaces those.
+    ignore_stop_signals()
     time_starts()
     # vLLM would compile kernels for penalties, biases and bad words, which millrace never uses.
     SamplingParams.for_sampler_warmup = staticmethod(warm_up_params)

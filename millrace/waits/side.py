@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from millrace.process.files import replace_file
 from millrace.waits.answer import Answer, Pulse, answer_of
 from millrace.waits.registry import PROCESS
 
@@ -62,9 +63,7 @@ class Side:
         with contextlib.suppress(OSError):
             self._server = listen(self._files[0])
         about = {"name": name, "pid": os.getpid(), "host": socket.gethostname()}
-        new = folder / f".{name}.json"
-        new.write_text(json.dumps(about))
-        new.replace(self._files[1])
+        replace_file(self._files[1], json.dumps(about))
 
     def close(self) -> None:
         """End the thread, and remove its files."""

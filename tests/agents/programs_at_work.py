@@ -144,7 +144,7 @@ def running(mark: str) -> list[str]:
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
-        watches = any(word.endswith("agents/watcher.py") for word in words)
+        watches = any("end_after_input" in word for word in words)
         if process.pid != os.getpid() and not watches and any(mark in word for word in words):
             found.append(" ".join(words))
     return found

@@ -151,11 +151,11 @@ STAGES: list[tuple[object, str, int]] = [
     (shutil, "copy", 1),
     (checkpoint.codec, "to_json", 1),
     (checkpoint, "_entry", 2),
-    (checkpoint, "_sync", 1),
-    (checkpoint, "_sync", 5),
+    (checkpoint, "sync", 1),
+    (checkpoint, "sync", 5),
     (Path, "rename", 1),
     (Path, "rename", 2),
-    (checkpoint, "_write_atomically", 1),
+    (checkpoint, "replace_file", 1),
     (Path, "replace", 1),
     (shutil, "rmtree", 1),
 ]
@@ -195,7 +195,7 @@ def test_a_crash_at_any_stage_leaves_a_whole_checkpoint_and_the_next_save_works(
     if (owner, name) in [
         (Engine, "save"),
         (Engine, "saved"),
-        (checkpoint, "_sync"),
+        (checkpoint, "sync"),
         (checkpoint, "_entry"),
     ]:
         assert state == "3" and (path == before), "it was not yet written"

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from millrace.codec import pack
 from millrace.errors import RewardError
+from millrace.process.channel import Frames
 from millrace.rewards.batches import plan, serve_batches, whole_batches
-from millrace.rewards.wire import Call, Frames, Reply, frame, reply_decoder
+from millrace.rewards.wire import Call, Reply, frame, reply_decoder
 from tests.waiting import HANG_S
 
 

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from millrace.data.user_code import failure
 from millrace.errors import ConfigError, RewardError
+from millrace.process.channel import Frames
 from millrace.rewards.functions import load_function, to_score
-from millrace.rewards.wire import Call, Frames, calls_decoder, frame
+from millrace.rewards.wire import Call, calls_decoder, frame
 from millrace.types import Score
 
 

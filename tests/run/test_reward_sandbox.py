@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ FORGES = r"""
 for fd in map(int, os.listdir("/proc/self/fd")):
     if fd > 2:
         try:
-            os.write(fd, b"\x01\x00\x00\x00\xc1")
+            os.write(fd, b"\x01" + bytes(7) + b"\xc1")
         except OSError:
             pass
 """
@@ -173,7 +174,8 @@ def test_a_machine_without_isolation_is_refused(
                 pass
         return str(caught.value)
 
-    monkeypatch.setattr("millrace.tools.start._START", "raise OSError('unshare: not permitted')")
+    command = [sys.executable, "-c", "raise OSError('unshare: not permitted')"]
+    monkeypatch.setattr("millrace.tools.start.isolated", lambda *arguments: command)
     text = asyncio.run(refused())
     assert text.startswith("reward.sandbox = True: the reward cannot run: sandbox level namespaces")
     assert "allow unprivileged user namespaces" in text and "reward.sandbox=false" in text

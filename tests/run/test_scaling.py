@@ -14,9 +14,10 @@ import pytest
 
 from millrace.cli import scale as command
 from millrace.errors import ConfigError, MillraceError, NoDevices
+from millrace.process.files import replace_file
 from millrace.rollout.roster import Roster, Standing
 from millrace.run import scaling
-from millrace.run.scaling import ANSWER, REQUEST, Reply, Request, Scaler, write
+from millrace.run.scaling import ANSWER, REQUEST, Reply, Request, Scaler
 from millrace.runtime.rpc import Limit
 from millrace.simulate.clock import VirtualLoop
 from millrace.waits.side import FOLDER
@@ -58,7 +59,7 @@ def virtually(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def ask(folder: Path, name: str, count: int) -> Path:
-    write(folder / f"{name}{REQUEST}", Request(name, count))
+    replace_file(folder / f"{name}{REQUEST}", msgspec.json.encode(Request(name, count)))
     return folder / f"{name}{ANSWER}"
 
 
@@ -122,7 +123,9 @@ def test_an_answer_waits_no_longer_than_asked_although_the_replicas_change(tmp_p
         machine.roster.lose(1, 0, "why")
         machine.roster.restarted(1)  # It waits for a sync that does not come.
         serve = asyncio.create_task(machine.scaler.serve(tmp_path))
-        write(tmp_path / f"wait{REQUEST}", Request("wait", 2, wait_s=30.0))
+        replace_file(
+            tmp_path / f"wait{REQUEST}", msgspec.json.encode(Request("wait", 2, wait_s=30.0))
+        )
         for _ in range(8):
             await asyncio.sleep(5)
             machine.roster.proven(0, 0)

@@ -17,7 +17,8 @@ import pytest
 
 from millrace.errors import DeadlineError, RewardError, SyncError, WorkerError
 from millrace.ports import RolloutStats, StepReport, TrainBatch
-from millrace.runtime.host import HEADER, Host, write_frame
+from millrace.process.channel import framed, payloads_of, write_frame
+from millrace.runtime.host import Host
 from millrace.runtime.rpc import Peer, read_frame
 from millrace.types import (
     Author,
@@ -111,24 +112,22 @@ async def wire(deadline_s: float = HANG_S) -> AsyncIterator[Wire]:
 
     def send(frame: bytes) -> None:
         w.sent.append(frame)
-        writer.write(HEADER.pack(len(frame)) + frame)
+        writer.write(framed(frame))
 
     def reply(frame: bytes) -> None:
-        far_writer.write(HEADER.pack(len(frame)) + frame)
+        far_writer.write(framed(frame))
 
     w = Wire(Peer("rollout-3", send, deadline_s=deadline_s), Root())
 
     async def driver() -> None:
-        while True:
-            (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-            w.received.append(await reader.readexactly(length))
-            w.peer.receive(w.received[-1])
+        async for frame in payloads_of(reader):
+            w.received.append(frame)
+            w.peer.receive(frame)
 
     async def worker(group: asyncio.TaskGroup) -> None:
         host = Host(w.root, reply, group)
-        while True:
-            (length,) = HEADER.unpack(await far_reader.readexactly(HEADER.size))
-            host.receive(await far_reader.readexactly(length))
+        async for frame in payloads_of(far_reader):
+            host.receive(frame)
 
     async def both() -> None:
         async with asyncio.TaskGroup() as group:
@@ -334,7 +333,7 @@ def test_a_short_frame_is_written_at_once_and_a_long_one_is_not_copied(
 
     frame = bytes(size)
     write_frame(Writer(), frame)  # type: ignore[arg-type]
-    assert len(written) == writes and b"".join(written) == HEADER.pack(size) + frame
+    assert len(written) == writes and b"".join(written) == framed(frame)
     assert (written[-1] is frame) == (writes == 2)
 
 

@@ -40,7 +40,8 @@ def nobody(source: str) -> str:
     folder = tempfile.mkdtemp()
     try:
         os.chmod(folder, 0o755)
-        shutil.copytree(f"{ROOT}/millrace/tools", f"{folder}/millrace/tools")
+        for room in ("process", "tools"):
+            shutil.copytree(f"{ROOT}/millrace/{room}", f"{folder}/millrace/{room}")
         os.mkdir(f"{folder}/millrace/environments")
         waits = ("environments/__init__.py", "environments/deadline.py")
         for name in ("__init__.py", "errors.py", *waits):

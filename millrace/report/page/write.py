@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from millrace.errors import bad_value
-from millrace.persist import ownership
 from millrace.persist.run_reader import RunReader, load
+from millrace.process.files import replace_file
 from millrace.report.page import compare, sections
 from millrace.report.page.samples import Table, choose, count, read_texts
 
@@ -56,7 +56,7 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Path:
     else:
         text = _page(compare.of_runs(runs), None, None)
     try:
-        ownership.replace_text(path, text)
+        replace_file(path, text)
     except OSError as error:
         raise _unwritable(path, error) from None
     return path

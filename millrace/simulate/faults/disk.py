@@ -22,6 +22,7 @@ from typing import Any
 from millrace.observe import files
 from millrace.persist import ownership
 from millrace.pipeline import checkpoint, journal_file
+from millrace.process import files as whole_files
 
 
 class Died(BaseException):
@@ -329,11 +330,11 @@ _SHUTIL = SimpleNamespace(
     ignore_patterns=shutil.ignore_patterns,
 )
 _PLACES: tuple[tuple[Any, str, Any], ...] = (
-    (checkpoint, "os", _OS),
     (checkpoint, "shutil", _SHUTIL),
     (ownership, "shutil", _SHUTIL),
     (files, "os", _OS),
     (journal_file, "os", _OS),
+    (whole_files, "os", _OS),
     (files, "open_regular", lambda path: path.open("rb")),
 )
 
