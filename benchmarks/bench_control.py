@@ -32,16 +32,16 @@ import psutil
 
 from millrace.observe.stopwatch import Stopwatch
 from millrace.observe.watch import UNWATCHED, Watch
-from millrace.pipeline.journal import NoJournal
+from millrace.pipeline.journal import NullJournal
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
-from millrace.pipeline.turns import Turns
+from millrace.pipeline.turns import DeviceSharing
 from millrace.ports import RolloutStats, StepReport, TrainBatch, TransferReport
-from millrace.rollout.again import RetryingReward
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.pool import RolloutPool
+from millrace.rollout.retry import RetryingReward
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, Totals
 from millrace.schedule.schedule import OnSync, Schedule
@@ -184,7 +184,7 @@ async def pipeline(
     n: int,
     watch: list[tuple[int, float]],
     events: Watch = UNWATCHED,
-    journal_of: Callable[[Ledger], NoJournal] = lambda ledger: NoJournal(),
+    journal_of: Callable[[Ledger], NullJournal] = lambda ledger: NullJournal(),
 ) -> float:
     """Run to the end and return samples per second.
 
@@ -219,7 +219,7 @@ async def pipeline(
         queue,
         rollouter,
         InstantTrainer(),  # type: ignore[arg-type]
-        Turns(),
+        DeviceSharing(),
         InstantSync(rollouts),  # type: ignore[arg-type]
         observer,
         Stopwatch(loop.time, events, "trainer"),

@@ -24,9 +24,9 @@ from pathlib import Path
 import bench_control as control
 
 from millrace import codec
-from millrace.pipeline.journal import RECORD, Journal, NoJournal
+from millrace.pipeline.journal import RECORD, Journal, NullJournal
 from millrace.pipeline.journal_file import FORMAT, Batch, Finished, Header, framed
-from millrace.pipeline.recall import Past
+from millrace.pipeline.recovery import JournalState
 from millrace.schedule.ledger import Ledger
 from millrace.types import (
     Author,
@@ -46,11 +46,11 @@ def block(samples: int, folder: Path | None) -> tuple[float, float]:
     """Return microseconds of CPU for each sample, and bytes of the journal for each."""
     made: list[Journal] = []
 
-    def journal_of(ledger: Ledger) -> NoJournal:
+    def journal_of(ledger: Ledger) -> NullJournal:
         if folder is None:
-            return NoJournal()
+            return NullJournal()
         header = Header(FORMAT, 1, 0, "", "")
-        made.append(Journal(folder / "journal", ledger, header, Past(), save_freq=10))
+        made.append(Journal(folder / "journal", ledger, header, JournalState(), save_freq=10))
         return made[0]
 
     begin = time.process_time()

@@ -85,7 +85,7 @@ async def run(out: Path, name: str, keys: list[str], fault: Fault | None) -> dic
             outcome = await run_training(s, await start_state(s), StopRequest())
         finally:
             Peer.call = before  # type: ignore[method-assign]
-        async with s.engines.turns.trainers(keep_weights=True):
+        async with s.engines.turns.trainer_turn(keep_weights=True):
             await s.engines.train.export(str(out / "weights"))
         ranks = s.engines.train.ranks
         found = audit(out / "run")

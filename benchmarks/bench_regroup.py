@@ -29,9 +29,9 @@ from torch.distributed import TCPStore
 
 from millrace.errors import MillraceError
 from millrace.sync import ipc
-from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import specs_of
 from millrace.sync.collective import Receiver, join_sender
+from millrace.sync.options import SyncOptions
 from millrace.sync.table import Shards
 
 PARTS = 64
@@ -80,7 +80,7 @@ class Holder:
 class InPlace:
     """A receiver over CUDA IPC, which loads each bucket into the live weights."""
 
-    def __init__(self, holder: Holder, inbox: ipc.IpcInbox) -> None:
+    def __init__(self, holder: Holder, inbox: ipc.IpcStaging) -> None:
         self.holder, self.inbox = holder, inbox
 
     async def regroup(self, generation: int, members: list[int]) -> Any:
@@ -94,7 +94,7 @@ class InPlace:
 
 
 async def end_of(options: Any, name: str, member: int, device: torch.device, store: Any) -> Any:
-    agreed = Agreement(
+    agreed = SyncOptions(
         ranks=1,
         devices=1,
         bucket_bytes=options.bucket_mb << 20,
@@ -112,7 +112,7 @@ async def end_of(options: Any, name: str, member: int, device: torch.device, sto
     holder = Holder(device, options.mb)
     if in_place:
         where = (specs_of(holder.live), store, device, member, agreed, holder.load)
-        return InPlace(holder, await asyncio.to_thread(ipc.IpcInbox.join, *where))
+        return InPlace(holder, await asyncio.to_thread(ipc.IpcStaging.join, *where))
     receiver = await Receiver.join(holder, store, member, agreed)
     receiver.holder = holder  # type: ignore[attr-defined]
     return receiver

@@ -18,7 +18,7 @@ import psutil
 from chaos_tools import Tools
 
 from millrace.persist.history import Audit, Line, audit
-from millrace.waits.answer import Answer
+from millrace.waits.answer import ProcessStatus
 from millrace.waits.ask import ask_one, processes
 from millrace.waits.graph import DRIVER
 
@@ -144,7 +144,7 @@ class Run:
         told = {f"{w.whom}/{w.what}" for w in waits if w.who in ("trainer", "sync")}
         return ", ".join(sorted(told))
 
-    def _driver(self) -> list[Answer]:
+    def _driver(self) -> list[ProcessStatus]:
         driver = next((p for p in processes(self.folder) if p["name"] == DRIVER), None)
         return ask_one(self.folder, driver) if driver is not None else []
 

@@ -43,7 +43,7 @@ class RolloutStats:
     evicted_tokens: int = 0
     """Tokens of idle sessions whose KV had to make room."""
     cancelled_tokens: int = 0
-    """Those of `tokens` whose requests were cancelled: no call returned them."""
+    """The tokens of cancelled requests: no call returned them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,7 +264,7 @@ class Thread:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a reward function scores: the policy's last message, and the conversation before it."""
+    """The input of a reward function: the policy's last message, and the conversation before it."""
 
     text: str
     """The policy's last message. The words of a tool or a user are never in it."""

@@ -72,6 +72,9 @@ ARROWS: dict[str, set[str]] = {
 }
 """The imports of each room. A room imports nothing else."""
 
+CLAUSES = {"What", "Who", "Whoever", "Those", "Where"}
+"""The first words of a relative clause, which says less than the name of a thing."""
+
 OPTIONAL: dict[str, set[str]] = {
     "agents": {"run"},
     "tools": {"run"},
@@ -129,6 +132,18 @@ def test_every_room_is_on_the_plan() -> None:
 def test_a_room_imports_what_the_plan_says(room: str) -> None:
     found = {r for p in FILES if room_of(p) == room for r in rooms_imported(p)} - GROUND
     assert found == ARROWS.get(room, set())
+
+
+def test_a_docstring_begins_with_a_thing_or_a_verb() -> None:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    texts = (
+        (path, ast.get_docstring(node) or "-")
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, kinds)
+    )
+    found = [f"{path}: {text}" for path, text in texts if text.split()[0] in CLAUSES]
+    assert not found
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:

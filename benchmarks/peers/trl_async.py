@@ -65,7 +65,7 @@ if __name__ == "__main__":
         train_dataset=common.training_set(),
         processing_class=common.tokenizer(),
     )
-    trainer.add_callback(common.Recorder())  # after TRL's own, which starts the rollouts
+    trainer.add_callback(common.EventRecorder())  # after TRL's own, which starts the rollouts
     trainer.train()
     common.held_out(trainer)
     os._exit(0)  # the rollout process and NCCL's threads would wait

@@ -80,7 +80,7 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(MODEL, padding_side="left")
 
 
-class Recorder(TrainerCallback):  # type: ignore[misc]
+class EventRecorder(TrainerCallback):  # type: ignore[misc]
     """Records the begin, if it is the last callback, and each step."""
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:

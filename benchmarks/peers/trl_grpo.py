@@ -41,7 +41,7 @@ if __name__ == "__main__":
         train_dataset=common.training_set(),
         processing_class=common.tokenizer(),
     )
-    trainer.add_callback(common.Recorder())
+    trainer.add_callback(common.EventRecorder())
     trainer.train()
     common.held_out(trainer)
     trainer.accelerator.wait_for_everyone()

@@ -56,7 +56,7 @@ class ChatAgent:
         try:
             start = await self._guard("reset", _said(Start, environment.reset(session.prompt)))
             reason = await self._talk(session, environment, conversation, start)
-            conversation.settle()
+            conversation.end_dead_turns()
             score = await self._guard("score", _score(environment.score()))
             await self._guard("counts", _count(session, getattr(environment, "counts", {})))
         finally:

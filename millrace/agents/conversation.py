@@ -17,7 +17,7 @@ from functools import partial
 from threading import Lock
 from typing import Any, Literal
 
-from millrace.agents.history import History, Node, Place
+from millrace.agents.history import History, HistoryMatch, Node
 from millrace.agents.memo import Memo
 from millrace.agents.parse import ToolFormat, split_thinking
 from millrace.agents.render import Renderer
@@ -45,7 +45,7 @@ class Conversation:
     the tokens as they are. Requests for a model that is not in `main_models` are served and never
     trained. Empty `main_models` trains all.
 
-    Call `settle` when the episode is over.
+    Call `end_dead_turns` when the episode is over.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Conversation:
         """Note that nobody received a turn. It is dead unless a later request extends it."""
         self._history.undelivered(number)
 
-    def settle(self) -> None:
+    def end_dead_turns(self) -> None:
         """Kill the dead turns. The episode is over."""
         for turn in self._history.dead():
             if turn not in self._auxiliary:
@@ -166,7 +166,7 @@ class Conversation:
         return (*(n.message for n in last.end.path() if n.message), last.answer)
 
     async def _context(
-        self, place: Place, tools: tuple[ToolSchema, ...]
+        self, place: HistoryMatch, tools: tuple[ToolSchema, ...]
     ) -> tuple[int | None, Tokens, str | None]:
         """Return the turn that a request continues, the tokens after it, and what is counted.
 
@@ -182,7 +182,7 @@ class Conversation:
         return await asyncio.to_thread(apart)
 
     def _rendered(
-        self, renderer: Renderer, place: Place, tools: tuple[ToolSchema, ...]
+        self, renderer: Renderer, place: HistoryMatch, tools: tuple[ToolSchema, ...]
     ) -> tuple[int | None, Tokens, str | None]:
         whole = (*place.known, *place.new)
         cause = place.cause and f"forks/{place.cause}"

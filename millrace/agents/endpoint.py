@@ -9,7 +9,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from millrace.agents.request import RequestError
-from millrace.agents.service import Answer, Service, refused, too_large
+from millrace.agents.service import HttpReply, Service, refused, too_large
 from millrace.errors import bad_value, needed
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Endpoint:
             ) from None
         return bytes(body)
 
-    async def _send(self, request: web.BaseRequest, answer: Answer) -> web.StreamResponse:
+    async def _send(self, request: web.BaseRequest, answer: HttpReply) -> web.StreamResponse:
         """Write the whole answer. Raises if the client is gone."""
         from aiohttp import web
 

@@ -87,8 +87,8 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a request attaches."""
+class HistoryMatch:
+    """The place in a history where a request attaches."""
 
     anchor: int | None
     """The deepest turn of ours that the request continues."""
@@ -116,7 +116,7 @@ class History:
         self._extended: set[int] = set()
         self._siblings: dict[Hashable, list[int]] = {}
 
-    def attach(self, messages: Sequence[Message], scope: Hashable) -> Place:
+    def attach(self, messages: Sequence[Message], scope: Hashable) -> HistoryMatch:
         """Return where normal messages attach. The client received the turns on their path."""
         if not messages:
             raise RequestError("messages is empty. Fix: send at least one message")
@@ -131,9 +131,9 @@ class History:
         known = tuple(n.message for n in path[:depth] if n.message)
         end = self._ask(leaf, messages)
         turn = anchor.turn if anchor else None
-        return Place(turn, known, tuple(messages[depth:]), cause, end)
+        return HistoryMatch(turn, known, tuple(messages[depth:]), cause, end)
 
-    def add(self, place: Place, turn: int, answer: Message, group: Hashable) -> None:
+    def add(self, place: HistoryMatch, turn: int, answer: Message, group: Hashable) -> None:
         """Add the turn that answers a request.
 
         Turns of one `group` have the same parent and answer the same request.

@@ -23,7 +23,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a format found in a text."""
+    """The tool calls, text and errors that a format found."""
 
     content: str
     calls: tuple[Call, ...] = ()

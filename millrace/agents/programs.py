@@ -84,7 +84,7 @@ class ProgramAgent:
             failure = error
         finally:
             await self._service.end(episode)
-        conversation.settle()
+        conversation.end_dead_turns()
         return _ending(episode, conversation, value, failure)
 
     async def _run(self, episode: LiveEpisode, session: PolicySession) -> Any:

@@ -41,7 +41,7 @@ def _nothing(_: bool) -> None:
 
 
 @dataclass(slots=True)
-class Answer:
+class HttpReply:
     """An HTTP answer. Call `settle` once: True if all its bytes left for the client."""
 
     status: int
@@ -104,7 +104,7 @@ class Service:
 
     async def handle(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> Answer:
+    ) -> HttpReply:
         """Answer one request. `headers` has lower-case names. `path` has no query.
 
         If the caller is cancelled, the client is gone: its draw waits for a retry.
@@ -143,7 +143,7 @@ class Service:
             raise episode_over()
         raise RequestError("the API key is not valid", status=401, code="invalid_api_key")
 
-    def _models(self, route: str) -> Answer:
+    def _models(self, route: str) -> HttpReply:
         model = {
             "id": self.options.model,
             "object": "model",
@@ -186,7 +186,7 @@ class Service:
         body: Body,
         digest: bytes,
         headers: Mapping[str, str],
-    ) -> Answer:
+    ) -> HttpReply:
         options, wire = self.options, WIRES[route]
         counting = route.endswith("count_tokens")
         earlier = episode.responses
@@ -209,7 +209,7 @@ class Service:
                 episode.result(draw)  # A failure that is known by now has a status of its own.
             kind = {"content-type": "text/event-stream", "cache-control": "no-store"}
             chunks = self._chunks(episode, wire, draw)
-            return Answer(200, headers=kind, chunks=chunks, settle=settle)
+            return HttpReply(200, headers=kind, chunks=chunks, settle=settle)
         except BaseException:
             episode.leave(draw, False)
             raise
@@ -273,12 +273,12 @@ def too_large(limit: int) -> RequestError:
     return RequestError(f"the body has over {limit} bytes", status=413, code="body_too_large")
 
 
-def _answer(status: int, body: Body, settle: Callable[[bool], None] = _nothing) -> Answer:
+def _answer(status: int, body: Body, settle: Callable[[bool], None] = _nothing) -> HttpReply:
     kind = {"content-type": "application/json"}
-    return Answer(status, msgspec.json.encode(body), kind, settle=settle)
+    return HttpReply(status, msgspec.json.encode(body), kind, settle=settle)
 
 
-def refused(error: RequestError, route: str) -> Answer:
+def refused(error: RequestError, route: str) -> HttpReply:
     """Return an error in the shape of the route. No client should try it again."""
     answer = _answer(error.status, WIRES.get(route, wire_chat).problem(error))
     answer.headers["x-should-retry"] = "false"

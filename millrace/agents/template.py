@@ -31,7 +31,7 @@ _KEY = "model.path"
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """What a model's chat template supports."""
+    """The abilities of a model's chat template."""
 
     system: bool
     tools: bool

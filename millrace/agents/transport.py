@@ -23,7 +23,7 @@ from openai.resources.completions import AsyncCompletions
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from millrace.agents.service import Answer, Service
+from millrace.agents.service import HttpReply, Service
 
 _BASE = "http://millrace.invalid/v1"
 
@@ -31,7 +31,7 @@ _BASE = "http://millrace.invalid/v1"
 class _Stream(httpx2.AsyncByteStream):
     """The body of a stream. The answer is delivered when it was read to its end."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: HttpReply) -> None:
         self._answer = answer
         self._settled = False
 
@@ -64,7 +64,7 @@ class _Transport(httpx2.AsyncBaseTransport):
 
 async def _answered(
     service: Service, method: str, path: str, headers: dict[str, str], body: bytes
-) -> Answer:
+) -> HttpReply:
     """Return the service's answer. One without a stream is delivered."""
     answer = await service.handle(method, path, headers, body)
     if answer.status >= 400:  # A program that ignores errors must not stop the event loop.
@@ -74,7 +74,7 @@ async def _answered(
     return answer
 
 
-def _response(answer: Answer, request: httpx2.Request | None = None) -> httpx2.Response:
+def _response(answer: HttpReply, request: httpx2.Request | None = None) -> httpx2.Response:
     body: dict[str, Any] = {"content": answer.body}
     if answer.chunks is not None:
         body = {"stream": _Stream(answer)}

@@ -1,4 +1,4 @@
-"""What the wire formats share: what a client asked for and gets, and the reader of a body."""
+"""The parts that the wire formats share: request, drawn answer, and the reader of a body."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class Asked(ChatRequest):
-    """What a client asked for, in any wire format."""
+    """A client's request, in any wire format."""
 
     prompt: Tokens | str | None = None
     """What /v1/completions continues. It has no messages."""

@@ -259,7 +259,7 @@ class Proximal(StrEnum):
     """The same between their probabilities."""
 
 
-class Place(StrEnum):
+class CorrectionStage(StrEnum):
     """The place in a step where the correction happens."""
 
     NOWHERE = "nowhere"
@@ -295,9 +295,9 @@ class CorrectionPlan:
         return self.options.rollout_is is not None
 
     @property
-    def place(self) -> Place:
+    def place(self) -> CorrectionStage:
         if self.active and (self.proximal is Proximal.RECOMPUTED or self.before_baseline):
-            return Place.ARRIVAL
+            return CorrectionStage.ARRIVAL
         if self.options.rejects or (self.weighs and self.options.rollout_is_batch_normalize):
-            return Place.MINI_BATCH
-        return Place.PASSING if self.weighs else Place.NOWHERE
+            return CorrectionStage.MINI_BATCH
+        return CorrectionStage.PASSING if self.weighs else CorrectionStage.NOWHERE

@@ -29,7 +29,7 @@ OWN_LENGTHS = ["rollout.ignore_eos=true", "rollout.drawn_lengths.enable=false"]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What the agent draws. All are log-normal."""
+    """The agent's response lengths and delays. All are log-normal."""
 
     turns: DrawnLengths
     draw: DrawnLengths

@@ -220,7 +220,7 @@ def configure(
         rows = problems.prompts_of_an_epoch(
             config,
             scored=not keep_warm_up,
-            inspect=(lambda t: lines.extend(described(agents, t))) if agents.player else None,
+            inspect=(lambda t: lines.extend(described(agents, t))) if agents.agent_kind else None,
             note=_note,
         )
         check_shape(config.model, config.actor, config.trainer)

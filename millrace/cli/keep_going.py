@@ -34,7 +34,7 @@ from millrace.pipeline.checkpoint import Checkpoints
 from millrace.process.death import prctl
 from millrace.process.spawn import spawn_waited
 from millrace.process.trees import children_of, kill_all, wait_until
-from millrace.run.supervised import CHANNEL, REASON, News, channel
+from millrace.run.supervised import CHANNEL, REASON, DriverStatus, channel
 from millrace.waits.ask import processes
 
 KeepGoing = Annotated[
@@ -94,7 +94,7 @@ class Supervisor:
     """Processes that this one had before. They are no part of a run."""
     _run: Path | None = None
     """The folder of the run, once a driver has told it."""
-    _first: News | None = None
+    _first: DriverStatus | None = None
     """The first attempt that began to train."""
     _furthest: int = 0
     """The newest version of any attempt."""
@@ -170,7 +170,7 @@ class Supervisor:
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
             async for line in reader:
-                news = msgspec.json.decode(line, type=News)
+                news = msgspec.json.decode(line, type=DriverStatus)
                 self._run = Path(news.run) if news.run else self._run
                 self._error = news.error or self._error
                 if news.attempt and self._first is None:

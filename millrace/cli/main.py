@@ -385,7 +385,7 @@ def _exit(code: int, error: str, *, reported: bool = False) -> NoReturn:
     """
     if not reported:
         sys.stderr.write(f"error: {error}\n")
-    supervised.tell(supervised.News(error=error))
+    supervised.send_status(supervised.DriverStatus(error=error))
     if "--json" in sys.argv and not has_printed():
         print_json({"complete": False, "error": error, "exit_code": code})
     sys.exit(code)

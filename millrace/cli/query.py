@@ -90,7 +90,7 @@ def _list(run: Path, json_: bool) -> None:
         console.print(f"  millrace query {run} '{example}'", highlight=False, soft_wrap=True)
 
 
-def _show(answer: asking.Answer) -> None:
+def _show(answer: asking.QueryResult) -> None:
     """Print the first rows as a table, or one below another if the table is too wide."""
     console, rows = Console(), answer.rows[:_ROWS]
     names = [printable(column) for column in answer.columns]
@@ -113,7 +113,7 @@ def _show(answer: asking.Answer) -> None:
         console.print(f"{rest:,} more rows: --csv FILE or --json has all of them", highlight=False)
 
 
-def _write_csv(path: Path, answer: asking.Answer) -> None:
+def _write_csv(path: Path, answer: asking.QueryResult) -> None:
     """Write all rows. The file may be outside of the run, so it is never replaced by accident."""
     try:
         if str(path) == "-":
@@ -126,7 +126,7 @@ def _write_csv(path: Path, answer: asking.Answer) -> None:
         raise bad_value("--csv", str(path), rule, "a new file in a folder that exists") from None
 
 
-def _write_rows(file: Any, answer: asking.Answer) -> None:
+def _write_rows(file: Any, answer: asking.QueryResult) -> None:
     writer = csv.writer(file)
     writer.writerow(answer.columns)
     writer.writerows(answer.rows)

@@ -22,7 +22,7 @@ from millrace.run.scaling import ANSWER, REQUEST, Reply, Request
 from millrace.waits import kernel
 from millrace.waits.ask import Told, gone, processes
 from millrace.waits.graph import DRIVER
-from millrace.waits.side import FOLDER
+from millrace.waits.wait_server import FOLDER
 
 _POLL_S = 0.1
 _ANSWER_S = 120.0

@@ -18,7 +18,7 @@ from millrace.observe.files import changed
 from millrace.observe.panel import panel
 from millrace.persist import ownership
 from millrace.persist.run_reader import EXAMPLE, RunReader
-from millrace.report.live.counsel import Counsel
+from millrace.report.live.advice_cache import AdviceCache
 from millrace.report.live.look import look_at
 
 RunFolder = Annotated[
@@ -50,7 +50,7 @@ def watch(
     Example: millrace watch runs/quickstart-1
     """
     reader, console = RunReader(folder_of(run)), Console()
-    counsel = Counsel(reader)
+    counsel = AdviceCache(reader)
     if json_:
         look = look_at(reader)
         print_json({**asdict(look), "advice": counsel.on(look)})
@@ -61,7 +61,7 @@ def watch(
         _live(reader, counsel, console, interval)
 
 
-def _live(reader: RunReader, counsel: Counsel, console: Console, interval: float) -> None:
+def _live(reader: RunReader, counsel: AdviceCache, console: Console, interval: float) -> None:
     """Redraw until the run ends or Ctrl-C. The last picture stays on the terminal."""
     ended = 0
     look = look_at(reader)

@@ -110,19 +110,19 @@ class AgentConfig(Section):
     """Model names whose turns are trained. Empty trains all. Other turns are served and counted."""
 
     @property
-    def player(self) -> str:
+    def agent_kind(self) -> str:
         """The key that names who plays. Empty if an episode is one prompt and one response."""
         return next((key for key in PLAYERS if getattr(self, key)), "")
 
     @property
     def served(self) -> bool:
         """Whether the endpoint serves programs."""
-        return self.player in SERVED
+        return self.agent_kind in SERVED
 
     @property
     def tries(self) -> int:
         """How often a failed episode begins again: never without an agent."""
-        return self.retries if self.player else 0
+        return self.retries if self.agent_kind else 0
 
     def unread(self) -> dict[str, tuple[str, ...]]:
         """Return each key that is set and that the player ignores, with the players to read it."""
@@ -130,7 +130,7 @@ class AgentConfig(Section):
         readers = {key: players for keys, players in READ for key in keys.split()}
         for key, field in type(self).model_fields.items():
             players = readers.get(key, PLAYERS)
-            read = key in PLAYERS or self.player in players
+            read = key in PLAYERS or self.agent_kind in players
             if not read and getattr(self, key) != field.default:
                 found[key] = players
         return found

@@ -9,7 +9,7 @@ from pathlib import Path
 from millrace.config.layers import Tree, file_layers, is_native, nest, settings_of
 from millrace.config.packaged import find
 from millrace.config.recipe import parse, resolve
-from millrace.config.unread import unread
+from millrace.config.unused_keys import unread
 from millrace.config.verl.kinds import Absent
 from millrace.config.verl.translate import Note, entry, text_of, translate
 from millrace.config.verl.values import Updates, updates

@@ -31,8 +31,8 @@ DEFAULT_SAMPLES = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
-    """What a run has trained before this attempt: its checkpoint has it."""
+class ResumeProgress:
+    """Progress of the run before this attempt, from its checkpoint."""
 
     version: int = 0
     samples: int = 0
@@ -40,7 +40,7 @@ class Trained:
     """None in a checkpoint of an older millrace: as many as the Schedule takes for the samples."""
 
 
-NOTHING = Trained()
+NO_PROGRESS = ResumeProgress()
 
 
 class Config(Section):
@@ -84,7 +84,7 @@ class Config(Section):
     guard: GuardConfig = GuardConfig()
     """Alarms for runs that stop learning. The limits are far from the values of a healthy run."""
     report: ReportConfig = ReportConfig()
-    """What a run leaves for its readers: a trace, samples and a report."""
+    """Files for readers of the run: a trace, samples and a report."""
     _notes: tuple[str, ...] = PrivateAttr(())
     _translated: tuple[str, ...] = PrivateAttr(())
 
@@ -193,7 +193,7 @@ class Config(Section):
         """
         rollout, actor = self.rollout, self.actor
         samples = -(-actor.ppo_mini_batch_size // self.data_ranks)
-        if self.agents.player or samples * rollout.n * rollout.max_len > self.max_tokens:
+        if self.agents.agent_kind or samples * rollout.n * rollout.max_len > self.max_tokens:
             return {"tokens": actor.ppo_max_token_len_per_gpu, "micro_batches": 2}
         read = rollout.max_prompt_length + rollout.n * rollout.max_response_length
         return {"tokens": -(-samples * read // self.context_size), "micro_batches": 1}
@@ -218,7 +218,9 @@ class Config(Section):
         rollout = self.rollout
         if rollout.session_kv_slots is not None:
             return rollout
-        keeps = self.agents.player and rollout.engine == "torch" and not self.trainer.deterministic
+        keeps = (
+            self.agents.agent_kind and rollout.engine == "torch" and not self.trainer.deterministic
+        )
         slots = rollout.max_num_seqs if keeps else 0
         return rollout.model_copy(update={"session_kv_slots": slots})
 
@@ -226,7 +228,7 @@ class Config(Section):
         """Return the value of a dotted key."""
         return functools.reduce(getattr, key.split("."), self)
 
-    def limits(self, rows: int | None, trained: Trained = NOTHING) -> dict[str, int]:
+    def limits(self, rows: int | None, trained: ResumeProgress = NO_PROGRESS) -> dict[str, int]:
         """Return the number of samples that each key allows, for the keys that set a limit.
 
         `rows` is the number of training rows, or None if the data has no end. `trained` is what the
@@ -251,12 +253,12 @@ class Config(Section):
             )
         return found
 
-    def end(self, rows: int | None, trained: Trained = NOTHING) -> tuple[str, int]:
+    def end(self, rows: int | None, trained: ResumeProgress = NO_PROGRESS) -> tuple[str, int]:
         """Return the key that ends the run, and the samples that it allows: the smallest limit."""
         limits = self.limits(rows, trained)
         return min(limits.items(), key=lambda limit: limit[1])
 
-    def end_note(self, rows: int | None, trained: Trained = NOTHING) -> str:
+    def end_note(self, rows: int | None, trained: ResumeProgress = NO_PROGRESS) -> str:
         """Return a note on the key that ends the run, if several keys set a limit. Else ""."""
         limits = self.limits(rows, trained)
         first, *others = sorted(limits, key=limits.__getitem__)
@@ -280,13 +282,13 @@ class Config(Section):
                 config = config.model_copy(update={name: own})
         return config
 
-    def steps_taken(self, trained: Trained) -> int:
+    def steps_taken(self, trained: ResumeProgress) -> int:
         """Return the number of optimizer steps that a checkpoint has taken."""
         if trained.optimizer_steps is not None:
             return trained.optimizer_steps
         return self.schedule.optimizer_steps(trained.samples, self.actor.ppo_epochs)
 
-    def derived(self, rows: int | None = None, trained: Trained = NOTHING) -> Derived:
+    def derived(self, rows: int | None = None, trained: ResumeProgress = NO_PROGRESS) -> Derived:
         """Return every number that follows from the keys, by the arguments of `limits`."""
         schedule = self.schedule
         _, samples = self.end(rows, trained)

@@ -22,7 +22,7 @@ from millrace.config.keys import Config
 from millrace.config.layers import Tree, expand, file_layers, merge, settings_of
 from millrace.config.packaged import find
 from millrace.config.secrets import check_secrets
-from millrace.config.unread import check_unread
+from millrace.config.unused_keys import check_unread
 from millrace.config.verl.translate import Note
 from millrace.config.verl.values import NO_LOGGERS, Updates
 from millrace.config.warm_up import dropped

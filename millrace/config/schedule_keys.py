@@ -26,7 +26,7 @@ class AsyncConfig(Section):
     partial_rollout: bool = False
     """true means on_sync=interrupt."""
     on_sync: OnSync = OnSync.DRAIN
-    """What happens to running trajectories at a weight sync.
+    """The fate of running trajectories at a weight sync.
 
     drain waits for them. interrupt stops them and continues them with the new version. swap changes
     the weights while they run.

@@ -272,7 +272,7 @@ class SyncConfig(Section):
     timeout_s: float = Field(300.0, gt=0)
     """Seconds that one transfer may take."""
     backend: Literal["auto", "gloo"] = "auto"
-    """What carries the weights. auto is NCCL between GPUs and gloo between CPUs.
+    """The transport of the weights. auto is NCCL between GPUs and gloo between CPUs.
 
     gloo between GPUs goes through host memory. It is slower, and works where NCCL does not: without
     a network that NCCL can use, and with several workers on one GPU.

@@ -178,7 +178,7 @@ class Chat:
 
     @cached_property
     def _scaffold(self) -> str:
-        """What the template writes around a message of the user, with a mark in its place."""
+        """Return the template's text around a message of the user, with a mark in its place."""
         try:
             user = [{"role": "user", "content": _MARK}]
             return template.render(self.tokenizer, user, head=True)

@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from millrace.decode import kv_cache as kv_slots
-from millrace.decode.kept import KeptKV
 from millrace.decode.kv_cache import ALIGN, Extension, Forward, Prefill, SlotCache, round_up
 from millrace.decode.prefill import ExtensionPlan, PrefillPlan, plan_extension, plan_prefill
+from millrace.decode.prefix_cache import KeptKV
 from millrace.decode.sampling import draw, uniforms
 from millrace.decode.slots import Request, SlotTable, round_length
 from millrace.errors import bad_value

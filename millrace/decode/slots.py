@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from millrace.decode.kept import Kept
 from millrace.decode.kv_cache import SlotCache
+from millrace.decode.prefix_cache import PrefixCache
 from millrace.decode.sampling import Nucleus, stream_keys
 from millrace.rollout.requests import Start, cut_by_version
 from millrace.types import (
@@ -39,7 +39,7 @@ class Request:
     future: Future[tuple[Segment, ...]]
     slot: int = -1
     """-1 while the request has no slot."""
-    kept: Kept | None = None
+    kept: PrefixCache | None = None
     """The kept context whose first `reused` tokens need no reading."""
     reused: int = 0
     starts: list[Start] = field(default_factory=list)

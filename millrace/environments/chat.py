@@ -35,7 +35,7 @@ class ToolError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an environment says after the policy's message."""
+    """An environment's answer to the policy's message."""
 
     messages: tuple[Message, ...] = ()
     """The next messages for the policy. They are never from the assistant."""

@@ -25,7 +25,7 @@ class _Answer(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class OpenEnvOptions:
-    """Where the server is, and how its actions and observations become text."""
+    """An address of an OpenEnv server, and the texts of its actions and observations."""
 
     url: str
     """The address of the server, such as http://127.0.0.1:8000."""

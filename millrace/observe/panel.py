@@ -57,7 +57,7 @@ class Alarm:
 
 
 @dataclass(slots=True)
-class Look:
+class RunSnapshot:
     """The figures of one moment."""
 
     folder: str = ""
@@ -100,7 +100,7 @@ class Look:
         return not self.ended and self.age_s is not None and is_quiet(self.age_s, self.row)
 
 
-def panel(look: Look, advice: Sequence[str] = (), width: int = 80) -> RenderableType:
+def panel(look: RunSnapshot, advice: Sequence[str] = (), width: int = 80) -> RenderableType:
     """Return the picture of a look. Alarms come first: a low terminal cuts the end off."""
     title = plain("  ".join(part for part in ("millrace", look.name, look.mode) if part))
     parts: list[RenderableType] = []
@@ -129,7 +129,7 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() else "�" for c in text)
 
 
-def _progress(look: Look) -> Text:
+def _progress(look: RunSnapshot) -> Text:
     found = [
         (look.state, COLOURS[look.state]),
         (f"version {_of(look.version, look.versions)}", ""),
@@ -146,7 +146,7 @@ def _of(done: int, whole: int | None) -> str:
     return f"{done:,}" if whole is None else f"{done:,} of {whole:,}"
 
 
-def _life(look: Look) -> Text:
+def _life(look: RunSnapshot) -> Text:
     """Return the age of the last sign of life, and what is known of the process."""
     age = "no sign of life yet" if look.age_s is None else f"last sign of life {ago(look.age_s)}"
     return Text(plain(f"{age}; {look.process}"), "yellow" if look.quiet else "dim")
@@ -160,20 +160,20 @@ def ago(seconds: float) -> str:
     return f"{seconds:.0f} s ago"
 
 
-def _alarms(look: Look) -> Iterator[Text]:
+def _alarms(look: RunSnapshot) -> Iterator[Text]:
     for alarm in look.alarms:
         yield Text.assemble(
             (f"alarm {plain(alarm.name)} since version {alarm.since}  ", "bold red"), alarm.text
         )
 
 
-def _reward(look: Look, width: int) -> Text:
+def _reward(look: RunSnapshot, width: int) -> Text:
     line = sparkline(look.rewards, max(10, min(80, width - 26)))
     ends = f" {look.rewards[0]:.3f} to {look.rewards[-1]:.3f}"
     return Text.assemble(("reward ", "dim"), (line, "green"), ends)
 
 
-def _validation(look: Look) -> Text:
+def _validation(look: RunSnapshot) -> Text:
     text = Text.assemble((f"held out, version {look.validated}  ", "dim"))
     text.append(plain(shown(look.validation)))
     if look.before:
@@ -273,7 +273,7 @@ def _bar(device: Device, whole: int) -> Text:
     return text
 
 
-def _tokens(look: Look) -> Text:
+def _tokens(look: RunSnapshot) -> Text:
     """Return the generated tokens by bucket, the largest first."""
     whole = max(1, look.generated)
     text = Text.assemble(("tokens ", "dim"), f"{look.generated:,} generated: ")
@@ -281,7 +281,7 @@ def _tokens(look: Look) -> Text:
     return text.append(", ".join(f"{plain(name)} {n / whole:.1%}" for name, n in buckets if n))
 
 
-def sentence(look: Look) -> str:
+def sentence(look: RunSnapshot) -> str:
     """Return a look in one line."""
     parts = [*(part.plain for part in (_progress(look), _life(look)))]
     parts += [f"alarm: {plain(alarm.name)}" for alarm in look.alarms]

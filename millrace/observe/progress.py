@@ -14,11 +14,11 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from millrace.observe.panel import Look, bar_line, duration, panel, shown
+from millrace.observe.panel import RunSnapshot, bar_line, duration, panel, shown
 
 
 @dataclass
-class State(Look):
+class State(RunSnapshot):
     """The figures of the run's own process, also those of its start."""
 
     phase: str = "starting"

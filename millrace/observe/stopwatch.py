@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from millrace.observe.watch import UNWATCHED, Watch
 
-Parts = Callable[[str], AbstractContextManager[None]]
-"""`Stopwatch.part`, or `untimed`."""
+Timer = Callable[[str], AbstractContextManager[None]]
+"""`Stopwatch.part`, or `no_timer`."""
 
 
-def untimed(name: str) -> AbstractContextManager[None]:
+def no_timer(name: str) -> AbstractContextManager[None]:
     """Count the body's seconds for the part that is already running."""
     return nullcontext()
 

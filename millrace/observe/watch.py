@@ -1,4 +1,4 @@
-"""What happens in a run, as a stream of events. Watchers read it; they decide nothing.
+"""The event stream of a run. Watchers read it; they decide nothing.
 
 Each track is one place where things happen: `trainer`, each replica (`rollout-0`), `rollouts` (all
 replicas), `rewards`, `sync`, `validation`, `checkpoint`, `samples` and `run`.

@@ -30,7 +30,7 @@ from millrace.pipeline.journal_file import (
     Step,
     checksum,
 )
-from millrace.pipeline.recall import Past
+from millrace.pipeline.recovery import JournalState
 from millrace.process.files import sync
 from millrace.schedule.ledger import Ledger, Move, State
 from millrace.types import PolicyVersion, Prompt, Sample, Trajectory
@@ -50,11 +50,11 @@ _SILENT = frozenset({State.RUNNING, State.READY, State.TAKEN})
 """Moves that need no fact. A finished sample has its own."""
 
 
-class NoJournal:
+class NullJournal:
     """A run without a journal."""
 
     def __init__(self) -> None:
-        self.past = Past()
+        self.past = JournalState()
 
     def moved(self, moves: Sequence[Move]) -> None:
         """Note moves of the ledger."""
@@ -82,7 +82,7 @@ class NoJournal:
         yield from ()
 
 
-class Journal(NoJournal):
+class Journal(NullJournal):
     """The journal of one attempt."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Journal(NoJournal):
         folder: Path,
         ledger: Ledger,
         header: Header,
-        past: Past,
+        past: JournalState,
         *,
         save_freq: int,
         note: Callable[[str], None] = lambda text: None,
@@ -363,27 +363,29 @@ def resume(
     return journal
 
 
-def _read(folder: Path, ledger: Ledger, header: Header, note: Callable[[str], None]) -> Past:
+def _read(
+    folder: Path, ledger: Ledger, header: Header, note: Callable[[str], None]
+) -> JournalState:
     """Return what a run that begins with `ledger` may use, and say it."""
-    past, same, damage = Past(), True, ""
+    past, same, damage = JournalState(), True, ""
     for path in journal_file.files_from(folder, ledger.version):
         part = journal_file.read(path)
         found = part.header
         if found is not None and found.samples != header.samples:
             note(f"{path} is of a run with other settings, so its samples are not used")
-            return Past(valid=ledger.version)
+            return JournalState(valid=ledger.version)
         same = same and (found is None or found.training == header.training)
         for batch in part.batches:
             past.add(batch)
         if damage := part.damage:
             break
-    past.settle(ledger, same=same)
+    past.drop_unusable(ledger, same=same)
     if past or damage or past.lost:
         note(_told(past, ledger, same, damage))
     return past
 
 
-def _told(past: Past, ledger: Ledger, same: bool, damage: str) -> str:
+def _told(past: JournalState, ledger: Ledger, same: bool, damage: str) -> str:
     known = {*past.finished, *past.progress, *past.dropped}
     waiting = {*ledger.ids(State.WAITING)}
     waiting |= {i for i in past.started if i >= ledger.admitted}

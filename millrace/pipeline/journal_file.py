@@ -81,7 +81,7 @@ class Sealed(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Batch(msgspec.Struct, array_like=True):
-    """What happened to samples in a moment. An admission has the live version."""
+    """The moves of samples in a moment. An admission has the live version."""
 
     admitted: list[tuple[int, PolicyVersion]] = []
     progress: list[Progress] = []
@@ -92,7 +92,7 @@ class Batch(msgspec.Struct, array_like=True):
 
 
 class Part(NamedTuple):
-    """What could be read of a file."""
+    """The readable part of a journal file."""
 
     header: Header | None
     """None if not even this record is whole."""

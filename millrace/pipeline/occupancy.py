@@ -1,4 +1,4 @@
-"""What sessions do: they draw, wait at the closed gate, or wait for a tool or the environment."""
+"""The states of sessions: drawing, at the closed gate, or waiting for a tool or the environment."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Occupancy:
         self._since = now
 
 
-class NoOccupancy(Occupancy):
+class NullOccupancy(Occupancy):
     """Counts nothing, for single responses: their sessions always draw or wait at the gate."""
 
     def change(self, *, live: int = 0, drawing: int = 0, gate: int = 0) -> None:

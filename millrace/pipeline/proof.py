@@ -20,7 +20,7 @@ import numpy as np
 from millrace.errors import GapError
 from millrace.observe import gap as gaps
 from millrace.observe.gap import Drawn, Verdict
-from millrace.observe.stopwatch import Parts, untimed
+from millrace.observe.stopwatch import Timer, no_timer
 from millrace.pipeline.proof_draws import (
     Draws,
     Request,
@@ -29,7 +29,7 @@ from millrace.pipeline.proof_draws import (
     rising,
     spread,
 )
-from millrace.pipeline.turns import Pause, Turns
+from millrace.pipeline.turns import DeviceSharing, Pause
 from millrace.ports import TrainEngine, WeightSync
 from millrace.rollout.pool import RolloutPool
 from millrace.schedule.schedule import Schedule
@@ -83,7 +83,7 @@ class Proof:
         engine: TrainEngine,
         pool: RolloutPool,
         sync: WeightSync,
-        turns: Turns,
+        turns: DeviceSharing,
         prompts: Prompts,
         params: SamplingParams,
         schedule: Schedule,
@@ -178,10 +178,10 @@ class Proof:
         first = await self._rise_and_fall(live, clock())
         self._displaced = False
         lasting = [await self._last(k) for k in live]
-        async with self.turns.window(self.draws.pause, untimed):
+        async with self.turns.window(self.draws.pause, no_timer):
             true = await self._compared(first, version)
             await self.engine.displace(True)
-            await self.turns.make_room()
+            await self.turns.wake_rollout_weights()
             await self.sync.transfer(version + 1)
             async with self.turns.activation(self.draws.pause):
                 await self.sync.activate(version + 1)
@@ -192,9 +192,9 @@ class Proof:
             self.draws.begin(k, requests)
         await self.draws.finish(until)
         drawn = [r for part in (*second.values(), *lasting) for r in part]
-        async with self.turns.window(self.draws.pause, untimed):
+        async with self.turns.window(self.draws.pause, no_timer):
             displaced = await self._compared(drawn, version + 1, undo=True)
-            await self.turns.make_room()
+            await self.turns.wake_rollout_weights()
             await self.sync.transfer(version)
             async with self.turns.activation(self.draws.pause):
                 await self.sync.activate(version)
@@ -211,7 +211,7 @@ class Proof:
         request = self._request(replica, 0, (min(_PROBE_TOKENS, self._params.max_tokens),))
         self.draws.begin(replica, [request])
         await self.draws.finish(asyncio.get_running_loop().time() + self._budget_s)
-        async with self.turns.window(self.draws.pause, untimed, keep_weights=True):
+        async with self.turns.window(self.draws.pause, no_timer, keep_weights=True):
             drawn = await self._compared([request], version, reference=False)
         return gaps.gap(drawn.engine, drawn.trainer).mean if len(drawn.engine) else None
 
@@ -231,7 +231,7 @@ class Proof:
     def _put_off(self) -> None:
         self._probe_at = asyncio.get_running_loop().time() + max(1.0, self._probe_s) * _RARELY
 
-    async def probe(self, version: PolicyVersion, pause: Pause, part: Parts) -> None:
+    async def probe(self, version: PolicyVersion, pause: Pause, part: Timer) -> None:
         """Compare a few tokens of every replica with the trainer, which has the same weights."""
         clock = asyncio.get_running_loop().time
         since, workers = clock(), self._workers()

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from millrace.errors import NotRestorable
 from millrace.pipeline.checkpoint import Checkpoints, read_ledger, read_manifest
-from millrace.pipeline.journal import NoJournal
+from millrace.pipeline.journal import NullJournal
 from millrace.pipeline.journal_file import Finished, checksum
 from millrace.ports import TrainBatch, TrainEngine
 from millrace.types import PolicyVersion, Prompt, Sample
@@ -30,7 +30,7 @@ class Prompts(Protocol):
     def __getitem__(self, index: int, /) -> Prompt: ...
 
 
-class Trained(NamedTuple):
+class TrainedStep(NamedTuple):
     """One local step."""
 
     version: PolicyVersion
@@ -39,12 +39,12 @@ class Trained(NamedTuple):
 
 
 class Replay:
-    """What the trainer has trained since the oldest checkpoint."""
+    """The steps that the trainer made since the oldest checkpoint."""
 
     def __init__(
         self,
         checkpoints: Checkpoints,
-        journal: NoJournal,
+        journal: NullJournal,
         prompts: Prompts,
         *,
         version: PolicyVersion,
@@ -60,14 +60,14 @@ class Replay:
         self._horizon, self._origin, self._fresh = horizon, origin, fresh
         self._first = version
         """The steps of batches of this version, and of later ones, are known."""
-        self._steps: deque[Trained] = deque()
+        self._steps: deque[TrainedStep] = deque()
 
     def stepped(self, batch: TrainBatch) -> None:
         """Note a batch that is trained."""
         if self._steps and self._steps[-1].version != batch.version:
             self._forget()
         ids = tuple(sample.prompt.index for sample in batch.samples)
-        self._steps.append(Trained(batch.version, ids))
+        self._steps.append(TrainedStep(batch.version, ids))
 
     def _forget(self) -> None:
         """Forget the steps that every checkpoint has."""
@@ -78,7 +78,7 @@ class Replay:
         while self._steps and self._steps[0].version < self._first:
             self._steps.popleft()
 
-    async def again(
+    async def replay(
         self,
         engine: TrainEngine,
         kept: PolicyVersion | None,
@@ -123,7 +123,7 @@ class Replay:
         return folder
 
     def _known(
-        self, folder: Path | None, version: PolicyVersion, steps: Iterable[Trained]
+        self, folder: Path | None, version: PolicyVersion, steps: Iterable[TrainedStep]
     ) -> dict[int, Sample | Finished]:
         """Return the samples of the steps by their ids."""
         wanted = {i for step in steps for i in step.ids}

@@ -18,10 +18,10 @@ from functools import partial
 from typing import Protocol
 
 from millrace.errors import EpisodeError, RewardError, SampleError
-from millrace.observe.stopwatch import Parts, untimed
+from millrace.observe.stopwatch import Timer, no_timer
 from millrace.observe.timing import LiveTime
-from millrace.pipeline.occupancy import NoOccupancy, Occupancy
-from millrace.pipeline.recall import Recalled
+from millrace.pipeline.occupancy import NullOccupancy, Occupancy
+from millrace.pipeline.recovery import RecoveredSample
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.rollout.dynamic_sampling import EQUAL_OUTCOMES, DynamicSampling
 from millrace.rollout.episode import SingleTurn
@@ -88,7 +88,7 @@ class Rollouter:
         self._spans: dict[int, tuple[float, float]] = {}
         """Start and end of the rollouts of each finished sample, until it is trained."""
         single = isinstance(roller.agent, SingleTurn)
-        self._occupancy = (NoOccupancy if single else Occupancy)(_now)
+        self._occupancy = (NullOccupancy if single else Occupancy)(_now)
         self._gate = asyncio.Event()
         self._gate.set()
         self._closed_by = "trainer"
@@ -157,7 +157,7 @@ class Rollouter:
                 self._idle_since = _now()
             self.pool.forget(str(slot.prompt.index))
 
-    async def _recalled(self, sample_id: int, slot: Slot) -> Recalled:
+    async def _recalled(self, sample_id: int, slot: Slot) -> RecoveredSample:
         """Return what an earlier attempt left of a sample, once its weights are live.
 
         Such a sample is drawn, or it waits for weights that drew it. So no sync waits for it.
@@ -181,7 +181,7 @@ class Rollouter:
                 deadline_s=1e9,  # the trainer makes the version, and each of its waits has one
             )
             self._change_live(self.roller.num_responses)
-        return Recalled(progress=slot.progress)
+        return RecoveredSample(progress=slot.progress)
 
     def _record(self, sample_id: int, prompt: Prompt, trajectories: tuple[Trajectory, ...]) -> None:
         """Record progress for a restart."""
@@ -286,7 +286,7 @@ class Rollouter:
                 self.queue.wake(Topic.ROLLOUTS)
 
     @asynccontextmanager
-    async def pause_for_sync(self, who: str, part: Parts = untimed) -> AsyncIterator[bool]:
+    async def pause_for_sync(self, who: str, part: Timer = no_timer) -> AsyncIterator[bool]:
         """Pause rollouts while the body runs, and give the body whether they are paused.
 
         Drain mode waits for running trajectories. The other modes interrupt them. With `swap` on

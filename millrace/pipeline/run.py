@@ -24,7 +24,7 @@ async def run_pipeline(rollouter: Rollouter, trainer: Trainer) -> bool:
     capacity, roster = trainer.queue.ledger.schedule.capacity, rollouter.pool.roster
     with (
         _rare_collections(capacity * rollouter.roller.num_responses),
-        roster.told(lambda change: trainer.queue.wake_all()),
+        roster.subscribe(lambda change: trainer.queue.wake_all()),
     ):
         async with asyncio.TaskGroup() as tasks:
             producer = tasks.create_task(_roll(rollouter), name="rollouter")

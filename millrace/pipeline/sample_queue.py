@@ -15,8 +15,8 @@ from typing import ParamSpec, TypeVar
 
 from millrace.errors import DeadlineError
 from millrace.observe.watch import UNWATCHED, Watch
-from millrace.pipeline.journal import NoJournal
-from millrace.rollout.patience import LATER_S
+from millrace.pipeline.journal import NullJournal
+from millrace.rollout.replica_wait import GRACE_S
 from millrace.schedule.ledger import Ledger, Topic
 from millrace.waits.registry import count, fact, waiting
 
@@ -49,11 +49,11 @@ class SampleQueue:
         *,
         deadline_s: float,
         watch: Watch = UNWATCHED,
-        journal: NoJournal | None = None,
+        journal: NullJournal | None = None,
     ) -> None:
         """`watch` and `journal` see every move of the ledger, and what the loops report."""
         self.ledger = ledger
-        self.journal = NoJournal() if journal is None else journal
+        self.journal = NullJournal() if journal is None else journal
         self.watch = watch
         self.stopping = False
         self.out_of_grace = False
@@ -125,7 +125,7 @@ class SampleQueue:
 
     def renew(self) -> None:
         """Let the waits for samples begin anew, because a sync that frees slots makes progress."""
-        end = asyncio.get_running_loop().time() + LATER_S
+        end = asyncio.get_running_loop().time() + GRACE_S
         for waiter in self._waiters[Topic.SAMPLES]:
             waiter.end = max(waiter.end, end + waiter.limit_s)
 

@@ -19,10 +19,10 @@ from functools import partial
 from typing import Protocol
 
 from millrace.observe.metrics import GAP, Synced, VersionMetrics
-from millrace.observe.stopwatch import Parts, Stopwatch, untimed
+from millrace.observe.stopwatch import Stopwatch, Timer, no_timer
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.sample_queue import SampleQueue
-from millrace.pipeline.turns import Pause, Publisher, Turns
+from millrace.pipeline.turns import DeviceSharing, Pause, Publisher
 from millrace.ports import RolloutStats, StepReport, TrainBatch, TrainEngine, WeightSync
 from millrace.rollout.roster import Roster
 from millrace.schedule.ledger import LedgerSnapshot, State, Topic, Totals
@@ -76,7 +76,7 @@ class Prover(Protocol):
         """Note that a step has measured the gap of its version."""
         ...
 
-    async def probe(self, version: PolicyVersion, pause: Pause, part: Parts) -> None:
+    async def probe(self, version: PolicyVersion, pause: Pause, part: Timer) -> None:
         """Prove the replicas that serve now. The trainer has the weights of `version`."""
         ...
 
@@ -93,10 +93,10 @@ class Trainer:
         queue: SampleQueue,
         rollouter: Rollouter,
         engine: TrainEngine,
-        turns: Turns,
+        turns: DeviceSharing,
         sync: WeightSync,
         observer: Observer,
-        watch: Stopwatch,
+        timer: Stopwatch,
         prover: Prover | None = None,
     ) -> None:
         self.queue = queue
@@ -105,7 +105,7 @@ class Trainer:
         self.turns = turns
         self.publisher = Publisher(turns, sync, queue.watch)
         self.observer = observer
-        self.watch = watch
+        self.timer = timer
         self.prover = prover
         self._metrics = VersionMetrics()
         self._stats = RolloutStats()
@@ -134,7 +134,7 @@ class Trainer:
         ledger = self.queue.ledger
         # The figures of the first version exclude the validation of the start weights.
         self._stats = await self.rollouter.pool.stats()
-        self.watch.flush()
+        self.timer.flush()
         self.rollouter.begin_version()
         async with self._tasks:
             while not ledger.done():
@@ -143,10 +143,10 @@ class Trainer:
                 if self.queue.stopping:
                     return
                 if not ledger.can_take():
-                    await self.revive()
+                    await self.republish_live()
                     continue
                 async with self.turns.window(
-                    partial(self._pause, self.watch.part, "trainer"), self.watch.part
+                    partial(self._pause, self.timer.part, "trainer"), self.timer.part
                 ):
                     await self._window()
                 if not self._arriving:
@@ -156,12 +156,12 @@ class Trainer:
     def _roster(self) -> Roster:
         return self.rollouter.pool.roster
 
-    async def revive(self) -> None:
+    async def republish_live(self) -> None:
         """Send the live version again if no replica serves. Nothing was trained since."""
         await self._arrived()
         if self._roster.live:
             return
-        version, part = self.queue.ledger.version, self.watch.part
+        version, part = self.queue.ledger.version, self.timer.part
         async with self.turns.window(partial(self._pause, part, "trainer"), part):
             await self.publisher.transfer(version, part)
             await self.publisher.activate(version, part)
@@ -173,10 +173,12 @@ class Trainer:
     async def _probe(self) -> None:
         """Prove replicas that joined or recovered, while the trainer has the live weights."""
         if self.prover is not None and self._probe_due and self._arriving is None:
-            part = self.watch.part
+            part = self.timer.part
             version = self.queue.ledger.version
             with part("wait_validation"):
-                await self.prover.probe(version, partial(self._pause, untimed, "trainer"), untimed)
+                await self.prover.probe(
+                    version, partial(self._pause, no_timer, "trainer"), no_timer
+                )
 
     async def stop(self) -> None:
         """Save the state of a stopped run. No sample is with the trainer.
@@ -184,7 +186,10 @@ class Trainer:
         A validation ends first. The stop has already cancelled it.
         """
         await self.observer.validated()
-        async with self.rollouter.pause_for_save("trainer"), self.turns.trainers(keep_weights=True):
+        async with (
+            self.rollouter.pause_for_save("trainer"),
+            self.turns.trainer_turn(keep_weights=True),
+        ):
             await self.observer.checkpoint(self.queue.ledger.snapshot(), last=True)
 
     def _validate(self, version: PolicyVersion) -> None:
@@ -196,7 +201,7 @@ class Trainer:
         clock = asyncio.get_running_loop().time
         start = clock()
         # With overlap_sync, the slots of these samples may become free with a sync on its way.
-        with self.watch.part("wait_samples"), self._roster.awaited(self.queue.renew):
+        with self.timer.part("wait_samples"), self._roster.extended_wait(self.queue.renew):
             can_take = self.queue.ledger.can_take
             await self.queue.wait(
                 "trainer",
@@ -216,11 +221,11 @@ class Trainer:
                     break  # A stop that takes too long, or no replica serves: sync the first part.
                 if queue.out_of_grace:
                     return
-                await self.revive()
+                await self.republish_live()
                 continue
             samples = queue.do(ledger.take)
             self._account_for(samples)
-            with self.watch.part("train"):
+            with self.timer.part("train"):
                 report = await self.engine.step(TrainBatch(tuple(samples), ledger.trainer_version))
             queue.do(ledger.trained)
             version = ledger.trainer_version
@@ -238,7 +243,7 @@ class Trainer:
         """
         version = self.queue.ledger.trainer_version
         if any(s.admitted_version < version for s in samples):
-            self.watch.move(self._waited_s, "wait_samples", "wait_prev_gen")
+            self.timer.move(self._waited_s, "wait_samples", "wait_prev_gen")
         self._waited_s = 0.0
         if span := self.rollouter.span(samples):
             self._metrics.drawn(*span)
@@ -262,27 +267,27 @@ class Trainer:
             and not self._probe_due
             and not self.queue.stopping
         ):
-            await self.publisher.keep(version, self.watch.part)
+            await self.publisher.keep(version, self.timer.part)
             row = self._close(await self.rollouter.pool.stats())
             self._arriving = self._tasks.create_task(
                 self._publish_in_background(version, row), name=f"version-{version}"
             )
             return
         stats: list[RolloutStats] = []
-        synced = await self._activate(version, self.watch.part, stats)
+        synced = await self._activate(version, self.timer.part, stats)
         # Nothing is awaited between the new version and this snapshot, so the trainer has no
         # sample. The weights do not change until the next step. Nor does the next step wait for
         # the requests that the new version's free slots begin.
         snapshot = ledger.snapshot() if due else None
         self._write_row(version, self._close(*stats)(synced=synced))
         if snapshot is not None:
-            with self.watch.part("save_checkpoint"):
+            with self.timer.part("save_checkpoint"):
                 await self.observer.checkpoint(snapshot, last=ledger.done())
 
     async def _publish_in_background(self, version: PolicyVersion, row: MakeRow) -> None:
         """Make the version live while the next steps run. The stopwatch times only the steps."""
         with acting("sync"):
-            synced = await self._activate(version, untimed)
+            synced = await self._activate(version, no_timer)
             self._write_row(version, row(synced=synced))
         self._validate(version)
 
@@ -290,12 +295,12 @@ class Trainer:
         """Wait until no version is on its way. The task group raises a failure."""
         if self._arriving is not None:
             arrival = waiting("sync", "the version that is on its way")
-            with self.watch.part("wait_publish"), arrival:
+            with self.timer.part("wait_publish"), arrival:
                 await asyncio.wait([self._arriving])
             self._arriving = None
 
     async def _activate(
-        self, version: PolicyVersion, part: Parts, stats: list[RolloutStats] | None = None
+        self, version: PolicyVersion, part: Timer, stats: list[RolloutStats] | None = None
     ) -> Synced:
         """Make the sealed version live. Append the totals of the replicas before it to `stats`."""
         ledger, clock = self.queue.ledger, asyncio.get_running_loop().time
@@ -324,7 +329,7 @@ class Trainer:
         usable_slots = self.queue.ledger.schedule.capacity * self.rollouter.roller.num_responses
         return partial(
             metrics.row,
-            timing=self.watch.flush(),
+            timing=self.timer.flush(),
             before=before,
             after=after,
             usable_slots=usable_slots,
@@ -334,7 +339,7 @@ class Trainer:
         self.observer.row(version, row | self.rollouter.row(version - 1))
 
     @asynccontextmanager
-    async def _pause(self, part: Parts, who: str) -> AsyncIterator[float | None]:
+    async def _pause(self, part: Timer, who: str) -> AsyncIterator[float | None]:
         """Pause rollouts while the body runs, after a validation of the live weights has ended.
 
         The body gets the time at which the pause began, or None if no pause is needed.

@@ -6,7 +6,7 @@
 Shared memory passes from one side to the other in this order:
 
     enter      the replicas free their memory; the train engine allocates its own
-    make_room  the replicas allocate memory for the weights of a sync
+    wake_rollout_weights  the replicas allocate memory for the weights of a sync
     leave      the train engine frees its memory; the replicas allocate all of theirs
 """
 
@@ -19,7 +19,7 @@ from contextlib import (
     nullcontext,
 )
 
-from millrace.observe.stopwatch import Parts, untimed
+from millrace.observe.stopwatch import Timer, no_timer
 from millrace.observe.watch import UNWATCHED, Watch
 from millrace.ports import ReplicaSleeper, Sleeper, TransferReport, WeightSync
 from millrace.types import PolicyVersion
@@ -28,32 +28,32 @@ Pause = Callable[[], AbstractAsyncContextManager[float | None]]
 """Pauses rollouts while its body runs. The body gets the time at which the pause began."""
 
 
-class Turns:
+class DeviceSharing:
     """The turns on separate devices, where each side keeps its own memory."""
 
     async def enter(self, *, keep_weights: bool = False) -> None:
         """Begin the trainer's turn. Without `keep_weights` a sync must come before `leave`."""
 
-    async def make_room(self, part: Parts = untimed) -> None:
+    async def wake_rollout_weights(self, part: Timer = no_timer) -> None:
         """Let the replicas receive a sync during the trainer's turn."""
 
     async def leave(self) -> None:
         """End the trainer's turn."""
 
-    async def lend(self, build: Awaitable[object]) -> None:
+    async def run_while_asleep(self, build: Awaitable[object]) -> None:
         """Let the replicas start with all memory, during the trainer's turn."""
         await build
 
     @asynccontextmanager
-    async def trainers(
-        self, part: Parts = untimed, *, keep_weights: bool = False
+    async def trainer_turn(
+        self, part: Timer = no_timer, *, keep_weights: bool = False
     ) -> AsyncIterator[None]:
         """Give the body the trainer's turn. After a failure the trainer keeps the devices."""
         yield
 
     @asynccontextmanager
     async def window(
-        self, pause: Pause, part: Parts, *, keep_weights: bool = False
+        self, pause: Pause, part: Timer, *, keep_weights: bool = False
     ) -> AsyncIterator[None]:
         """Give the body a turn for the steps and the sync of a window.
 
@@ -66,7 +66,7 @@ class Turns:
         return pause()
 
 
-class SharedTurns(Turns):
+class SharedDevices(DeviceSharing):
     """The turns on shared devices. Memory changes sides at both ends of the trainer's turn."""
 
     def __init__(self, pool: ReplicaSleeper, engine: Sleeper) -> None:
@@ -77,7 +77,7 @@ class SharedTurns(Turns):
         await self._pool.sleep(keep_weights)
         await self._engine.wake()
 
-    async def make_room(self, part: Parts = untimed) -> None:
+    async def wake_rollout_weights(self, part: Timer = no_timer) -> None:
         with part("switch"):
             await self._pool.wake_weights()
 
@@ -85,14 +85,14 @@ class SharedTurns(Turns):
         await self._engine.sleep()
         await self._pool.wake()
 
-    async def lend(self, build: Awaitable[object]) -> None:
+    async def run_while_asleep(self, build: Awaitable[object]) -> None:
         await self._engine.sleep()
         await build
         await self.enter()
 
     @asynccontextmanager
-    async def trainers(
-        self, part: Parts = untimed, *, keep_weights: bool = False
+    async def trainer_turn(
+        self, part: Timer = no_timer, *, keep_weights: bool = False
     ) -> AsyncIterator[None]:
         with part("switch"):
             await self.enter(keep_weights=keep_weights)
@@ -102,9 +102,9 @@ class SharedTurns(Turns):
 
     @asynccontextmanager
     async def window(
-        self, pause: Pause, part: Parts, *, keep_weights: bool = False
+        self, pause: Pause, part: Timer, *, keep_weights: bool = False
     ) -> AsyncIterator[None]:
-        async with pause(), self.trainers(part, keep_weights=keep_weights):
+        async with pause(), self.trainer_turn(part, keep_weights=keep_weights):
             yield
 
     def activation(self, pause: Pause) -> AbstractAsyncContextManager[float | None]:
@@ -112,9 +112,9 @@ class SharedTurns(Turns):
         return nullcontext(None)
 
 
-def turns_of(shared: bool, pool: ReplicaSleeper, engine: Sleeper) -> Turns:
+def turns_of(shared: bool, pool: ReplicaSleeper, engine: Sleeper) -> DeviceSharing:
     """Return the turns for shared or separate devices."""
-    return SharedTurns(pool, engine) if shared else Turns()
+    return SharedDevices(pool, engine) if shared else DeviceSharing()
 
 
 class Publisher:
@@ -123,21 +123,21 @@ class Publisher:
     `watch` sees each step as a span on the track `sync`, whose key is the version.
     """
 
-    def __init__(self, turns: Turns, sync: WeightSync, watch: Watch = UNWATCHED) -> None:
+    def __init__(self, turns: DeviceSharing, sync: WeightSync, watch: Watch = UNWATCHED) -> None:
         self._turns, self._sync, self._watch = turns, sync, watch
 
-    async def keep(self, version: PolicyVersion, part: Parts = untimed) -> None:
+    async def keep(self, version: PolicyVersion, part: Timer = no_timer) -> None:
         with part("sync_keep"), self._watch.span("sync", "keep", str(version)):
             await self._sync.keep(version)
 
-    async def transfer(self, version: PolicyVersion, part: Parts = untimed) -> TransferReport:
-        await self._turns.make_room(part)
+    async def transfer(self, version: PolicyVersion, part: Timer = no_timer) -> TransferReport:
+        await self._turns.wake_rollout_weights(part)
         with part("sync_transfer"), self._watch.span("sync", "transfer", str(version)) as facts:
             report = await self._sync.transfer(version)
             facts["bytes"] = report.bytes
         return report
 
-    async def activate(self, version: PolicyVersion, part: Parts = untimed) -> float:
+    async def activate(self, version: PolicyVersion, part: Timer = no_timer) -> float:
         """Make a sent version live. Return the longest pause of a replica in seconds."""
         with part("sync_activate"), self._watch.span("sync", "activate", str(version)) as facts:
             facts["pause_s"] = pause_s = await self._sync.activate(version)

@@ -1,1 +1,1 @@
-"""What a run leaves for its readers: accounts, a trace, samples, a report, a live page, advice."""
+"""Accounts, trace, samples, report, live page and advice of a run."""

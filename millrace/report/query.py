@@ -31,7 +31,7 @@ MOST_ROWS = 2_000_000
 
 
 @dataclass(frozen=True)
-class Answer:
+class QueryResult:
     """The rows of a query."""
 
     columns: list[str]
@@ -49,7 +49,7 @@ class Table:
     rows: int
 
 
-def query(run_dir: Path, sql: str) -> Answer:
+def query(run_dir: Path, sql: str) -> QueryResult:
     """Return the answer to `sql`. Raise ConfigError if it is wrong.
 
     Only the tables whose names are in the text are read.
@@ -76,18 +76,18 @@ def query(run_dir: Path, sql: str) -> Answer:
         connection.close()
 
 
-def _interruptible(connection: Any, sql: str) -> Answer | None:
+def _interruptible(connection: Any, sql: str) -> QueryResult | None:
     """Return the answer, or None if there is no statement. Ctrl-C ends the query.
 
     DuckDB does not look at signals while it works, so it works in a thread.
     """
 
-    def ask() -> Answer | None:
+    def ask() -> QueryResult | None:
         result = connection.execute(sql)
         if result is None:
             return None
         columns = [column[0] for column in result.description or ()]
-        return Answer(columns, result.fetchmany(MOST_ROWS + 1) if columns else [])
+        return QueryResult(columns, result.fetchmany(MOST_ROWS + 1) if columns else [])
 
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask)

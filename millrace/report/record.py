@@ -1,4 +1,4 @@
-"""What watches a run: its accounts, its trace and its samples."""
+"""The event recorder of a run: accounts, trace and samples."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Devices:
     """Whether sessions wait for tools and environments."""
 
 
-class Recorder:
+class EventRecorder:
     """Everything that watches one attempt at a run."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What workers print: it goes to stderr without secrets, up to a limit in each minute.
+"""The output of reward workers. It goes to stderr without secrets, up to a limit in each minute.
 
 The rest is counted. So a function that prints a gigabyte fills no disk, and no call of it waits for
 a full pipe.

@@ -16,7 +16,7 @@ from millrace.config import OneReward
 from millrace.errors import ConfigError, MillraceError, RewardError, WorkerError
 from millrace.rewards.output import Budget
 from millrace.rewards.process import Pending, WorkerProcess
-from millrace.rewards.start import Launcher, Plain
+from millrace.rewards.start import Launcher, LocalLauncher
 from millrace.rewards.wire import Call, Job, Reply
 from millrace.types import Completion, Prompt, Score
 from millrace.waits.registry import waiting
@@ -91,7 +91,7 @@ class RewardPool:
         `start` sets it.
         """
         self.environments = environments or [{}] * self.job.num_workers
-        self._launcher = launcher or Plain()
+        self._launcher = launcher or LocalLauncher()
         self._budget = Budget(section, self.figures)
         self._queue: deque[Pending] = deque()
         self.workers: set[WorkerProcess] = set()

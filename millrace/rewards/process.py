@@ -14,7 +14,7 @@ import msgspec
 
 from millrace.process.channel import Frames
 from millrace.rewards.output import Budget, Output
-from millrace.rewards.start import Body, Launcher
+from millrace.rewards.start import Launcher, ProcessHandle
 from millrace.rewards.wire import Hello, Job, Reply, frame, hello_decoder, reply_decoder
 from millrace.types import Score
 from millrace.waits.registry import Wait
@@ -79,7 +79,7 @@ class WorkerProcess(asyncio.Protocol):
         self._mean_s = _AHEAD_S
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
-        self._body: Body | None = None
+        self._body: ProcessHandle | None = None
         self._output: Output | None = None
         self._pidfd: int | None = None
 

@@ -24,7 +24,7 @@ _MARK = "MILLRACE_REWARD_WORKER"
 """The variable by which a process is known that left its worker's group."""
 
 
-class Body(Protocol):
+class ProcessHandle(Protocol):
     """A started worker."""
 
     @property
@@ -48,7 +48,7 @@ class Launcher(Protocol):
 
     async def start(
         self, job: Job, connection: int, output: int, environment: Mapping[str, str]
-    ) -> Body:
+    ) -> ProcessHandle:
         """Start a worker. Raise OSError if that fails.
 
         `connection` is its end of the socket, and `output` its stdout and stderr.
@@ -62,7 +62,7 @@ def arguments(connection: int, parent: int, job: Job) -> Sequence[str]:
     return "-m", "millrace.rewards.worker", str(connection), str(parent), text
 
 
-class Plain:
+class LocalLauncher:
     """Starts workers as processes of the user."""
 
     async def check(self) -> None:
@@ -70,7 +70,7 @@ class Plain:
 
     async def start(
         self, job: Job, connection: int, output: int, environment: Mapping[str, str]
-    ) -> Body:
+    ) -> ProcessHandle:
         path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
         mark = secrets.token_hex(16)
         own = {"PYTHONPATH": path, _MARK: mark}

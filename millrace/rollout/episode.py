@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from millrace.errors import EpisodeError, LimitReached, MillraceError
 from millrace.ports import Agent, Environment, PolicySession
-from millrace.rollout.again import pause
+from millrace.rollout.retry import pause
 from millrace.rollout.session import NO_LIMITS, Draw, Limits, OnProgress, Session
 from millrace.types import Ending, Prompt, SamplingParams, Stop, Trajectory
 from millrace.waits.registry import acting, doing

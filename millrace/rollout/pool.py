@@ -14,7 +14,7 @@ from typing import TypeVar
 from millrace.errors import ReplicaLost
 from millrace.observe.watch import UNWATCHED, Watch
 from millrace.ports import Replica, RolloutStats
-from millrace.rollout.patience import RESTART, check, wait_for_replicas
+from millrace.rollout.replica_wait import RESTART, check, wait_for_replicas
 from millrace.rollout.roster import Roster
 from millrace.schedule.route import route
 from millrace.types import SamplingParams, Segment, Tokens

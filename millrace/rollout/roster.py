@@ -26,7 +26,7 @@ from typing import NamedTuple
 _LONGEST_S = 60.0
 
 
-class Standing(StrEnum):
+class ReplicaState(StrEnum):
     """The state of a replica."""
 
     LIVE = "live"
@@ -36,7 +36,7 @@ class Standing(StrEnum):
     LEFT = "left"
 
 
-PRESENT = (Standing.LIVE, Standing.STALE)
+PRESENT = (ReplicaState.LIVE, ReplicaState.STALE)
 """Replicas with a running worker. A sync sends to these."""
 
 
@@ -44,7 +44,7 @@ class Change(NamedTuple):
     """A move of one replica."""
 
     replica: int
-    to: Standing
+    to: ReplicaState
     why: str = ""
     """The reason of a loss."""
 
@@ -54,7 +54,7 @@ Listener = Callable[[Change], None]
 
 @dataclass(slots=True)
 class _Entry:
-    state: Standing = Standing.LIVE
+    state: ReplicaState = ReplicaState.LIVE
     incarnation: int = 0
     failures: int = 0
     """Losses and failed starts in a row, since it last served a whole version."""
@@ -91,22 +91,22 @@ class Roster:
 
     def start_failed(self, replica: int, why: str) -> None:
         """Note that a lost replica did not start."""
-        self._expect(replica, Standing.LOST)
+        self._expect(replica, ReplicaState.LOST)
         self._fail(replica, why)
 
     def restarted(self, replica: int) -> int:
         """Note that a new worker of a lost replica runs. Return its incarnation."""
-        entry = self._expect(replica, Standing.LOST)
+        entry = self._expect(replica, ReplicaState.LOST)
         entry.incarnation += 1
         self.restarts += 1
-        self._move(replica, Standing.STALE)
+        self._move(replica, ReplicaState.STALE)
         return entry.incarnation
 
     def leave(self, replica: int, why: str = "`millrace scale` took it out") -> None:
         """Take a replica out of the run. This is no loss."""
         self._entries[replica].why = why
         self.left += 1
-        self._move(replica, Standing.LEFT)
+        self._move(replica, ReplicaState.LEFT)
 
     def join(self, replica: int) -> int:
         """Note that the worker of a new replica runs. Return its incarnation.
@@ -114,11 +114,11 @@ class Roster:
         The replica is one that left, or the next number.
         """
         if replica == len(self._entries):
-            self._entries.append(_Entry(Standing.LEFT, incarnation=-1))
-        entry = self._expect(replica, Standing.LEFT)
+            self._entries.append(_Entry(ReplicaState.LEFT, incarnation=-1))
+        entry = self._expect(replica, ReplicaState.LEFT)
         entry.incarnation, entry.failures, entry.why = entry.incarnation + 1, 0, ""
         self.joined += 1
-        self._move(replica, Standing.STALE)
+        self._move(replica, ReplicaState.STALE)
         return entry.incarnation
 
     def proven(self, replica: int, incarnation: int) -> bool:
@@ -126,15 +126,15 @@ class Roster:
         entry = self._entries[replica]
         if entry.incarnation != incarnation or entry.state not in PRESENT:
             return False
-        if entry.state is Standing.LIVE:
+        if entry.state is ReplicaState.LIVE:
             entry.failures = 0  # It has served the version before.
         else:
-            self._move(replica, Standing.LIVE)
+            self._move(replica, ReplicaState.LIVE)
         return True
 
     # -- inspection
 
-    def state(self, replica: int) -> Standing:
+    def state(self, replica: int) -> ReplicaState:
         return self._entries[replica].state
 
     def incarnation(self, replica: int) -> int:
@@ -144,13 +144,13 @@ class Roster:
         """Return the reason of the replica's last loss."""
         return self._entries[replica].why
 
-    def ids(self, *states: Standing) -> list[int]:
+    def ids(self, *states: ReplicaState) -> list[int]:
         """Return the replicas in one of `states`."""
         return [i for i, entry in enumerate(self._entries) if entry.state in states]
 
     @property
     def live(self) -> list[int]:
-        return self.ids(Standing.LIVE)
+        return self.ids(ReplicaState.LIVE)
 
     @property
     def present(self) -> dict[int, int]:
@@ -160,17 +160,17 @@ class Roster:
     @property
     def members(self) -> list[int]:
         """Return the replicas that serve, start or start again."""
-        return self.ids(Standing.LIVE, Standing.STALE, Standing.LOST)
+        return self.ids(ReplicaState.LIVE, ReplicaState.STALE, ReplicaState.LOST)
 
     @property
     def starved(self) -> bool:
         """Whether a sync must come before any replica serves."""
-        return not self.live and bool(self.ids(Standing.STALE))
+        return not self.live and bool(self.ids(ReplicaState.STALE))
 
     @property
     def over(self) -> bool:
         """Whether every replica is given up."""
-        gone = self.ids(Standing.RETIRED, Standing.LEFT)
+        gone = self.ids(ReplicaState.RETIRED, ReplicaState.LEFT)
         return bool(self._entries) and len(gone) == len(self._entries)
 
     def backoff_s(self, replica: int) -> float:
@@ -182,11 +182,11 @@ class Roster:
         return "; ".join(
             f"rollout-{i} is {entry.state}" + (f": {entry.why}" if entry.why else "")
             for i, entry in enumerate(self._entries)
-            if entry.state is not Standing.LIVE
+            if entry.state is not ReplicaState.LIVE
         )
 
     @contextmanager
-    def told(self, listener: Listener) -> Iterator[None]:
+    def subscribe(self, listener: Listener) -> Iterator[None]:
         """Tell `listener` every change while the body runs."""
         self._listeners.append(listener)
         try:
@@ -195,7 +195,7 @@ class Roster:
             self._listeners.remove(listener)
 
     @contextmanager
-    def awaited(self, renewed: Callable[[], None]) -> Iterator[None]:
+    def extended_wait(self, renewed: Callable[[], None]) -> Iterator[None]:
         """Call `renewed` at each `renew()` while the body waits for a replica or a sync."""
         self._waits.append(renewed)
         try:
@@ -203,7 +203,7 @@ class Roster:
         finally:
             self._waits.remove(renewed)
 
-    def renew(self) -> None:
+    def extend_waits(self) -> None:
         """Renew the deadlines of all these waits, because the trainer makes progress."""
         for renewed in [*self._waits]:
             renewed()
@@ -212,15 +212,15 @@ class Roster:
         entry = self._entries[replica]
         entry.why, entry.failures = why.partition("\n")[0], entry.failures + 1
         over = entry.failures > self.max_restarts
-        self._move(replica, Standing.RETIRED if over else Standing.LOST)
+        self._move(replica, ReplicaState.RETIRED if over else ReplicaState.LOST)
 
-    def _move(self, replica: int, to: Standing) -> None:
+    def _move(self, replica: int, to: ReplicaState) -> None:
         self._entries[replica].state = to
         why = "" if to in PRESENT else self._entries[replica].why
         for listener in [*self._listeners]:
             listener(Change(replica, to, why))
 
-    def _expect(self, replica: int, expected: Standing) -> _Entry:
+    def _expect(self, replica: int, expected: ReplicaState) -> _Entry:
         entry = self._entries[replica]
         if entry.state is not expected:
             raise ValueError(f"rollout-{replica} is {entry.state}, expected {expected}")

@@ -69,7 +69,7 @@ def row_check(agents: AgentConfig) -> Callable[[Row, str], None] | None:
 
     The check raises DataError. It loads the tools at the first row that has such a column.
     """
-    if agents.player not in TOOLS:
+    if agents.agent_kind not in TOOLS:
         return None
     from millrace.environments.task_tools import COLUMNS, column, selection
 
@@ -96,7 +96,7 @@ def _tools(agents: AgentConfig) -> tuple[ToolConfig | None, list[FunctionTool]]:
 
 def limits_of(agents: AgentConfig, rollout: RolloutConfig) -> Limits:
     """Return the limits of an episode. The keys' 0 is no limit."""
-    if not agents.player:
+    if not agents.agent_kind:
         return Limits()
     return Limits(
         max_len=rollout.max_len,
@@ -113,7 +113,7 @@ def template_lines(agents: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> l
 
     report = check_template(tokenizer)
     own = OWN.get(agents.environment)
-    if agents.player in TOOLS or (own is not None and own.tools):
+    if agents.agent_kind in TOOLS or (own is not None and own.tools):
         report.require_tools()
         report.require_format(agents.tool_format)
     if agents.tool_format == "line":  # demonstrations teach these calls; no template shows them
@@ -128,7 +128,7 @@ def described(agents: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> list[t
 
     names = ["max_turns", "max_tokens_per_turn", "max_episode_tokens"]
     seconds = ["deadline_s", "turn_deadline_s"] if agents.served else ["tool_deadline_s"]
-    found = [(f"agents.{agents.player}", str(getattr(agents, agents.player)))]
+    found = [(f"agents.{agents.agent_kind}", str(getattr(agents, agents.agent_kind)))]
     found += [(f"agents.{name}", str(getattr(agents, name) or "no limit")) for name in names]
     found += [(f"agents.{name}", f"{getattr(agents, name):g}") for name in seconds]
     found += [("agents.retries", str(agents.retries))]
@@ -147,7 +147,7 @@ async def open_agent(
 
     Raises ConfigError or MissingDependency for what can be known before an episode runs.
     """
-    if not agents.player:
+    if not agents.agent_kind:
         yield SingleTurn()
         return
     from millrace.agents.conversation import Conversation
@@ -204,7 +204,7 @@ async def _environments(agents: AgentConfig) -> Maker:
     from millrace.environments.named import OWN, Maker, check_server, environment_maker
     from millrace.environments.task_tools import TaskWithTools
 
-    if agents.player in TOOLS:
+    if agents.agent_kind in TOOLS:
         own, shared = _tools(agents)
         return Maker(lambda _: TaskWithTools(lambda p: [*(own(p) if own else ()), *shared]))
     from millrace.tools.python_tool import PythonTool

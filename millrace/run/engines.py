@@ -12,25 +12,23 @@ from typing import Any, Protocol, TypeVar
 from millrace.config import Config, Sides
 from millrace.errors import DeadlineError, MillraceError, SyncError, WorkerError
 from millrace.observe.progress import Progress
-from millrace.pipeline.turns import Publisher, Turns, turns_of
+from millrace.pipeline.turns import DeviceSharing, Publisher, turns_of
 from millrace.ports import TransferReport
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.roster import Roster
-from millrace.run import keeper
 from millrace.run.folder import RunDir
-from millrace.run.keeper import Keeper
 from millrace.run.problems import weights_folder
 from millrace.run.scaling import Scaler
-from millrace.runtime import ranks as ranks_
-from millrace.runtime.ranks import Ranks
+from millrace.run.supervisor import ReplicaLauncher, ReplicaSupervisor
 from millrace.runtime.recovering import RecoveringTrainEngine
 from millrace.runtime.remote import first_error
 from millrace.runtime.replica import RemoteRolloutEngine
 from millrace.runtime.roster_sync import RosterSync
 from millrace.runtime.rpc import Limit, Peer, Runtime
+from millrace.runtime.trainer_group import RankLauncher, TrainerGroup
 from millrace.types import PolicyVersion
 from millrace.waits.registry import Start, starting
-from millrace.waits.side import FOLDER
+from millrace.waits.wait_server import FOLDER
 
 T = TypeVar("T")
 Address = tuple[str, int]
@@ -38,7 +36,7 @@ _ANSWER_S = 10.0
 """Time limit for a worker to say how it started, in seconds."""
 
 
-class Starter(keeper.Starter, ranks_.Starter, Protocol):
+class WorkerLauncher(ReplicaLauncher, RankLauncher, Protocol):
     """Starts and ends the workers of both sides."""
 
 
@@ -48,9 +46,9 @@ class Engines:
 
     train: RecoveringTrainEngine
     pool: RolloutPool
-    turns: Turns
+    turns: DeviceSharing
     sync: RosterSync
-    keeper: Keeper
+    keeper: ReplicaSupervisor
     scaler: Scaler
     replicas: list[RemoteRolloutEngine]
 
@@ -72,7 +70,7 @@ class Engines:
         Returns the transfer's report and the seconds of the pause.
         """
         publisher = Publisher(self.turns, self.sync)
-        async with self.turns.trainers():
+        async with self.turns.trainer_turn():
             return await publisher.transfer(version), await publisher.activate(version)
 
 
@@ -269,7 +267,7 @@ async def build_engines(
 
     if shared and config.rollout.engine == "vllm":
         await first_error(trainers, build_trainers())
-        await engines.turns.lend(first_error(rollouts, build_rollouts()))
+        await engines.turns.run_while_asleep(first_error(rollouts, build_rollouts()))
     else:
         await first_error(peers, [*build_trainers(), *build_rollouts()])
     if rollout:
@@ -287,7 +285,7 @@ def engines_of(
     shared: bool,
     *,
     restarts: bool,
-    starter: Starter,
+    starter: WorkerLauncher,
     trains: bool = True,
 ) -> Engines:
     """Return the engines in these workers. The sides take turns on `shared` devices.
@@ -297,15 +295,15 @@ def engines_of(
     """
     c, deadline_s = config.rollout, config.trainer.wait_deadline_s
     again = config.trainer.max_restarts if restarts and trains else 0
-    ranks = Ranks(trainers, starter, max_restarts=again)
+    ranks = TrainerGroup(trainers, starter, max_restarts=again)
     restarts = restarts and not (shared and c.engine == "vllm")
     roster = Roster(len(rollouts), max_restarts=c.max_restarts if restarts else 0)
-    ranks.moved = roster.renew  # A replica waits for the ranks until it has their weights.
+    ranks.moved = roster.extend_waits  # A replica waits for the ranks until it has their weights.
     replicas = [RemoteRolloutEngine(peer, stall_s=c.stall_s) for peer in rollouts]
     train, pool = RecoveringTrainEngine(ranks), RolloutPool(replicas, roster, deadline_s=deadline_s)
     turns = turns_of(shared, pool, train)
     sync = RosterSync(ranks, replicas, roster, deadline_s=deadline_s)
-    keeper = Keeper(roster, replicas, ranks, starter, heartbeat_s=c.heartbeat_s)
+    keeper = ReplicaSupervisor(roster, replicas, ranks, starter, heartbeat_s=c.heartbeat_s)
     alone = "replicas join and leave in a run of `millrace train` alone"
     fixed = "" if restarts and trains and rollouts else alone
     if shared:

@@ -17,8 +17,8 @@ from millrace.observe.sinks import JsonLines
 from millrace.observe.watch import UNWATCHED, Watch
 from millrace.pipeline.validation import Played, Result, Validator
 from millrace.ports import RolloutEngine
-from millrace.rollout.again import RetryingReward
-from millrace.rollout.patience import sleep_until
+from millrace.rollout.replica_wait import sleep_until
+from millrace.rollout.retry import RetryingReward
 from millrace.run.agents import limits_of
 from millrace.run.engines import Engines
 from millrace.run.folder import open_eval_dir

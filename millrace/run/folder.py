@@ -87,7 +87,7 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
             )
     ownership.claim(path)
     notes += _lock(path)
-    supervised.tell(supervised.News(run=str(path)))
+    supervised.send_status(supervised.DriverStatus(run=str(path)))
     if store is not None:
         try:
             before = checkpoint

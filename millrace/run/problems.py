@@ -63,7 +63,7 @@ def load(config: Config, *, scored: bool = True) -> Sources:
     named = {key: part.function for key, part in parts.items() if part.kind == "function"}
     for section, name in named.items() if scored else ():
         check_name(name, f"{section}.function")
-    functions = {key: name for key, name in named.items() if name or not config.agents.player}
+    functions = {key: name for key, name in named.items() if name or not config.agents.agent_kind}
     check = partial(
         check_rows,
         prompt_key=data.prompt_key,
@@ -104,7 +104,7 @@ def _row_check(
     of_agents = row_check(agents)
 
     def check(row: Problem, where: str) -> None:
-        if chat == "never" and not agents.player and not isinstance(row.prompt, str):
+        if chat == "never" and not agents.agent_kind and not isinstance(row.prompt, str):
             rule = "data.chat=never reads strings, and these are messages for a chat template"
             raise bad_row(where, row.prompt, rule, "data.chat=auto, or a prompt that is a string")
         if of_agents is not None:
@@ -161,9 +161,9 @@ def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
     tokenizer = (
         _load_tokenizer(model, str(model_folder))
         if made
-        else _tokenizer(model, sources, key, roles=bool(config.agents.player))
+        else _tokenizer(model, sources, key, roles=bool(config.agents.agent_kind))
     )
-    player = config.agents.player
+    player = config.agents.agent_kind
     chat = Chat(tokenizer, strings="never" if player else config.data.chat)
     if chat.strings == "always" and chat.template is None:
         fix = "chat_template.jinja in the folder, an instruct model, or data.chat=auto"

@@ -1,4 +1,4 @@
-"""What a run does once the replicas with its live weights are lost."""
+"""Saves a run whose replicas with the live weights are lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from millrace.observe.watch import Watch
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.trainer import Trainer
-from millrace.rollout.patience import check
+from millrace.rollout.replica_wait import check
 from millrace.rollout.roster import Change, Roster
 from millrace.run.stop import StopRequest
 
@@ -28,7 +28,7 @@ def saved_without_replicas(roster: Roster, watch: Watch, stop: StopRequest) -> I
 
     roster.saves = True
     try:
-        with roster.told(changed):
+        with roster.subscribe(changed):
             yield
     finally:
         roster.saves = False
@@ -38,5 +38,5 @@ def saved_without_replicas(roster: Roster, watch: Watch, stop: StopRequest) -> I
 async def validate_now(trainer: Trainer, record: RunRecord, phase: str) -> None:
     """Validate the live weights. Send them again if the replicas that had them are lost."""
     while not await record.validate_now(trainer.queue.ledger.version, phase):
-        await trainer.revive()
+        await trainer.republish_live()
         check(trainer.rollouter.pool.roster)

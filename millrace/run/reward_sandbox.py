@@ -14,7 +14,7 @@ import psutil
 
 import millrace
 from millrace.errors import ConfigError, EpisodeError, bad_value
-from millrace.rewards.start import Body, arguments, how
+from millrace.rewards.start import ProcessHandle, arguments, how
 from millrace.rewards.wire import Job
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _FOR_EVER = 10**9
 _PACKAGES = ("site-packages", "dist-packages")
 
 
-class Isolated:
+class SandboxLauncher:
     """Starts the workers of one reward in a sandbox. The pool ends them by their deadlines."""
 
     def __init__(self, section: str, function: str) -> None:
@@ -60,7 +60,7 @@ class Isolated:
 
     async def start(
         self, job: Job, connection: int, output: int, environment: Mapping[str, str]
-    ) -> Body:
+    ) -> ProcessHandle:
         from millrace.tools.start import Limits
 
         memory = job.memory_mb << 20 or psutil.virtual_memory().total

@@ -47,15 +47,15 @@ def make_reward(config: Config) -> RunReward:
         if part.sandbox
     }
     reward = RunReward(_with_models(config.reward, placed), environments, launchers)
-    if config.agents.player:
+    if config.agents.agent_kind:
         reward.first = partial(scorer_line, config.agents, config.reward)
     return reward
 
 
 def _isolated(section: str, function: str) -> Launcher:
-    from millrace.run.reward_sandbox import Isolated
+    from millrace.run.reward_sandbox import SandboxLauncher
 
-    return Isolated(section, function)
+    return SandboxLauncher(section, function)
 
 
 def scorer_line(agents: AgentConfig, reward: RewardConfig, prompt: Prompt) -> str:
@@ -68,7 +68,7 @@ def scorer_line(agents: AgentConfig, reward: RewardConfig, prompt: Prompt) -> st
         else:
             names.append(f"{section}.{part.kind}={part.function}".rstrip("="))
     return (
-        f"rewards: agents.{agents.player} returned none for an episode, so it is scored by "
+        f"rewards: agents.{agents.agent_kind} returned none for an episode, so it is scored by "
         f"{', '.join(names)}"
     )
 

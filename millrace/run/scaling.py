@@ -19,9 +19,9 @@ import msgspec
 
 from millrace.errors import DeadlineError, MillraceError
 from millrace.process.files import replace_file
-from millrace.rollout.patience import wait_for_replicas
-from millrace.rollout.roster import Standing
-from millrace.run.keeper import Keeper
+from millrace.rollout.replica_wait import wait_for_replicas
+from millrace.rollout.roster import ReplicaState
+from millrace.run.supervisor import ReplicaSupervisor
 from millrace.runtime.replica import RemoteRolloutEngine
 from millrace.runtime.rpc import Peer
 
@@ -35,7 +35,7 @@ _LONGEST = 4096
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What the command asks for."""
+    """The request of `millrace scale`."""
 
     id: str
     rollout: int
@@ -44,7 +44,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What the driver answers."""
+    """The driver's reply."""
 
     id: str
     before: int
@@ -81,7 +81,7 @@ class Scaler:
 
     def __init__(
         self,
-        keeper: Keeper,
+        keeper: ReplicaSupervisor,
         engines: list[RemoteRolloutEngine],
         add: Callable[[RemoteRolloutEngine], None],
         *,
@@ -128,14 +128,14 @@ class Scaler:
     async def _fill(self) -> None:
         """Let as many replicas join as there are devices for, up to the most."""
         async with self._turn:
-            members, given_up = len(self.members), len(self._roster.ids(Standing.RETIRED))
+            members, given_up = len(self.members), len(self._roster.ids(ReplicaState.RETIRED))
             if members + given_up >= self._most:
                 return
             room = (await self._keeper.starter.limit()).most
             total = self._most if room is None else min(self._most, room)
             if (count := total - given_up) > members:
                 self.note(f"free devices: the run grows from {members} to {count} replicas")
-                await self._grow(count, self._newest, [Standing.LEFT])
+                await self._grow(count, self._newest, [ReplicaState.LEFT])
 
     async def _answer(self, file: Path, request: Request) -> None:
         clock = asyncio.get_running_loop().time
@@ -163,7 +163,7 @@ class Scaler:
         """
         with suppress(TimeoutError, DeadlineError):
             stale = self._roster.ids
-            ready = lambda: not stale(Standing.STALE)  # noqa: E731
+            ready = lambda: not stale(ReplicaState.STALE)  # noqa: E731
             async with asyncio.timeout(wait_s):
                 await wait_for_replicas(self._roster, "scale", ready, wait_s, whom="sync|trainer")
 
@@ -182,18 +182,18 @@ class Scaler:
         number = self._newest
         async with self._turn:
             await self._check(count)
-            await self._grow(count, number, [Standing.LEFT, Standing.RETIRED])
+            await self._grow(count, number, [ReplicaState.LEFT, ReplicaState.RETIRED])
             for replica in reversed(self.members[count:]):
                 await self._keeper.leave(replica)
             self._most = count
 
-    async def _grow(self, count: int, number: int, again: Sequence[Standing]) -> None:
+    async def _grow(self, count: int, number: int, again: Sequence[ReplicaState]) -> None:
         """Let replicas join until there are `count`, those in the states `again` first."""
         while len(self.members) < count:
             if number != self._newest:
                 raise MillraceError("a newer `millrace scale` asks for another number")
             replica = min(self._roster.ids(*again), default=len(self._roster))
-            if replica in self._roster.ids(Standing.RETIRED):
+            if replica in self._roster.ids(ReplicaState.RETIRED):
                 await self._keeper.leave(replica)
             await self._keeper.join(replica, partial(self._take, replica))
 

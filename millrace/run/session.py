@@ -10,14 +10,14 @@ from functools import cached_property
 from pathlib import Path
 
 from millrace.config import Config
-from millrace.config.keys import NOTHING, Derived, Trained
+from millrace.config.keys import NO_PROGRESS, Derived, ResumeProgress
 from millrace.errors import MillraceError, bad_value
 from millrace.observe import trackers
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
 from millrace.pipeline import journal, journal_file
 from millrace.pipeline.checkpoint import Checkpoints, read_manifest
-from millrace.pipeline.journal import NoJournal
+from millrace.pipeline.journal import NullJournal
 from millrace.pipeline.journal_file import FORMAT, Batch, Header
 from millrace.pipeline.replay import Replay
 from millrace.ports import Agent
@@ -72,7 +72,7 @@ class Session:
         attempt: int,
         tasks: asyncio.TaskGroup,
         synced: Callable[[Batch], None] = lambda batch: None,
-    ) -> AsyncIterator[NoJournal]:
+    ) -> AsyncIterator[NullJournal]:
         """Keep the journal of an attempt. `ledger` follows what earlier attempts left.
 
         Lost ranks of the trainer are recovered from it.
@@ -92,12 +92,14 @@ class Session:
             yield journal
         writer.cancel()
 
-    def _journal(self, ledger: Ledger, attempt: int, synced: Callable[[Batch], None]) -> NoJournal:
+    def _journal(
+        self, ledger: Ledger, attempt: int, synced: Callable[[Batch], None]
+    ) -> NullJournal:
         """Return the journal. Without checkpoints it would grow for ever, so there is none."""
         trainer, folder = self.config.trainer, self.run.path / "journal"
         if not (trainer.journal and trainer.save_freq):
             journal_file.remove(folder, 0, before=attempt)
-            return NoJournal()
+            return NullJournal()
         samples, training = digests(self.config.model_dump(mode="json"))
         header = Header(FORMAT, attempt, ledger.version, samples, training)
         return journal.resume(
@@ -222,13 +224,13 @@ class _Opening:
         return problems
 
 
-def trained_by(checkpoint: Path | None) -> Trained:
+def trained_by(checkpoint: Path | None) -> ResumeProgress:
     """Return what the checkpoint has trained, or nothing if there is none."""
     if checkpoint is None:
-        return NOTHING
+        return NO_PROGRESS
     manifest = read_manifest(checkpoint)
     steps = manifest.counts.get("optimizer_steps")
-    return Trained(
+    return ResumeProgress(
         version=manifest.version,
         samples=manifest.retired,
         optimizer_steps=None if steps is None else int(steps),

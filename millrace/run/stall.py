@@ -12,12 +12,12 @@ from pathlib import Path
 
 from millrace.config import TrainerConfig
 from millrace.errors import DeadlineError
-from millrace.waits.answer import Answer
+from millrace.waits.answer import ProcessStatus
 from millrace.waits.ask import ask
 from millrace.waits.graph import DRIVER
-from millrace.waits.side import FOLDER, Side
 from millrace.waits.stall import StallWatch, save
 from millrace.waits.verdict import Verdict
+from millrace.waits.wait_server import FOLDER, WaitServer
 
 _GRACE_S = 30.0
 """Seconds that a stopped run has to end. After that, its event loop is blocked for good."""
@@ -28,7 +28,7 @@ class Watchman:
 
     def __init__(self, run: Path, config: TrainerConfig, note: Callable[[str], None]) -> None:
         self._run, self._config, self._note = run, config, note
-        self.side = Side(DRIVER)
+        self.side = WaitServer(DRIVER)
         self.stalled: Verdict | None = None
         """The stall that ends the run."""
         self.last: Verdict | None = None
@@ -52,10 +52,10 @@ class Watchman:
         self.side.close()
         shutil.rmtree(self._run / FOLDER, ignore_errors=True)
 
-    def ask(self) -> list[Answer]:
+    def ask(self) -> list[ProcessStatus]:
         return ask(self._run, [self.side.answer(), *self.side.more()])
 
-    def _look(self, side: Side) -> None:
+    def _look(self, side: WaitServer) -> None:
         """Look once a second, in the side thread."""
         now = side.pulse.registry.clock()
         if self._stops_at is not None and now > self._stops_at:

@@ -28,7 +28,7 @@ from millrace.observe.watch import Watch
 from millrace.run.engines import Engines
 from millrace.runtime.caches import cache_folder
 from millrace.sync.background import abandonable
-from millrace.waits.answer import Answer
+from millrace.waits.answer import ProcessStatus
 from millrace.waits.graph import DRIVER
 from millrace.waits.registry import Start, starting, take_starts
 
@@ -64,14 +64,16 @@ async def part(what: str, work: Awaitable[T]) -> T:
 
 
 @contextlib.asynccontextmanager
-async def shown(progress: Progress, ask: Callable[[], Sequence[Answer]]) -> AsyncIterator[None]:
+async def shown(
+    progress: Progress, ask: Callable[[], Sequence[ProcessStatus]]
+) -> AsyncIterator[None]:
     """Show whom the run waits for, until it trains."""
     progress.phase(ENGINES)
     async with beside(_show(progress, ask)):
         yield
 
 
-async def _show(progress: Progress, ask: Callable[[], Sequence[Answer]]) -> None:
+async def _show(progress: Progress, ask: Callable[[], Sequence[ProcessStatus]]) -> None:
     while progress.state.phase != "training":
         await asyncio.sleep(_LOOK_S)
         if (phase := progress.state.phase).startswith((ENGINES, SYNC)):
@@ -80,7 +82,7 @@ async def _show(progress: Progress, ask: Callable[[], Sequence[Answer]]) -> None
                 progress.phase(phase, note=f"({waits})" if waits else "")
 
 
-def waiting_for(answers: Iterable[Answer]) -> str:
+def waiting_for(answers: Iterable[ProcessStatus]) -> str:
     """Return the newest work of each process with its seconds, the driver's without workers."""
     works = {
         answer.name: min((w for w in answer.waits if w.work), key=lambda w: w.seconds, default=None)

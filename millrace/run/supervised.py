@@ -21,8 +21,8 @@ CHANNEL, REASON = "MILLRACE_SUPERVISOR", "MILLRACE_RESTARTED"
 """Environment variables: the file descriptor of the channel, and why the driver is started anew."""
 
 
-class News(msgspec.Struct, omit_defaults=True):
-    """What a driver tells."""
+class DriverStatus(msgspec.Struct, omit_defaults=True):
+    """A status message of a driver to its supervisor."""
 
     run: str = ""
     """The folder of the run."""
@@ -49,7 +49,7 @@ def reason() -> str:
     return os.environ.pop(REASON, "")
 
 
-def tell(news: News) -> None:
+def send_status(news: DriverStatus) -> None:
     """Tell the supervisor, if there is one and it lives."""
     if (to := channel()) is not None:
         with contextlib.suppress(OSError):

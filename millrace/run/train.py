@@ -21,18 +21,18 @@ from millrace.observe.watch import Watch
 from millrace.persist.history import History
 from millrace.persist.run_reader import RunReader
 from millrace.pipeline.checkpoint import read_manifest
-from millrace.pipeline.journal import NoJournal
+from millrace.pipeline.journal import NullJournal
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.validation import Result
-from millrace.rollout.again import RetryingReward
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.pool import RolloutPool
+from millrace.rollout.retry import RetryingReward
 from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
 from millrace.run import starts, supervised
@@ -49,7 +49,7 @@ from millrace.types import SamplingParams
 from millrace.waits.registry import as_actor
 
 if TYPE_CHECKING:
-    from millrace.report.record import Recorder
+    from millrace.report.record import EventRecorder
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -156,7 +156,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
     complete = False
     outside = trackers.start(c.logger, about(s), s.progress.note)
     sinks += outside
-    recorder = record_of(s, ledger, history.attempt)
+    recorder = make_run_record(s, ledger, history.attempt)
     try:
         async with asyncio.TaskGroup() as tasks:
             record = RunRecord(
@@ -212,9 +212,9 @@ def figures(s: Session) -> dict[str, float]:
     return s.reward.take_figures() | s.engines.keeper.news.figures() | copies
 
 
-def record_of(s: Session, ledger: Ledger, attempt: int) -> Recorder:
+def make_run_record(s: Session, ledger: Ledger, attempt: int) -> EventRecorder:
     """Return what watches this attempt at the run."""
-    from millrace.report.record import Devices, Recorder
+    from millrace.report.record import Devices, EventRecorder
     from millrace.runtime.local import visible_gpus
 
     c, checkpoint = s.config, s.run.resume_from
@@ -227,7 +227,7 @@ def record_of(s: Session, ledger: Ledger, attempt: int) -> Recorder:
         tools=not isinstance(s.agent, SingleTurn),
     )
     counts = read_manifest(checkpoint).counts if checkpoint else {}
-    recorder = Recorder(
+    recorder = EventRecorder(
         s.run.path,
         attempt,
         ledger,
@@ -238,7 +238,7 @@ def record_of(s: Session, ledger: Ledger, attempt: int) -> Recorder:
         s.progress.note,
         s.problems.chat.decode,
     )
-    supervised.tell(supervised.News(attempt=attempt, version=ledger.version))
+    supervised.send_status(supervised.DriverStatus(attempt=attempt, version=ledger.version))
     if why := supervised.reason():
         recorder.watch.at("run", "restarted", why=why)
     return recorder
@@ -263,7 +263,7 @@ async def train_to_end(
     stop: StopRequest,
     record: RunRecord,
     validated: dict[int, dict[str, float]],
-    journal: NoJournal,
+    journal: NullJournal,
     watch: Watch,
 ) -> tuple[bool, float, float]:
     """Run both loops. Returns whether the run is complete, and the seconds of start and training.
@@ -309,7 +309,7 @@ async def train_to_end(
         trained = await run_pipeline(rollouter, trainer)
         seconds = clock() - start
         with parts.part("save_checkpoint"):
-            complete = await settle(trained, trainer, record, stop, save_last=c.save_last)
+            complete = await finish_run(trained, trainer, record, stop, save_last=c.save_last)
     if complete:
         with parts.part("wait_validation"):
             await validate_now(trainer, record, "validating the final weights")
@@ -319,7 +319,7 @@ async def train_to_end(
     return complete, started, seconds
 
 
-async def settle(
+async def finish_run(
     trained: bool, trainer: Trainer, record: RunRecord, stop: StopRequest, *, save_last: bool
 ) -> bool:
     """Wait for the last validation and checkpoint of a run. Returns whether the run is complete.

@@ -76,7 +76,7 @@ _answers = msgspec.msgpack.Decoder(Forked | Refused)
 
 
 class ForkedProcess:
-    """What subprocess.Popen offers, for a process that the server started.
+    """The interface of subprocess.Popen for a process that the server started.
 
     An ended process keeps its number until `poll` has returned its exit code.
     """
@@ -144,7 +144,7 @@ class ForkServer:
         self._log = log
         self._asked: deque[asyncio.Future[ForkedProcess]] = deque()
         self._socket.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._socket, self._hear)
+        asyncio.get_running_loop().add_reader(self._socket, self._watch_heartbeat)
 
     async def fork(self, request: Fork, fds: Sequence[int], deadline_s: float) -> ForkedProcess:
         """Start a worker. Raises WorkerError if the server or the system does not."""
@@ -189,7 +189,7 @@ class ForkServer:
         process.kill()
         self.forget(process.pid)
 
-    def _hear(self) -> None:
+    def _watch_heartbeat(self) -> None:
         """Read an answer of the server."""
         try:
             data = self._socket.recv(_MOST_BYTES)
@@ -198,7 +198,7 @@ class ForkServer:
         except OSError:
             data = b""
         if not data:
-            self._deafen()
+            self._unwatch_heartbeat()
             return
         message, answer = _answers.decode(data), self._asked.popleft()
         if isinstance(message, Forked):
@@ -210,7 +210,7 @@ class ForkServer:
         elif not answer.done():
             answer.set_exception(WorkerError(f"the system refused a process: {message.why}"))
 
-    def _deafen(self) -> None:
+    def _unwatch_heartbeat(self) -> None:
         """Ask and hear nothing more."""
         if self._socket.fileno() == -1:
             return
@@ -223,7 +223,7 @@ class ForkServer:
 
     def close(self) -> subprocess.Popen[bytes]:
         """Let the server end, and its workers with it. Return its process."""
-        self._deafen()
+        self._unwatch_heartbeat()
         return self._process
 
 

@@ -25,7 +25,7 @@ from millrace.process.channel import payloads_of, write_frame
 from millrace.process.death import die_with, ignore_stop_signals, show_as
 from millrace.runtime.rpc import CANCEL, FAILED, OK, Failure, Message, Outbox, read_frame
 from millrace.waits.registry import acting, began
-from millrace.waits.side import NAME, Side, start_in_worker
+from millrace.waits.wait_server import NAME, WaitServer, start_in_worker
 
 
 class Host:
@@ -122,7 +122,7 @@ def beat(fd: int, seconds: float) -> None:
         time.sleep(seconds)
 
 
-async def serve_socket(sock: socket.socket, root: object, side: Side | None = None) -> None:
+async def serve_socket(sock: socket.socket, root: object, side: WaitServer | None = None) -> None:
     """Serve calls until the driver closes its end of the socket."""
     if side is not None:
         side.loop = asyncio.get_running_loop()

@@ -31,8 +31,8 @@ from millrace.runtime.address import listening_at
 from millrace.runtime.fork_server import Fork, ForkedProcess, ForkServer
 from millrace.runtime.placement import threads
 from millrace.runtime.rpc import Limit, Peer
-from millrace.waits.answer import Answer
-from millrace.waits.side import FOLDER, NAME, VARIABLE
+from millrace.waits.answer import ProcessStatus
+from millrace.waits.wait_server import FOLDER, NAME, VARIABLE
 
 START_DEADLINE_S = 180.0
 GOODBYE_S = 5.0
@@ -152,7 +152,7 @@ class LocalRuntime:
         peer = Peer(name, send, deadline_s=self._sides.trainer.wait_deadline_s)
         loop = asyncio.get_running_loop()
         worker = _Worker(peer, process, writer, beats)
-        loop.add_reader(beats, _hear, worker)
+        loop.add_reader(beats, _watch_heartbeat, worker)
         task = loop.create_task(self._read(worker, reader, log), name=f"read-{name}")
         self._tasks.add(task)  # the task ends with the process, and `close` awaits it
         task.add_done_callback(self._tasks.discard)
@@ -235,7 +235,7 @@ class LocalRuntime:
         worker.writer.close()
         if not await wait_until(lambda: _over([worker.process], processes), KILLED_S):
             _warn_of(processes)
-        _deafen(worker)
+        _unwatch_heartbeat(worker)
 
     def release(self, replica: int) -> None:
         """Do nothing: the devices of a process end with it."""
@@ -248,7 +248,7 @@ class LocalRuntime:
         why = f"this machine has {len(self._gpus)} GPUs, {uses}"
         return Limit((len(self._gpus) - ranks) // each, why)
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[ProcessStatus]:
         """Return nothing: each worker has a socket of its own."""
         return []
 
@@ -276,11 +276,11 @@ class LocalRuntime:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=GOODBYE_S)
         for worker in self._workers:
-            _deafen(worker)
+            _unwatch_heartbeat(worker)
         self._workers.clear()
 
 
-def _hear(worker: _Worker) -> None:
+def _watch_heartbeat(worker: _Worker) -> None:
     """Read the heartbeats that have arrived."""
     if os.read(worker.beats, 4096):
         worker.peer.beat()
@@ -288,7 +288,7 @@ def _hear(worker: _Worker) -> None:
         asyncio.get_running_loop().remove_reader(worker.beats)  # the worker has ended
 
 
-def _deafen(worker: _Worker) -> None:
+def _unwatch_heartbeat(worker: _Worker) -> None:
     """Stop reading heartbeats."""
     asyncio.get_running_loop().remove_reader(worker.beats)
     os.close(worker.beats)

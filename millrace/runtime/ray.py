@@ -26,7 +26,7 @@ from millrace.process.trees import kill_process
 from millrace.runtime.address import check_reachable
 from millrace.runtime.placement import threads
 from millrace.runtime.rpc import Limit, Peer
-from millrace.waits.answer import Answer
+from millrace.waits.answer import ProcessStatus
 
 try:
     import ray
@@ -94,13 +94,15 @@ async def _answered(call: Any) -> Any:
     return await call
 
 
-def _answer(call: Any, name: str, node: str) -> Answer:
+def _answer(call: Any, name: str, node: str) -> ProcessStatus:
     try:
-        answer: Answer = ray.get(call, timeout=_ANSWER_S)
+        answer: ProcessStatus = ray.get(call, timeout=_ANSWER_S)
     except ray.exceptions.GetTimeoutError:
-        return Answer(name, 0, node, silent=True)
+        return ProcessStatus(name, 0, node, silent=True)
     except ray.exceptions.RayError as error:
-        return Answer(name, 0, node, silent=True, dead=f"worker {name} on {node} is dead: {error}")
+        return ProcessStatus(
+            name, 0, node, silent=True, dead=f"worker {name} on {node} is dead: {error}"
+        )
     return answer
 
 
@@ -317,7 +319,7 @@ class RayRuntime:
             else f"worker {peer.name} on {address} is dead: {error}"
         )
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[ProcessStatus]:
         calls = [
             (w.actor.why.remote(), w.peer.name, w.seat.bundle.share.address) for w in self._workers
         ]

@@ -15,8 +15,8 @@ from millrace.runtime.host import Host
 from millrace.runtime.ray_token import hide_token
 from millrace.runtime.worker import make_worker
 from millrace.waits import kernel
-from millrace.waits.answer import Answer
-from millrace.waits.side import Side
+from millrace.waits.answer import ProcessStatus
+from millrace.waits.wait_server import WaitServer
 
 WHY = "why"
 """The concurrency group of the answer to `millrace why`."""
@@ -45,7 +45,7 @@ class RayHost:
         if gpus:  # CUDA is not initialized yet
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         os.environ |= listening_at("127.0.0.1" if loopback else ray.util.get_node_ip_address())
-        self._side = Side(name)
+        self._side = WaitServer(name)
         self._side.start()
         self._root = make_worker(role, alone=True)
         self._host: Host | None = None
@@ -56,7 +56,7 @@ class RayHost:
         self._serving = asyncio.Event()
 
     @ray.method(concurrency_group=WHY)
-    async def why(self) -> Answer:
+    async def why(self) -> ProcessStatus:
         """Say who waits. Its event loop is another one, which no engine blocks."""
         answer = self._side.answer()
         answer.process = kernel.look([answer.pid])[answer.pid]

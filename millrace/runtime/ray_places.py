@@ -47,7 +47,7 @@ _POLL_S = 1.0
 
 
 class Share(NamedTuple):
-    """What a process on a node sees."""
+    """The devices, packages and folder that a process on a node sees."""
 
     node: str
     address: str

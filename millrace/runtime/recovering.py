@@ -9,8 +9,8 @@ from typing import Any
 from millrace import codec
 from millrace.errors import DeadlineError, NotFinite, SaveLost, WorkerError
 from millrace.ports import StepReport, TrainBatch
-from millrace.runtime.ranks import Ranks
 from millrace.runtime.remote import RemoteTrainEngine
+from millrace.runtime.trainer_group import TrainerGroup
 
 
 class RecoveringTrainEngine(RemoteTrainEngine):
@@ -19,7 +19,7 @@ class RecoveringTrainEngine(RemoteTrainEngine):
     An error that the engine itself raises is not a loss. It ends the call as in any engine.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: TrainerGroup) -> None:
         super().__init__(ranks.peers)
         self.ranks = ranks
         self.folder: Path | None = None
@@ -71,7 +71,7 @@ class RecoveringTrainEngine(RemoteTrainEngine):
     async def _all(
         self, method: str, args: tuple[object, ...] = (), result: object = None
     ) -> list[Any]:
-        return await self.ranks.again(partial(super()._all, method, args, result))
+        return await self.ranks.call_with_recovery(partial(super()._all, method, args, result))
 
 
 def _saved(batch: TrainBatch, folder: Path) -> str:

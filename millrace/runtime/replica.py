@@ -1,4 +1,4 @@
-"""One replica on the driver's side: its calls, and the watch over its progress.
+"""The driver's client of one replica. It survives a restart of the worker.
 
 The object outlasts its worker. When the worker is lost, another one takes its place.
 """

@@ -19,12 +19,12 @@ from millrace.errors import (
     WorkerError,
 )
 from millrace.ports import TransferReport
-from millrace.rollout.patience import check, wait_for_replicas
+from millrace.rollout.replica_wait import check, wait_for_replicas
 from millrace.rollout.roster import Roster
-from millrace.runtime.ranks import Ranks
 from millrace.runtime.remote import first_error, wait_for_death
 from millrace.runtime.replica import RemoteRolloutEngine
 from millrace.runtime.rpc import Peer
+from millrace.runtime.trainer_group import TrainerGroup
 from millrace.runtime.weight_sync import RemoteWeightSync
 from millrace.types import PolicyVersion
 
@@ -42,7 +42,7 @@ class RosterSync:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: TrainerGroup,
         replicas: Sequence[RemoteRolloutEngine],
         roster: Roster,
         *,
@@ -127,7 +127,7 @@ class RosterSync:
                 pause_s = max(pauses)
                 break
             await self.transfer(version)
-        self.remote.settle()
+        self.remote.mark_live()
         return pause_s
 
     async def _activate(self, replica: int, incarnation: int, version: PolicyVersion) -> float:

@@ -16,7 +16,7 @@ import msgspec
 
 from millrace import codec, errors
 from millrace.errors import DeadlineError, MillraceError, NoAnswer, WorkerError
-from millrace.waits.answer import Answer
+from millrace.waits.answer import ProcessStatus
 from millrace.waits.registry import waiting
 
 CALL, CANCEL = 0, 1
@@ -239,7 +239,7 @@ class Runtime(Protocol):
         """Return how many replicas find devices now, with those that run."""
         ...
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[ProcessStatus]:
         """Return who waits in workers that no socket of this machine reaches. Any thread may ask."""
         ...
 

@@ -103,14 +103,14 @@ class RemoteWeightSync:
 
     async def activate(self, version: PolicyVersion) -> float:
         paused = max(await self._ask_all("activate", (version,), float))
-        self.settle()
+        self.mark_live()
         return paused
 
     async def activate_one(self, replica: int, version: PolicyVersion) -> float:
         """Make the version live on one replica."""
         return float(await self._ask(replica, "activate", (version,), float))
 
-    def settle(self) -> None:
+    def mark_live(self) -> None:
         """Note that the kept version is live. From now on, the trainer's weights are sent."""
         self.kept = None
 

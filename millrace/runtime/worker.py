@@ -23,7 +23,7 @@ from millrace.waits.registry import PROCESS, Start, measuring, starting, take_st
 if TYPE_CHECKING:
     from millrace.decode.engine import TorchRolloutEngine
     from millrace.ports import TrainRank
-    from millrace.sync.collective import Receiver, Sender, Silent
+    from millrace.sync.collective import NullSender, Receiver, Sender
     from millrace.sync.ipc import IpcSender
     from millrace.vllm.engine import VllmRolloutEngine
     from millrace.vllm.receiver import VllmReceiver
@@ -103,7 +103,7 @@ class TrainWorker(Worker):
 
     config: Config
     engine: TrainRank
-    sender: Sender | Silent | IpcSender
+    sender: Sender | NullSender | IpcSender
 
     async def load(self, engine: str, model_folder: str) -> None:
         keep_compiled_code()
@@ -138,13 +138,13 @@ class TrainWorker(Worker):
     async def connect(self, config: dict[str, Any], rank: int, address: tuple[str, int]) -> None:
         """Build this rank's end of the weight sync. Its `regroup` joins the replicas."""
         from millrace.sync import ipc
-        from millrace.sync.agreement import Agreement
         from millrace.sync.collective import join_sender
+        from millrace.sync.options import SyncOptions
 
         resolved = Config.model_validate(config)
         store, agreed = (
             self._meet(address, resolved.trainer.wait_deadline_s),
-            Agreement.of(resolved),
+            SyncOptions.of(resolved),
         )
         where = (self.engine, store, rank, agreed)
         by_ipc = ipc.fits(agreed, self.engine.device)
@@ -203,13 +203,13 @@ class RolloutWorker(Worker):
 
         A second call leaves the lost ranks of the trainer, and meets those that have their place.
         """
-        from millrace.sync.agreement import Agreement
+        from millrace.sync.options import SyncOptions
 
         resolved = Config.model_validate(config)
         self._store = None
         store, agreed = (
             self._meet(address, resolved.trainer.wait_deadline_s),
-            Agreement.of(resolved),
+            SyncOptions.of(resolved),
         )
         engine: Any = self.engine
         if self.receiver is not None:

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class OnSync(StrEnum):
-    """What happens to running trajectories when new weights arrive."""
+    """The fate of running trajectories when new weights arrive."""
 
     DRAIN = "drain"
     """The sync waits for them, and none starts. Every trajectory has one version."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from millrace.ports import Phase, RolloutStats, StepReport, TrainBatch, TransferReport
 from millrace.simulate.cost import CostModel
-from millrace.simulate.pace import Pace
+from millrace.simulate.decode_speed import DecodeSpeed
 from millrace.types import (
     Author,
     Completion,
@@ -72,7 +72,7 @@ class SimRolloutEngine:
         self._running = 0
         self._tokens = self._prefill = self._cancelled = 0
         self._busy = 0.0
-        self._pace = Pace(cost.token_s, cost.request_s) if cost.request_s else None
+        self._pace = DecodeSpeed(cost.token_s, cost.request_s) if cost.request_s else None
 
     async def generate(
         self, tokens: Tokens, params: SamplingParams, session: str

@@ -13,23 +13,25 @@ import torch
 from torch import Tensor
 
 from millrace.errors import SyncError
-from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import Spec, checksum, checksums
 from millrace.sync.groups import wait_for_device
-from millrace.sync.inbox import Inbox, wire_device
 from millrace.sync.membership import Membership, replica_name
+from millrace.sync.options import SyncOptions
 from millrace.sync.proof import bit_sums
+from millrace.sync.staging import StagingBuffer, wire_device
 from millrace.sync.table import ADAPTERS, Rows, read_rows, read_specs, sends
 from millrace.types import PolicyVersion
 
 
-class AdaptedInbox:
-    """The weights that one device receives, as in `Inbox`, for a policy with adapters.
+class LoraStaging:
+    """The weights that one device receives, as in `StagingBuffer`, for a policy with adapters.
 
     The base stays in memory, so each adapted tensor exists twice: as the base and merged.
     """
 
-    def __init__(self, membership: Membership, base: Inbox, adapters: Inbox, scale: float) -> None:
+    def __init__(
+        self, membership: Membership, base: StagingBuffer, adapters: StagingBuffer, scale: float
+    ) -> None:
         """Allocate the staged tensors.
 
         `adapters` receives W.lora_A [rank, in] and W.lora_B [out, rank], float32, for some tensors
@@ -122,9 +124,9 @@ def join_inbox(
     store: Any,
     device: torch.device,
     replica: int,
-    agreed: Agreement,
+    agreed: SyncOptions,
     shard: int = 0,
-) -> Inbox | AdaptedInbox:
+) -> StagingBuffer | LoraStaging:
     """Return the inbox of this device. Its `regroup` joins the trainer ranks that send.
 
     This blocks until all trainer ranks have told their rows. Raises SyncError unless every row of
@@ -143,12 +145,14 @@ def join_inbox(
     bucket_bytes = agreed.bucket_bytes
     # vLLM fuses and splits tensors on loading. Bit sums can verify such tensors, but checksums
     # cannot.
-    base = Inbox(*where, specs, table, bucket_bytes, wire, replica, with_bit_sums=agreed.vllm)
+    base = StagingBuffer(
+        *where, specs, table, bucket_bytes, wire, replica, with_bit_sums=agreed.vllm
+    )
     if agreed.adapter_scale is None:
         return base
-    return AdaptedInbox(
+    return LoraStaging(
         membership,
         base,
-        Inbox(*where, adapters, more, bucket_bytes, wire, replica),
+        StagingBuffer(*where, adapters, more, bucket_bytes, wire, replica),
         agreed.adapter_scale,
     )

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from millrace.errors import BrokenTransfer, CopyGone, SyncError
 from millrace.ports import TransferReport, WeightHolder, WeightSource
-from millrace.sync.adapters import AdaptedInbox, join_inbox
-from millrace.sync.agreement import Agreement
+from millrace.sync.adapters import LoraStaging, join_inbox
 from millrace.sync.background import Background, abandonable
 from millrace.sync.buckets import Bucket, checksums, plan, specs_of
 from millrace.sync.groups import (
@@ -38,9 +37,10 @@ from millrace.sync.groups import (
     start_broadcast,
     wait_for_device,
 )
-from millrace.sync.inbox import IN_FLIGHT, Inbox, wire_device
 from millrace.sync.membership import Membership, rank_name
+from millrace.sync.options import SyncOptions
 from millrace.sync.proof import changed
+from millrace.sync.staging import IN_FLIGHT, StagingBuffer, wire_device
 from millrace.sync.table import (
     ADAPTERS,
     Shards,
@@ -186,19 +186,19 @@ class Sender:
             group = self._membership.groups[self._rank]
             sums, in_flight = [], deque[tuple[int, Any]]()
 
-            def land() -> None:
+            def complete_oldest() -> None:
                 k, work = in_flight.popleft()
                 with member("rollout-*", self._rank, self._version, k):
                     finish(work)
 
             for k, bucket in enumerate(buckets):
                 if len(in_flight) == IN_FLIGHT:
-                    land()
+                    complete_oldest()
                 buffer = next(packed)
                 sums.append(bucket.sums(buffer))
                 in_flight.append((k, start_broadcast(group, buffer)))
             while in_flight:
-                land()
+                complete_oldest()
             with member("rollout-*", self._rank, self._version, LAST):
                 broadcast(group, torch.cat(sums))
             wait_for_device(self._wire)
@@ -252,7 +252,7 @@ class Sender:
         return "nccl" if self._wire.type == "cuda" else "gloo"
 
 
-class Silent:
+class NullSender:
     """The end of a trainer rank that has no rows to send, such as one of another copy of the model.
 
     It has the methods of a Sender and sends nothing.
@@ -284,8 +284,8 @@ class Silent:
 
 
 async def join_sender(
-    source: WeightSource, store: Any, rank: int, agreed: Agreement
-) -> Sender | Silent:
+    source: WeightSource, store: Any, rank: int, agreed: SyncOptions
+) -> Sender | NullSender:
     """Tell the rows of trainer rank `rank`, and return its end. `regroup` joins the replicas."""
     specs, rows = tell(source.shards(), store, rank)
     buckets, adapters, more = plan(part_of(specs, rows), agreed.bucket_bytes), None, None
@@ -293,7 +293,7 @@ async def join_sender(
         specs, more = tell(source.adapters(), store, rank, ADAPTERS)
         adapters = plan(part_of(specs, more), agreed.bucket_bytes)
     if not sends(rows, more):
-        return Silent()
+        return NullSender()
     wire = wire_device(agreed, source.device)
     membership = Membership(store, agreed, wire, [rank], rank_name(rank))
     return Sender(source, membership, rank, buckets, wire, adapters)
@@ -302,7 +302,9 @@ async def join_sender(
 class Receiver:
     """The receiving end of one replica, with the engine in this process."""
 
-    def __init__(self, holder: WeightHolder, inbox: Inbox | AdaptedInbox, replica: int) -> None:
+    def __init__(
+        self, holder: WeightHolder, inbox: StagingBuffer | LoraStaging, replica: int
+    ) -> None:
         self.inbox = inbox
         self._live: tuple[PolicyVersion, Tensor] | None = None
         """The live version, and the checksums of its tensors in the order of the inbox."""
@@ -311,7 +313,7 @@ class Receiver:
 
     @classmethod
     async def join(
-        cls, holder: WeightHolder, store: Any, replica: int, agreed: Agreement
+        cls, holder: WeightHolder, store: Any, replica: int, agreed: SyncOptions
     ) -> Receiver:
         """Return this replica's end. Its `regroup` joins the trainer ranks that send.
 
@@ -319,7 +321,7 @@ class Receiver:
         """
         return cls(holder, await _inbox_of(holder, store, replica, agreed), replica)
 
-    async def meet(self, store: Any, agreed: Agreement, address: tuple[str, int]) -> None:
+    async def meet(self, store: Any, agreed: SyncOptions, address: tuple[str, int]) -> None:
         """Leave the ranks of a lost trainer, and prepare to join those in `store`."""
         inbox = self.__dict__.pop("inbox", None)
         if inbox is not None:
@@ -377,8 +379,8 @@ class Receiver:
 
 
 async def _inbox_of(
-    holder: WeightHolder, store: Any, replica: int, agreed: Agreement
-) -> Inbox | AdaptedInbox:
+    holder: WeightHolder, store: Any, replica: int, agreed: SyncOptions
+) -> StagingBuffer | LoraStaging:
     specs = await asyncio.to_thread(read_specs, store)
     compare_specs(specs, specs_of(holder.weights()), "the trainer", f"replica {replica}")
     device = next(iter(holder.weights().values())).device

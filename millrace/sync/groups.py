@@ -88,14 +88,14 @@ class Operation:
 
 
 @dataclass(slots=True)
-class Door:
+class Listener:
     """The place at which an end of gloo groups listens."""
 
     devices: list[Any] = field(default_factory=list)
     sockets: list[Address] = field(default_factory=list)
 
     @classmethod
-    def open(cls, wire: torch.device) -> Door:
+    def open(cls, wire: torch.device) -> Listener:
         """Listen on the interfaces in GLOO_SOCKET_IFNAME. NCCL needs no door."""
         if wire.type == "cuda":
             return cls()
@@ -117,7 +117,7 @@ def make_group(
     rank: int,
     size: int,
     timeout_s: float,
-    door: Door | None = None,
+    door: Listener | None = None,
     sockets: Iterable[Address] = (),
 ) -> Group:
     """Create the group `name` for tensors on `wire`. Blocks until all ranks have joined.
@@ -132,7 +132,7 @@ def make_group(
         options.is_high_priority_stream = True
         with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", _CLEAN_UP_ONLY):
             return Group(dist.ProcessGroupNCCL(own, rank, size, options))
-    door = door or Door.open(wire)
+    door = door or Listener.open(wire)
     kind: Any = dist.ProcessGroupGloo
     gloo = kind._Options()
     gloo._timeout, gloo._devices = timeout, door.devices

@@ -23,11 +23,11 @@ from torch.storage import TypedStorage
 from millrace import codec
 from millrace.errors import BrokenTransfer, SyncError
 from millrace.ports import TransferReport, WeightSource
-from millrace.sync.agreement import Agreement
 from millrace.sync.background import abandonable
 from millrace.sync.buckets import Bucket, Spec, plan
 from millrace.sync.groups import Group, finish_send, receive, start_send, wait_for_device
 from millrace.sync.membership import Membership, rank_name, replica_name
+from millrace.sync.options import SyncOptions
 from millrace.sync.table import tell
 from millrace.types import PolicyVersion
 
@@ -107,7 +107,7 @@ def slots_of(data: bytes, num_bytes: int) -> list[Slot]:
     return slots
 
 
-def fits(agreed: Agreement, device: torch.device) -> bool:
+def fits(agreed: SyncOptions, device: torch.device) -> bool:
     """Return whether CUDA IPC works: both engines share GPUs, and the replica runs vLLM."""
     return agreed.colocated and agreed.vllm and device.type == "cuda"
 
@@ -134,7 +134,7 @@ class IpcSender:
 
     @classmethod
     async def join(
-        cls, source: WeightSource, store: Any, rank: int, agreed: Agreement
+        cls, source: WeightSource, store: Any, rank: int, agreed: SyncOptions
     ) -> IpcSender:
         """Announce the slots. `regroup` joins the replica device that maps them."""
         device = source.device
@@ -218,7 +218,7 @@ class IpcSender:
         return "cuda ipc"
 
 
-class IpcInbox:
+class IpcStaging:
     """The weights that one replica device receives from the trainer rank on its GPU.
 
     Each bucket is loaded into the live weights when it arrives.
@@ -250,10 +250,10 @@ class IpcInbox:
         store: Any,
         device: torch.device,
         replica: int,
-        agreed: Agreement,
+        agreed: SyncOptions,
         load: Callable[[Iterator[tuple[str, Tensor]]], Any],
         shard: int = 0,
-    ) -> IpcInbox:
+    ) -> IpcStaging:
         """Map the slots of the trainer rank on this GPU.
 
         `load` copies tensors into the live model.

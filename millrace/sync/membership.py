@@ -1,7 +1,7 @@
 """Which replicas take part in the weight sync: the groups of one end, generation by generation.
 
 The driver numbers the generations. At each new one, every end leaves its old groups and meets the
-others in the store. An end that comes too late for its generation joins no group.
+others in the store. A member that arrives after its generation was formed is left out.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import msgspec
 import torch
 
 from millrace.errors import SyncError
-from millrace.sync.agreement import Agreement
-from millrace.sync.groups import Door, Group, make_group
+from millrace.sync.groups import Group, Listener, make_group
+from millrace.sync.options import SyncOptions
 from millrace.waits.registry import Wait, doing, waiting
 
 _POLL_S = 0.005
@@ -24,8 +24,8 @@ _LEAVE_S = 10.0
 """How long a thread may need to end its work on a group that is closed."""
 
 
-class Here(msgspec.Struct):
-    """What an end tells the others when it comes to a meeting."""
+class MemberInfo(msgspec.Struct):
+    """The data that a member publishes at the rendezvous."""
 
     sockets: list[tuple[str, int]]
     lacks_base: bool
@@ -35,7 +35,7 @@ class Membership:
     """The groups of one end: one with each trainer rank that sends."""
 
     def __init__(
-        self, store: Any, agreed: Agreement, wire: torch.device, senders: Sequence[int], me: str
+        self, store: Any, agreed: SyncOptions, wire: torch.device, senders: Sequence[int], me: str
     ) -> None:
         """`senders` are the ranks with which this end shares a group. `me` is its name."""
         self.using = threading.RLock()
@@ -79,9 +79,9 @@ class Membership:
         self.leave()
         if not groups:
             return False
-        door = Door.open(self._wire)
+        door = Listener.open(self._wire)
         everyone = list(dict.fromkeys(name for names in groups.values() for name in names))
-        here = self._meet(generation, everyone, Here(door.sockets, lacks_base))
+        here = self._meet(generation, everyone, MemberInfo(door.sockets, lacks_base))
         sockets = [address for one in here for address in one.sockets]
         made = {
             r: make_group(
@@ -103,7 +103,7 @@ class Membership:
         self.groups = made
         return any(one.lacks_base for one in here)
 
-    def _meet(self, generation: int, names: Sequence[str], own: Here) -> list[Here]:
+    def _meet(self, generation: int, names: Sequence[str], own: MemberInfo) -> list[MemberInfo]:
         """Tell the others that this end is here, and return what all of them tell."""
         store, where = self._store, f"millrace/sync/{generation}/here"
         store.set(f"{where}/{self.me}", msgspec.json.encode(own))
@@ -121,7 +121,7 @@ class Membership:
                             f"{', '.join(absent)} did not come within sync.timeout_s = {limit_s:g}"
                         )
                     time.sleep(_POLL_S)
-        return [msgspec.json.decode(store.get(f"{where}/{n}"), type=Here) for n in names]
+        return [msgspec.json.decode(store.get(f"{where}/{n}"), type=MemberInfo) for n in names]
 
     def _superseded(self, generation: int) -> SyncError:
         return SyncError(

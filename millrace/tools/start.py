@@ -22,7 +22,7 @@ _MB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a program may use."""
+    """The limits of a program."""
 
     wall_s: float = 10.0
     cpu_s: int = 10

@@ -1,1 +1,1 @@
-"""What every train engine shares."""
+"""The parts that all train engines share."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms.correction import Correction, correct
-from millrace.algorithms.correction_plan import CorrectionPlan, Place, Proximal
+from millrace.algorithms.correction_plan import CorrectionPlan, CorrectionStage, Proximal
 from millrace.algorithms.drift import drift
 from millrace.algorithms.estimators import AdvantageBatch, estimate
 from millrace.algorithms.kl import KL
@@ -212,7 +212,7 @@ def _arrival(
     recomputed = plan.proximal is Proximal.RECOMPUTED and (
         plan.active or options.algorithm.use_kl_in_reward or not one_step
     )
-    if not (recomputed or squares or plan.place is Place.ARRIVAL):
+    if not (recomputed or squares or plan.place is CorrectionStage.ARRIVAL):
         return None, None, None
     log_probs, entropies, *rest = policy.tokens(
         rows,
@@ -228,7 +228,7 @@ def _included(batch: BatchArrays, plan: CorrectionPlan) -> Tensor:
     include = batch.unfiltered
     if plan.max_token_age is not None:
         include = include & (batch.ages <= plan.max_token_age)
-    if plan.place is not Place.PASSING:
+    if plan.place is not CorrectionStage.PASSING:
         return include
     # In passing, a weight of 0 does not remove a ratio that is not finite: 0 x infinity is NaN.
     infinite = include & ~batch.rollout.isfinite()
@@ -240,7 +240,7 @@ def _corrected(
     batch: BatchArrays, arrival: Tensor | None, include: Tensor, plan: CorrectionPlan
 ) -> tuple[Correction | None, dict[str, float]]:
     """Return the correction of the whole batch, and its metrics: none if it is elsewhere."""
-    if arrival is None or plan.place is not Place.ARRIVAL:
+    if arrival is None or plan.place is not CorrectionStage.ARRIVAL:
         return None, {}
     policies = (arrival, batch.rollout, batch.ids, len(batch.lengths))
     correction = correct(*policies, plan.options, include=include)

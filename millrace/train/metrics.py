@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms.correction import correct
-from millrace.algorithms.correction_plan import Place
+from millrace.algorithms.correction_plan import CorrectionStage
 from millrace.algorithms.drift import by_age, drift
 from millrace.algorithms.kl import k3
 from millrace.algorithms.proximal import ESTIMATES
@@ -234,7 +234,7 @@ def _sampler_metrics(
     if not bool(at.any()):
         return metrics
     plan, policies = options.correction, (current, rollout, data.ids, len(data.lengths))
-    if plan.place is Place.PASSING:
+    if plan.place is CorrectionStage.PASSING:
         if plan.proximal in ESTIMATES:
             estimate = ESTIMATES[plan.proximal](rollout, current, data.ages)
             policies = (estimate, *policies[1:])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms.correction import correct
-from millrace.algorithms.correction_plan import Place
+from millrace.algorithms.correction_plan import CorrectionStage
 from millrace.algorithms.drift import drift
 from millrace.algorithms.loss_input import clipped_surrogate, log_ratio
 from millrace.algorithms.modes import SELECTS
@@ -78,7 +78,7 @@ def settle(
     row[torch.from_numpy(data.rows.trajectory[members])] = True
     mask = data.include & row[data.ids]
     now = entropies = None
-    if selects or by_entropy or plan.place is Place.MINI_BATCH:
+    if selects or by_entropy or plan.place is CorrectionStage.MINI_BATCH:
         now, entropies = (data.arrival, data.entropies) if untouched else (None, None)
         if now is None:
             now, entropies = policy.tokens(data.rows, members, temperature=options.temperature)[:2]
@@ -86,7 +86,7 @@ def settle(
     if now is not None and plan.proximal in ESTIMATES:
         interpolated = ESTIMATES[plan.proximal](data.rollout, now, data.ages)
     correction, metrics = data.correction, dict[str, float]()
-    if now is not None and plan.place is Place.MINI_BATCH:
+    if now is not None and plan.place is CorrectionStage.MINI_BATCH:
         proximal = now if interpolated is None else interpolated
         policies = (proximal, data.rollout, data.ids, len(data.lengths))
         correction = correct(*policies, plan.options, include=mask)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.algorithms.correction_plan import CorrectionPlan, Place
+from millrace.algorithms.correction_plan import CorrectionPlan, CorrectionStage
 from millrace.algorithms.estimators import AdvantageOptions
 from millrace.algorithms.loss_input import LossOptions
 from millrace.algorithms.modes import JOINS_TOKENS, AggMode, default_aggregation
@@ -44,7 +44,7 @@ class StepOptions:
         """Whether the policy's loss needs all tokens of a trajectory in one micro-batch."""
         loss, plan = self.actor.policy_loss, self.correction
         by_sequence = loss.importance_sampling_level == "sequence"
-        passing = plan.place is Place.PASSING and plan.options.rollout_is != "token"
+        passing = plan.place is CorrectionStage.PASSING and plan.options.rollout_is != "token"
         masks = plan.off_policy_mask_threshold is not None
         return by_sequence or passing or masks or loss.loss_mode in JOINS_TOKENS
 

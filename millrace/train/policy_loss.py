@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms.correction import correct, off_policy_mask
-from millrace.algorithms.correction_plan import Place
+from millrace.algorithms.correction_plan import CorrectionStage
 from millrace.algorithms.kl import KL, weighted_by_ratio
 from millrace.algorithms.loss_input import LossInput
 from millrace.algorithms.losses import POLICY_LOSSES, value_loss
@@ -154,7 +154,7 @@ class PolicyLoss:
         """
         if "weights" in at:
             yield at["weights"]
-        if self.plan.place is Place.PASSING:
+        if self.plan.place is CorrectionStage.PASSING:
             numerator = old if self.interpolated else log_probs.detach()
             yield correct(
                 numerator,

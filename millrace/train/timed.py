@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from millrace.observe.stopwatch import Parts
+from millrace.observe.stopwatch import Timer
 from millrace.train.experience import Forward, Models, Policy
 from millrace.train.layout import Ints
 from millrace.train.routing import Routed
@@ -21,7 +21,7 @@ class TimedForward:
     """
 
     model: Forward
-    part: Parts
+    part: Timer
     name: str
 
     def tokens(
@@ -36,7 +36,7 @@ class TimedPolicy:
     """The policy under training. Its forward passes count for the part `old_log_prob`."""
 
     model: Policy
-    part: Parts
+    part: Timer
 
     @property
     def steps(self) -> int:
@@ -53,7 +53,7 @@ class TimedPolicy:
             return self.model.tokens(rows, members, temperature=temperature, **options)
 
 
-def timed(models: Models, part: Parts) -> Models:
+def timed(models: Models, part: Timer) -> Models:
     """Return the models with their forward passes timed: old_log_prob, values and ref."""
     critic, reference = models.critic, models.reference
     return Models(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from millrace.errors import BrokenTransfer, ReplicaLost, SyncError
 from millrace.ports import RolloutStats, TransferReport
-from millrace.sync.agreement import Agreement
+from millrace.sync.options import SyncOptions
 from millrace.sync.proof import not_live
 from millrace.types import PolicyVersion
 
@@ -56,7 +56,7 @@ class VllmEngine(Protocol):
 class VllmReceiver:
     """The replica's end of the weight sync."""
 
-    def __init__(self, engine: VllmEngine, store: Any, replica: int, agreed: Agreement) -> None:
+    def __init__(self, engine: VllmEngine, store: Any, replica: int, agreed: SyncOptions) -> None:
         self._engine = engine
         self._store = store
         self._init: dict[str, Any] = {}
@@ -75,7 +75,7 @@ class VllmReceiver:
         address: tuple[str, int],
         replica: int,
         tree: dict[str, Any],
-        agreed: Agreement,
+        agreed: SyncOptions,
     ) -> VllmReceiver:
         """Prepare each of vLLM's workers to receive. `regroup` joins the trainer ranks."""
         made = cls(engine, store, replica, agreed)
@@ -84,7 +84,7 @@ class VllmReceiver:
         await made.meet(store, agreed, address)
         return made
 
-    async def meet(self, store: Any, agreed: Agreement, address: tuple[str, int]) -> None:
+    async def meet(self, store: Any, agreed: SyncOptions, address: tuple[str, int]) -> None:
         """Leave the ranks of a lost trainer, if any, and prepare to join those at `address`."""
         host, port = address
         self._store = store

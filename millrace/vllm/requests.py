@@ -22,7 +22,7 @@ from millrace.vllm.scheduler import EXPERTS, LOG_PROBS, packed
 
 
 class Salt(NamedTuple):
-    """What separates the weights in vLLM's prefix cache."""
+    """Salts that separate the weights in vLLM's prefix cache."""
 
     number: int
     """The number of swaps before its first use.

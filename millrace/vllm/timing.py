@@ -12,7 +12,7 @@ from vllm.compilation import decorators
 from vllm.platforms import current_platform
 
 from millrace.waits.registry import began, starting
-from millrace.waits.side import start_in_worker
+from millrace.waits.wait_server import start_in_worker
 
 _OF_WORKER = (
     ("load_model", "model"),

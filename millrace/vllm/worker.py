@@ -42,10 +42,10 @@ from millrace.errors import BrokenTransfer, SyncError
 from millrace.process.death import ignore_stop_signals, prctl
 from millrace.process.trees import kill_all, lives
 from millrace.sync import ipc
-from millrace.sync.adapters import AdaptedInbox, join_inbox
-from millrace.sync.agreement import Agreement
-from millrace.sync.inbox import Inbox, wire_device
+from millrace.sync.adapters import LoraStaging, join_inbox
+from millrace.sync.options import SyncOptions
 from millrace.sync.proof import bit_sums, changed, start_bit_sums
+from millrace.sync.staging import StagingBuffer, wire_device
 from millrace.sync.store import bound_store
 from millrace.sync.table import read_specs
 from millrace.vllm.experts import folder_names, live_names, use_plain_experts
@@ -85,7 +85,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
 
     init_info_cls = StagedInit
     update_info_cls = StagedUpdate
-    inbox: Inbox | AdaptedInbox | ipc.IpcInbox
+    inbox: StagingBuffer | LoraStaging | ipc.IpcStaging
     live_sums: dict[str, int] | None = None
     """The bit sums of the live parameters by name. None before the first version."""
     _copies: list[tuple[Tensor, Tensor]] | None = None
@@ -100,7 +100,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         if (inbox := self.__dict__.pop("inbox", None)) is not None:
             inbox.leave()  # the ranks of a lost trainer
             inbox = self._copies = None
-        agreed = Agreement.of(Config.model_validate(init_info.config))
+        agreed = SyncOptions.of(Config.model_validate(init_info.config))
         limit = timedelta(seconds=agreed.timeout_s)
         self._store = TCPStore(init_info.host, init_info.port, None, False, timeout=limit)
         self._replica = init_info.replica
@@ -112,7 +112,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         self._proof_stream = torch.cuda.Stream(self.device) if nccl else None
         where = (read_specs(self._store), self._store, self.device, init_info.replica, agreed)
         self.inbox = (
-            ipc.IpcInbox.join(*where, self._load, shard)
+            ipc.IpcStaging.join(*where, self._load, shard)
             if ipc.fits(agreed, self.device)
             else join_inbox(*where, shard)
         )
@@ -136,7 +136,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
             if self._proof_stream is not None:
                 return self._receive_and_prove(version, self._proof_stream)
             # An IpcInbox replaces the live weights while it receives.
-            if in_place := isinstance(self.inbox, ipc.IpcInbox):
+            if in_place := isinstance(self.inbox, ipc.IpcStaging):
                 self.prove_unchanged()
             received = self.inbox.receive(version)
             if not in_place:
@@ -155,7 +155,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
                 with torch.cuda.stream(stream):
                     own = start_bit_sums(dict(self.model.named_parameters()))
 
-        assert not isinstance(self.inbox, ipc.IpcInbox)  # It has no proof stream.
+        assert not isinstance(self.inbox, ipc.IpcStaging)  # It has no proof stream.
         received = self.inbox.receive(version, look)
         if live and self.live_sums:
             with torch.cuda.stream(stream):  # Its sums may not be ready.
@@ -212,7 +212,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
                 f"but version {self.inbox.version} is staged"
             )
         with torch.inference_mode():
-            if not isinstance(self.inbox, ipc.IpcInbox):
+            if not isinstance(self.inbox, ipc.IpcStaging):
                 self.load(self.inbox)
             self.live_sums = bit_sums(dict(self.model.named_parameters()))
             self._live = update_info.version
@@ -220,7 +220,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     def finish_weight_update(self) -> None:
         """Do nothing. `receive_weights` completes the update."""
 
-    def load(self, inbox: Inbox | AdaptedInbox) -> None:
+    def load(self, inbox: StagingBuffer | LoraStaging) -> None:
         """Copy the staged weights over the live ones.
 
         The first load uses the model's own loader and records its copies. Later loads repeat these

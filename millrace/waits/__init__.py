@@ -1,1 +1,1 @@
-"""Who waits for whom, since when, and who holds everybody up. It needs no other room."""
+"""The graph of waits: who waits for whom, since when, and the culprit. It needs no other room."""

@@ -1,4 +1,4 @@
-"""What a process says about itself: its waits, its actors, what moves, and its stacks."""
+"""The status of a process: waits, actors, counters and stacks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Process(msgspec.Struct, frozen=True):
         return self.state == "R" or self.cpu_share > 0.5
 
 
-class Answer(msgspec.Struct):
+class ProcessStatus(msgspec.Struct):
     """The answer of one process, or what is known about one that does not answer."""
 
     name: str
@@ -115,7 +115,7 @@ class Pulse:
         return {name: (value, now - at) for name, (value, at) in self._moved.items()}
 
 
-def answer_of(pulse: Pulse, *, stacks: bool = True) -> Answer:
+def answer_of(pulse: Pulse, *, stacks: bool = True) -> ProcessStatus:
     """Return the answer of a registry, now. Any thread may call it."""
     registry = pulse.registry
     now, moved = registry.clock(), pulse.look()
@@ -129,7 +129,7 @@ def answer_of(pulse: Pulse, *, stacks: bool = True) -> Answer:
         pair = actor.name, actor.parent.name if actor.parent is not None else ""
         since, count = actors.get(pair, (now, 0))
         actors[pair] = min(since, actor.since), count + 1
-    return Answer(
+    return ProcessStatus(
         registry.name,
         os.getpid(),
         socket.gethostname(),

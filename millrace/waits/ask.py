@@ -12,19 +12,19 @@ from typing import TypedDict
 import msgspec
 
 from millrace.waits import kernel
-from millrace.waits.answer import Answer, Process
+from millrace.waits.answer import Process, ProcessStatus
 from millrace.waits.graph import DRIVER
-from millrace.waits.side import FOLDER, short
+from millrace.waits.wait_server import FOLDER, short
 
 DEADLINE_S = 2.0
 """Seconds that a process has for its answer. A stopped one never answers."""
 _MOST_BYTES = 256 * 2**20
 # Threads must not meet a type that msgspec is still reading: the process would crash.
-_answers = msgspec.json.Decoder(list[Answer])
+_answers = msgspec.json.Decoder(list[ProcessStatus])
 
 
 class Told(TypedDict):
-    """What a process of a run wrote about itself."""
+    """The status files of a run's processes."""
 
     name: str
     pid: int
@@ -40,7 +40,7 @@ def processes(run: Path) -> list[Told]:
     return found
 
 
-def ask(run: Path, own: Sequence[Answer] = ()) -> list[Answer]:
+def ask(run: Path, own: Sequence[ProcessStatus] = ()) -> list[ProcessStatus]:
     """Return an answer for each process of a run, the driver first.
 
     `own` has answers that the caller knows already, with their kernel's view.
@@ -63,13 +63,13 @@ def ask(run: Path, own: Sequence[Answer] = ()) -> list[Answer]:
     return sorted(answers.values(), key=lambda a: (a.name != DRIVER, a.name))
 
 
-def _judge_death(answer: Answer) -> None:
+def _judge_death(answer: ProcessStatus) -> None:
     if answer.silent and answer.process is not None and answer.process.state in ("", "Z", "X"):
         what = "the driver" if answer.name == DRIVER else f"worker {answer.name}"
         answer.dead = f"{what} (process {answer.pid}) has ended; its log is in RUN/logs"
 
 
-def ask_one(run: Path, told: Told) -> list[Answer]:
+def ask_one(run: Path, told: Told) -> list[ProcessStatus]:
     """Ask one of `processes`. With Ray, the driver answers for all."""
     path = run / FOLDER / f"{told['name']}.sock"
     data = b""
@@ -81,7 +81,7 @@ def ask_one(run: Path, told: Told) -> list[Answer]:
                 data += more
         return _answers.decode(data)
     except (OSError, msgspec.DecodeError):
-        return [Answer(told["name"], told["pid"], told["host"], silent=True)]
+        return [ProcessStatus(told["name"], told["pid"], told["host"], silent=True)]
 
 
 def gone(process: Process | None) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from millrace.waits.answer import Answer, Waited, collective_in
+from millrace.waits.answer import ProcessStatus, Waited, collective_in
 
 DRIVER = "driver"
 NETWORK = "the network"
@@ -22,7 +22,7 @@ class Node:
     """An actor, a process, or someone outside."""
 
     name: str
-    answer: Answer | None = None
+    answer: ProcessStatus | None = None
     """The process in which it is. None for someone outside."""
     is_process: bool = False
     seconds: float = 0.0
@@ -64,7 +64,7 @@ class Root:
 class Graph:
     """The nodes and edges of some answers."""
 
-    def __init__(self, answers: Sequence[Answer], late_s: float = 1.0) -> None:
+    def __init__(self, answers: Sequence[ProcessStatus], late_s: float = 1.0) -> None:
         """`late_s` is how late an event loop may be before its tasks count as held up by it."""
         self.answers = {a.name: a for a in answers}
         self.nodes: dict[str, Node] = {}
@@ -79,7 +79,7 @@ class Graph:
         for node in list(self.nodes.values()):
             self._add_edges(node)
 
-    def _add_nodes(self, answer: Answer) -> None:
+    def _add_nodes(self, answer: ProcessStatus) -> None:
         self.nodes[answer.name] = Node(answer.name, answer, True)
         for acted in answer.actors:
             node = self._node(answer, acted.who)
@@ -93,7 +93,7 @@ class Graph:
             node = self._node(answer, wait.who)
             (node.work if wait.work else node.waits).append(wait)
 
-    def _node(self, answer: Answer, who: str) -> Node:
+    def _node(self, answer: ProcessStatus, who: str) -> Node:
         name = id_of(answer, who)
         return self.nodes.setdefault(name, Node(name, answer))
 
@@ -180,18 +180,18 @@ class Graph:
         return next((n.name for n in (*same, *alike, *busy)), process)
 
 
-def id_of(answer: Answer, who: str) -> str:
+def id_of(answer: ProcessStatus, who: str) -> str:
     """Return the name of an actor's node."""
     if not who:
         return answer.name
     return who if answer.name == DRIVER else f"{answer.name}/{who}"
 
 
-def _waits_of(nodes: Iterable[Node], answer: Answer) -> Iterable[Waited]:
+def _waits_of(nodes: Iterable[Node], answer: ProcessStatus) -> Iterable[Waited]:
     return (w for n in nodes if n.answer is answer for w in n.waits)
 
 
-def _collective(answer: Answer) -> list[Waited]:
+def _collective(answer: ProcessStatus) -> list[Waited]:
     """Return a wait for the other ranks if a rank's stacks are in a collective of torch."""
     role, dash, _ = answer.name.rpartition("-")
     if not dash or role != "trainer" or any(w.meeting for w in answer.waits):

@@ -1,4 +1,4 @@
-"""What the kernel says about a process: its state, where it waits, and whether its CPU time moves."""
+"""The kernel's view of a process: its state, where it waits, and whether its CPU time moves."""
 
 from __future__ import annotations
 

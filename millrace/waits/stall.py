@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from millrace.waits.answer import Answer
+from millrace.waits.answer import ProcessStatus
 from millrace.waits.verdict import PATIENCE_S, Verdict, judge, report
 
 MOST_FILES = 10
@@ -25,7 +25,7 @@ class StallWatch:
     def __init__(
         self,
         stall_s: float,
-        ask: Callable[[], Sequence[Answer]],
+        ask: Callable[[], Sequence[ProcessStatus]],
         alarm: Callable[[Verdict], None],
     ) -> None:
         self._stall_s = stall_s

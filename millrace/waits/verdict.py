@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from millrace.waits.answer import Answer, Process
+from millrace.waits.answer import Process, ProcessStatus
 from millrace.waits.graph import DRIVER, NETWORK, NOBODY, Edge, Graph, Node, Root, roots
 
 PATIENCE_S = 10.0
@@ -37,7 +37,7 @@ NEXT = {
 
 
 class Verdict(msgspec.Struct):
-    """What holds a run up."""
+    """The culprit that holds a run up."""
 
     state: str
     """"moving", "still", "starting", "over", "dead" or "unknown"."""
@@ -52,10 +52,10 @@ class Verdict(msgspec.Struct):
     """From the trainer to the culprit."""
     others: list[str] = []
     """What else stands still while the run moves."""
-    answers: list[Answer] = []
+    answers: list[ProcessStatus] = []
 
 
-def judge(answers: Sequence[Answer], patience_s: float = PATIENCE_S) -> Verdict:
+def judge(answers: Sequence[ProcessStatus], patience_s: float = PATIENCE_S) -> Verdict:
     """Return the verdict on the answers of all processes of a run."""
     graph = Graph(answers)
     found = roots(graph, patience_s)
@@ -182,7 +182,7 @@ def _at_work(graph: Graph, root: Root) -> str:
     return ""
 
 
-def _blocking(answer: Answer) -> str:
+def _blocking(answer: ProcessStatus) -> str:
     newest = min((w for w in answer.waits if w.work), key=lambda w: w.seconds, default=None)
     return f" ({newest.what})" if newest is not None else ""
 
@@ -259,7 +259,7 @@ def _step(edge: Edge) -> str:
     return f"{edge.tail} waits for {edge.head} since {edge.wait.seconds:.1f} s: {what}"
 
 
-def innermost(answer: Answer) -> str:
+def innermost(answer: ProcessStatus) -> str:
     """Return the innermost frame of the main thread."""
     lines = answer.stacks.get("MainThread") or [""]
     path, _, name = lines[-1].rpartition(" ")
@@ -295,7 +295,7 @@ def report(verdict: Verdict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _process_line(a: Answer) -> str:
+def _process_line(a: ProcessStatus) -> str:
     kernel = a.process
     state = f"{kernel.state} cpu {kernel.cpu_share:.0%} {kernel.wchan}" if kernel else ""
     moved = ", ".join(f"{k} {v:g} ({s:.0f} s ago)" for k, (v, s) in sorted(a.progress.items()))

@@ -196,7 +196,7 @@ def episode_of(
 
 def finish(session: Session, talk: Conversation) -> Trajectory:
     """Return the trajectory of an episode that is over."""
-    talk.settle()
+    talk.end_dead_turns()
     return session.trajectory(Ending("done", Score(1.0), talk.messages))
 
 

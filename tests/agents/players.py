@@ -132,7 +132,7 @@ class Table:
 
     def end(self) -> Trajectory:
         """Return the episode's threads, after a check of every drawn token."""
-        self.talk.settle()
+        self.talk.end_dead_turns()
         trajectory = self.session.trajectory(Ending(messages=self.talk.messages))
         found: list[tuple[Tokens, Tokens]] = []
         for thread in trajectory.threads:

@@ -11,7 +11,7 @@ from typing import Any, cast
 from millrace.agents.conversation import Conversation
 from millrace.agents.live import LiveEpisode, ServiceOptions
 from millrace.agents.request import ChatRequest, ChatTurn, Finish
-from millrace.agents.service import Answer, Service
+from millrace.agents.service import HttpReply, Service
 from millrace.agents.wire import json_text
 from millrace.ports import PolicySession
 from millrace.simulate import clock
@@ -177,7 +177,7 @@ class Desk:
     def open(self) -> LiveEpisode:
         return self.service.open(cast(Conversation, self.talk), cast(PolicySession, self.session))
 
-    async def post(self, path: str, body: Any, key: str | None = None, **headers: str) -> Answer:
+    async def post(self, path: str, body: Any, key: str | None = None, **headers: str) -> HttpReply:
         given = {"authorization": f"Bearer {self.episode.key if key is None else key}"}
         given |= {name.replace("_", "-"): value for name, value in headers.items()}
         raw = body if isinstance(body, bytes) else json_text(body).encode()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from millrace.agents.request import ChatRequest, ChatTurn, RequestError
-from millrace.agents.service import Answer
+from millrace.agents.service import HttpReply
 from millrace.errors import EpisodeError, LimitReached
 from tests.agents.talks import CHAT, USER, Desk, called, in_virtual_time, said
 
@@ -20,16 +20,16 @@ def hello(request: ChatRequest) -> Any:
     return said("hi")
 
 
-def body_of(answer: Answer) -> Any:
+def body_of(answer: HttpReply) -> Any:
     return json.loads(answer.body)
 
 
-def code_of(answer: Answer) -> tuple[int, str]:
+def code_of(answer: HttpReply) -> tuple[int, str]:
     assert answer.headers["x-should-retry"] == "false"
     return answer.status, body_of(answer)["error"]["code"]
 
 
-async def stream_of(answer: Answer) -> str:
+async def stream_of(answer: HttpReply) -> str:
     assert answer.chunks is not None
     return b"".join([chunk async for chunk in answer.chunks]).decode()
 

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from millrace.algorithms.correction_plan import CorrectionPlan, Place, Proximal, RejectionRule
+from millrace.algorithms.correction_plan import (
+    CorrectionPlan,
+    CorrectionStage,
+    Proximal,
+    RejectionRule,
+)
 from tests.algorithms.options import correction_options
 
 RULE = {"rollout_rs": (RejectionRule("seq_mean_k1", 0.5, 2.0),)}
@@ -28,20 +33,20 @@ def plan(proximal: Any, *, age: Any = None, before: Any = False, **keys: Any) ->
 
 @pytest.mark.parametrize("keys", [WEIGHTS, NORMALISED, RULE, VETO, MOMENT, WEIGHTS | RULE])
 def test_with_a_recomputed_proximal_policy_it_is_made_at_arrival(keys: Any) -> None:
-    assert plan(Proximal.RECOMPUTED, **keys).place is Place.ARRIVAL
+    assert plan(Proximal.RECOMPUTED, **keys).place is CorrectionStage.ARRIVAL
 
 
 @pytest.mark.parametrize("proximal", [Proximal.ROLLOUT, Proximal.INTERPOLATED, Proximal.LINEAR])
 @pytest.mark.parametrize(
     ("keys", "place"),
     [
-        ({}, Place.NOWHERE),
-        (WEIGHTS, Place.PASSING),
-        (NORMALISED, Place.MINI_BATCH),
-        (RULE, Place.MINI_BATCH),
-        (VETO, Place.MINI_BATCH),
-        (MOMENT, Place.MINI_BATCH),
-        (WEIGHTS | VETO, Place.MINI_BATCH),
+        ({}, CorrectionStage.NOWHERE),
+        (WEIGHTS, CorrectionStage.PASSING),
+        (NORMALISED, CorrectionStage.MINI_BATCH),
+        (RULE, CorrectionStage.MINI_BATCH),
+        (VETO, CorrectionStage.MINI_BATCH),
+        (MOMENT, CorrectionStage.MINI_BATCH),
+        (WEIGHTS | VETO, CorrectionStage.MINI_BATCH),
     ],
 )
 def test_else_it_is_made_in_passing_where_it_is_of_single_sequences(
@@ -51,14 +56,14 @@ def test_else_it_is_made_in_passing_where_it_is_of_single_sequences(
 
 
 def test_baselines_without_rejected_sequences_need_it_at_arrival() -> None:
-    assert plan(Proximal.ROLLOUT, before=True, **RULE).place is Place.ARRIVAL
+    assert plan(Proximal.ROLLOUT, before=True, **RULE).place is CorrectionStage.ARRIVAL
 
 
 @pytest.mark.parametrize(
     ("proximal", "place"),
-    [(Proximal.RECOMPUTED, Place.ARRIVAL), (Proximal.ROLLOUT, Place.NOWHERE)],
+    [(Proximal.RECOMPUTED, CorrectionStage.ARRIVAL), (Proximal.ROLLOUT, CorrectionStage.NOWHERE)],
 )
 def test_a_limit_on_age_is_active_without_weights_or_rejection(proximal: Any, place: Any) -> None:
     shown = plan(proximal, age=2)
     assert shown.active and not shown.weighs and shown.place is place
-    assert not plan(proximal).active and plan(proximal).place is Place.NOWHERE
+    assert not plan(proximal).active and plan(proximal).place is CorrectionStage.NOWHERE

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from millrace.config import Config, recipe
-from millrace.config.keys import Trained
+from millrace.config.keys import ResumeProgress
 from millrace.errors import ConfigError
 from millrace.schedule.modes import MODES
 
@@ -157,7 +157,7 @@ def test_a_resumed_run_ends_at_the_version_that_was_asked_for(
 ) -> None:
     """Its checkpoint has versions of 32 samples, and a stop cut one of them short."""
     samples = max(0, 32 * versions - short)
-    trained = Trained(version=versions, samples=samples, optimizer_steps=7 * versions)
+    trained = ResumeProgress(version=versions, samples=samples, optimizer_steps=7 * versions)
     config = make(
         actor={"ppo_mini_batch_size": mini, "ppo_epochs": 2},
         async_training={"trigger_parameter_sync_step": trigger},

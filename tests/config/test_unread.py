@@ -11,7 +11,7 @@ import pytest
 from millrace.config import Config
 from millrace.config.explain import all_keys, default_of, section_of
 from millrace.config.recipe import load
-from millrace.config.unread import READ, check_unread
+from millrace.config.unused_keys import READ, check_unread
 from millrace.errors import ConfigError
 
 ROWS = [

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.decode.kept import KeptKV
+from millrace.decode.prefix_cache import KeptKV
 from millrace.errors import SyncError
 from millrace.testing import joined
 from millrace.types import SamplingParams, tokens_of

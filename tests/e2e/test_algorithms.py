@@ -21,7 +21,7 @@ from millrace.run.folder import RunDir
 from millrace.runtime.host import Host
 from millrace.runtime.rpc import Limit, Peer
 from millrace.runtime.worker import RolloutWorker, TrainWorker, make_worker
-from millrace.waits.answer import Answer
+from millrace.waits.answer import ProcessStatus
 from tests.e2e import runs
 
 DECOUPLED = [
@@ -185,7 +185,7 @@ class InThisProcess:
     async def limit(self) -> Limit:
         return Limit(None)
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[ProcessStatus]:
         return []
 
     async def close(self) -> None:

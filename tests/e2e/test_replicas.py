@@ -14,7 +14,7 @@ import pytest
 
 from millrace.config import recipe
 from millrace.persist.run_reader import RunReader
-from millrace.rollout.roster import Standing
+from millrace.rollout.roster import ReplicaState
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
@@ -38,7 +38,7 @@ async def hurt(s: Session, ledger: Ledger) -> None:
     roster, engines = s.engines.pool.roster, s.engines.keeper._engines
     await until_async(lambda: ledger.version >= 1 and engines[0].requests > 0)
     first.kill()
-    await until_async(lambda: roster.state(0) is Standing.LOST and engines[1].requests > 0)
+    await until_async(lambda: roster.state(0) is ReplicaState.LOST and engines[1].requests > 0)
     assert roster.live == [1]
     second.send_signal(signal.SIGSTOP)
     await until_async(lambda: roster.losses == 2 and len(roster.live) == 2)

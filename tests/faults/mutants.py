@@ -18,12 +18,12 @@ from millrace.errors import WorkerError
 from millrace.observe import metrics
 from millrace.pipeline import journal_file
 from millrace.pipeline.checkpoint import Checkpoints
-from millrace.pipeline.recall import Past
 from millrace.pipeline.record import RunRecord
+from millrace.pipeline.recovery import JournalState
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.trainer import Trainer
 from millrace.rollout.pool import RolloutPool
-from millrace.rollout.roster import Roster, Standing
+from millrace.rollout.roster import ReplicaState, Roster
 from millrace.runtime.remote import RemoteTrainEngine
 from millrace.runtime.roster_sync import RosterSync
 from millrace.runtime.rpc import Peer
@@ -172,7 +172,7 @@ def restarted_replica_idle_for_ever() -> Any:
 
     def make(proven: Any) -> Any:
         def mutant(self: Roster, replica: int, incarnation: int) -> bool:
-            stale = self.state(replica) is Standing.STALE
+            stale = self.state(replica) is ReplicaState.STALE
             return bool(stale and self.live) or bool(proven(self, replica, incarnation))
 
         return mutant
@@ -278,7 +278,7 @@ def journal_replays_a_trained_sample() -> Any:
     """A resume gives a slot the result of the sample before, which is used already."""
 
     def make(recall: Any) -> Any:
-        def mutant(self: Past, *args: Any) -> Any:
+        def mutant(self: JournalState, *args: Any) -> Any:
             known = recall(self, *args)
             if known is None or known.sample is None:
                 return known
@@ -288,7 +288,7 @@ def journal_replays_a_trained_sample() -> Any:
 
         return mutant
 
-    return patched(Past, "recall", make)
+    return patched(JournalState, "recall", make)
 
 
 def torn_tail_accepted() -> Any:
@@ -308,14 +308,14 @@ def journal_forgets_what_it_synced() -> Any:
     """A resume leaves out the last finished sample of the journal."""
 
     def make(settle: Any) -> Any:
-        def mutant(self: Past, ledger: Ledger, **options: Any) -> None:
+        def mutant(self: JournalState, ledger: Ledger, **options: Any) -> None:
             if self.finished:
                 self.finished.popitem()
             settle(self, ledger, **options)
 
         return mutant
 
-    return patched(Past, "settle", make)
+    return patched(JournalState, "settle", make)
 
 
 MUTANTS: dict[str, Plant] = {

@@ -7,8 +7,8 @@ from typing import Any
 from millrace.errors import WorkerError
 from millrace.pipeline.replay import Replay
 from millrace.ports import StepReport
-from millrace.runtime.ranks import Ranks
 from millrace.runtime.recovering import RecoveringTrainEngine
+from millrace.runtime.trainer_group import TrainerGroup
 from tests.faults.planting import patched
 
 
@@ -62,7 +62,7 @@ def late_answer_of_a_lost_rank() -> Any:
     """The ranks of a recovery go on with the samples that a lost rank may not have trained."""
 
     def make(again: Any) -> Any:
-        async def mutant(self: Ranks, call: Any) -> Any:
+        async def mutant(self: TrainerGroup, call: Any) -> Any:
             incarnation = self.incarnation
             try:
                 return await call()
@@ -73,20 +73,20 @@ def late_answer_of_a_lost_rank() -> Any:
 
         return mutant
 
-    return patched(Ranks, "again", make)
+    return patched(TrainerGroup, "again", make)
 
 
 def hung_sender_is_kept() -> Any:
     """Ranks whose transfers break off again and again are not started anew."""
 
     def make(lose: Any) -> Any:
-        def mutant(self: Ranks, why: str) -> None:
+        def mutant(self: TrainerGroup, why: str) -> None:
             if "that broke off" not in why:
                 lose(self, why)
 
         return mutant
 
-    return patched(Ranks, "lose", make)
+    return patched(TrainerGroup, "lose", make)
 
 
 RECOVERIES = {

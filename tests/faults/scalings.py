@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from millrace.rollout.roster import Roster
-from millrace.run.keeper import Keeper
 from millrace.run.scaling import Scaler
+from millrace.run.supervisor import ReplicaSupervisor
 from millrace.runtime.recovering import RecoveringTrainEngine
 from tests.faults.planting import patched
 
@@ -32,7 +32,7 @@ def leaver_ended_too_early() -> Any:
     """A replica that leaves gets requests until the end of its worker, which is then a loss."""
 
     def make(leave: Any) -> Any:
-        async def mutant(self: Keeper, replica: int) -> None:
+        async def mutant(self: ReplicaSupervisor, replica: int) -> None:
             engine = self._engines[replica]
             await self.starter.end(engine.peer)
             self.roster.lose(replica, self.roster.incarnation(replica), "it left")
@@ -40,7 +40,7 @@ def leaver_ended_too_early() -> Any:
 
         return mutant
 
-    return patched(Keeper, "leave", make)
+    return patched(ReplicaSupervisor, "leave", make)
 
 
 def gone_node_counts_as_a_failure() -> Any:

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from millrace.config import Config
-from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import checksum, plan, specs_of
-from millrace.sync.ipc import IpcInbox, IpcSender
+from millrace.sync.ipc import IpcSender, IpcStaging
+from millrace.sync.options import SyncOptions
 from millrace.sync.proof import bit_sums
 from millrace.sync.table import Shards
 
@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
     "async_training": {"placement": "colocated"},
     "sync": {"bucket_mb": 1, "timeout_s": 60},
 }
-AGREED = Agreement.of(Config.model_validate(CONFIG))
+AGREED = SyncOptions.of(Config.model_validate(CONFIG))
 VERSIONS = 3
 
 
@@ -62,7 +62,7 @@ def replica(_: int, port: int) -> None:
         for name, tensor in weights:
             live[name] = tensor.clone()
 
-    inbox = IpcInbox.join(specs_of(model(0)), store, CUDA, 0, AGREED, load)
+    inbox = IpcStaging.join(specs_of(model(0)), store, CUDA, 0, AGREED, load)
     store.set("mapped", "")
     inbox.regroup(0, [0])
     for version in range(VERSIONS):

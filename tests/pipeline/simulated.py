@@ -16,10 +16,10 @@ from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
 from millrace.ports import Agent, StepReport
-from millrace.rollout.again import RetryingReward
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.pool import RolloutPool
+from millrace.rollout.retry import RetryingReward
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, State, Totals
 from millrace.schedule.modes import MODES

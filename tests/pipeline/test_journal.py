@@ -21,7 +21,7 @@ from millrace.pipeline.journal_file import (
     Step,
     checksum,
 )
-from millrace.pipeline.recall import Past, until
+from millrace.pipeline.recovery import JournalState, until
 from millrace.schedule.ledger import Ledger, State
 from millrace.simulate.faults.disk import Disk, SimPath, View
 from millrace.types import (
@@ -140,11 +140,11 @@ def test_a_resume_reads_the_newest_attempt_and_what_it_did_not_replace() -> None
 # -- what a resume may use
 
 
-def past_of(*batches: Batch, same: bool = True, ledger: Ledger | None = None) -> Past:
-    past = Past()
+def past_of(*batches: Batch, same: bool = True, ledger: Ledger | None = None) -> JournalState:
+    past = JournalState()
     for batch in batches:
         past.add(batch)
-    past.settle(ledger or ledger_at(), same=same)
+    past.drop_unusable(ledger or ledger_at(), same=same)
     return past
 
 
@@ -237,10 +237,10 @@ def test_a_resume_says_what_it_takes_and_moves_it_to_its_own_file(tmp_path: Path
         f"journal's last 8 bytes were torn by the crash ({path})"
     ]
     own = journal_file.read(journal_file.path_of(tmp_path, 2, 2))
-    again = Past()
+    again = JournalState()
     for batch in own.batches:
         again.add(batch)
-    again.settle(ledger_at(), same=True)
+    again.drop_unusable(ledger_at(), same=True)
     assert (
         (again.plan, again.finished)
         == (kept.past.plan, kept.past.finished)

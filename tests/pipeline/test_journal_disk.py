@@ -9,7 +9,7 @@ from typing import Any
 
 from millrace.pipeline import journal_file
 from millrace.pipeline.journal import PROBE_S, Journal
-from millrace.pipeline.recall import Past
+from millrace.pipeline.recovery import JournalState
 from millrace.schedule.ledger import Ledger
 from millrace.simulate.faults.disk import Disk, SimPath, View, simulated_disk
 from millrace.simulate.faults.world import WorldLoop
@@ -38,7 +38,7 @@ def test_a_full_disk_ends_the_journal_until_the_next_checkpoint() -> None:
 
     async def main() -> None:
         ledger = ledger_at(4, 0)
-        kept = Journal(folder, ledger, HEADER, Past(), save_freq=1, note=said)
+        kept = Journal(folder, ledger, HEADER, JournalState(), save_freq=1, note=said)
         async with asyncio.TaskGroup() as tasks:
             writer = tasks.create_task(kept.run())
             for i in range(2):
@@ -66,7 +66,7 @@ def test_a_journal_asks_for_a_checkpoint_as_soon_as_the_disk_takes_files_again()
 
     async def main() -> None:
         ledger = ledger_at(5, 0)
-        kept = Journal(folder, ledger, HEADER, Past(), save_freq=1000, note=said)
+        kept = Journal(folder, ledger, HEADER, JournalState(), save_freq=1000, note=said)
         async with asyncio.TaskGroup() as tasks:
             writer = tasks.create_task(kept.run())
             finish(ledger, kept, 0)
@@ -98,7 +98,7 @@ def test_a_journal_asks_for_a_checkpoint_as_soon_as_the_disk_takes_files_again()
 
 def test_a_sample_that_cannot_be_packed_ends_the_journal_and_not_the_run(tmp_path: Path) -> None:
     said, ledger = Said(), ledger_at(1, 0)
-    kept = Journal(tmp_path, ledger, HEADER, Past(), save_freq=1, note=said)
+    kept = Journal(tmp_path, ledger, HEADER, JournalState(), save_freq=1, note=said)
     odd = Trajectory(ended="done", messages=({"content": object()},))
     kept.finished(0, Sample(PROMPT, (odd,)))
 

@@ -10,7 +10,7 @@ import pytest
 
 from millrace.errors import NotRestorable
 from millrace.pipeline.checkpoint import Checkpoints
-from millrace.pipeline.journal import NoJournal
+from millrace.pipeline.journal import NullJournal
 from millrace.pipeline.replay import Replay
 from millrace.ports import TrainBatch
 from millrace.simulate.cost import CostModel
@@ -26,13 +26,13 @@ def batch(version: int, *ids: int) -> TrainBatch:
 def replay(folder: Path, **options: Any) -> Replay:
     (folder / "checkpoints").mkdir(exist_ok=True)
     settings = {"version": 0, "horizon": 1, "origin": None, "fresh": True} | options
-    return Replay(Checkpoints(folder, keep=1), NoJournal(), {}, **settings)  # type: ignore[arg-type]
+    return Replay(Checkpoints(folder, keep=1), NullJournal(), {}, **settings)  # type: ignore[arg-type]
 
 
 def again(past: Replay) -> tuple[int, int]:
     async def keep(version: int) -> None: ...
 
-    return asyncio.run(past.again(SimTrainEngine(CostModel()), None, keep))
+    return asyncio.run(past.replay(SimTrainEngine(CostModel()), None, keep))
 
 
 def test_nothing_was_trained_so_nothing_is_trained_again(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from millrace.rollout.episode import SingleTurn
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.run.stop import StopRequest
-from millrace.run.train import settle
+from millrace.run.train import finish_run
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, Totals
 from millrace.schedule.schedule import OnSync, Schedule
 from millrace.simulate import clock
@@ -135,7 +135,7 @@ async def _run(
             loop.call_at(stop_at, lambda: (stop.request(), told.append(loop.time())))  # type: ignore[func-returns-value]
         begin = loop.time()
         trained_all = await run_pipeline(rollouter, trainer)
-        complete = await settle(trained_all, trainer, record, stop, save_last=False)
+        complete = await finish_run(trained_all, trainer, record, stop, save_last=False)
     since = loop.time() - told[0] if told else None
     trained = [s for _, batch in engine.trained for s in batch]
     return Run(ledger, engine, saves, complete, loop.time() - begin, since, trained)

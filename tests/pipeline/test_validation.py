@@ -206,11 +206,11 @@ def test_whole_groups_are_one_call_and_the_figures_are_the_same() -> None:
 
 
 def test_components_of_the_greedy_response_are_reported_too() -> None:
-    class Parts(Reward):
+    class Timer(Reward):
         async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
             return [Score(1.0, {"acc": float(one.text[0] == "9")}) for one in completions]
 
-    values = asyncio.run(replace(validator(Engine()), reward=Parts()).run(0)).values
+    values = asyncio.run(replace(validator(Engine()), reward=Timer()).run(0)).values
     assert values["val/a/acc/mean@2"] == 0.0 and values["val/a/acc/greedy"] == 1.0
 
 

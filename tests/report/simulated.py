@@ -20,12 +20,12 @@ from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
 from millrace.report.advice.measure import measured_of
 from millrace.report.advice.measured import Measured, Setup
-from millrace.report.record import Devices, Recorder
-from millrace.rollout.again import RetryingReward
+from millrace.report.record import Devices, EventRecorder
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.pool import RolloutPool
+from millrace.rollout.retry import RetryingReward
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.modes import MODES
@@ -33,8 +33,8 @@ from millrace.schedule.schedule import Schedule
 from millrace.schedule.steady import counted
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
+from millrace.simulate.decode_speed import DecodeSpeed
 from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
-from millrace.simulate.pace import Pace
 from millrace.types import Completion, Prompt, SamplingParams, Score, Segment, Tokens, tokens_of
 
 COST = CostModel(token_s=0.01, train_token_s=5e-5, step_s=0.1, transfer_s=0.05, pause_s=0.02)
@@ -109,7 +109,7 @@ class Case:
         return replace(self, **changes)
 
 
-class LossyPace(Pace):
+class LossyPace(DecodeSpeed):
     """Steps of an engine that loses the share `queue` of its time while requests wait."""
 
     queue = 0.0
@@ -200,7 +200,7 @@ async def simulated_run(case: Case, folder: Path) -> list[dict[str, float]]:
     ledger = Ledger(schedule, case.versions * schedule.window)
     devices = Devices(case.trainers, {f"rollout-{i}": 1 for i in range(case.rollouts)})
     options = ReportConfig(trace=False, samples=0.0)
-    recorder = Recorder(
+    recorder = EventRecorder(
         folder, 1, ledger, {}, devices, options, loop.time, lambda note: None, lambda tokens: ""
     )
     watch = recorder.watch

@@ -23,7 +23,7 @@ from millrace.observe.watch import Event
 from millrace.persist.accounts import FILE
 from millrace.persist.run_reader import RunReader
 from millrace.report.accounts.tokens import PREFIX
-from millrace.report.record import Devices, Recorder
+from millrace.report.record import Devices, EventRecorder
 from millrace.schedule.ledger import Ledger, LedgerSnapshot
 from millrace.simulate.cost import CostModel
 from tests.pipeline.simulated import RUNS, Outcome, mixed, schedule_of, simulate
@@ -54,12 +54,12 @@ class Folder:
     ) -> Outcome | None:
         """Run one attempt to its end, to a stop or to a kill."""
         self.attempts += 1
-        kept: list[Recorder] = []
+        kept: list[EventRecorder] = []
 
         def watchers(now: float, ledger: Ledger) -> list[Callable[[Event], None]]:
             devices = Devices(1, {"rollout-0": 1})
             clock = asyncio.get_running_loop().time
-            recorder = Recorder(
+            recorder = EventRecorder(
                 *(self.path, self.attempts, ledger, self.counts, devices, OPTIONS, clock),
                 note=pytest.fail,
                 decode=str,
@@ -154,10 +154,10 @@ def check_checkpoint(folder: Folder) -> None:
     assert held(snapshot) <= line.tokens.get("held", 0)
 
 
-def recorder_in(folder: Path, notes: list[str]) -> Recorder:
+def recorder_in(folder: Path, notes: list[str]) -> EventRecorder:
     ledger = Ledger(schedule_of("async_partial"), 60)
     devices = Devices(1, {"rollout-0": 1})
-    return Recorder(
+    return EventRecorder(
         folder, 1, ledger, {}, devices, OPTIONS, lambda: 0.0, note=notes.append, decode=str
     )
 
@@ -210,7 +210,7 @@ def test_the_states_at_the_start_have_no_time_before_the_trace(tmp_path: Path) -
     devices = Devices(1, {"rollout-0": 1})
     made = Ledger(schedule_of("async_partial"), 64)
     options = ReportConfig(samples=0.0)
-    recorder = Recorder(tmp_path, 1, made, {}, devices, options, time.monotonic, print, str)
+    recorder = EventRecorder(tmp_path, 1, made, {}, devices, options, time.monotonic, print, str)
     recorder.watch.state("trainer", "train")
     recorder.close()
     lines = json.loads((tmp_path / "trace/attempt-001-000.json").read_text())

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from millrace.report.trace.writer import Pace
+from millrace.report.trace.writer import TraceSampler
 
 
 class Load:
     """A thread with a load, and what its pace says."""
 
     def __init__(self, most: float) -> None:
-        self.pace, self.now, self.used, self.calls = Pace(most), 0.0, 0.0, 0
+        self.pace, self.now, self.used, self.calls = TraceSampler(most), 0.0, 0.0, 0
         assert self(0.5) is None, "the first look begins a window"
 
     def __call__(self, load: float, seconds: float = 2.5, calls: int = 1) -> int | None:

@@ -22,7 +22,7 @@ from millrace.report.page.lanes import columns, lanes, union
 from millrace.report.page.timeline import _some_samples
 from millrace.report.query import query
 from millrace.report.trace import writer as writing
-from millrace.report.trace.choice import Choice
+from millrace.report.trace.choice import SampleChoice
 from millrace.report.trace.chrome import Translator
 from millrace.report.trace.lanes import GAP, Line
 from millrace.report.trace.scoring import Scoring
@@ -72,7 +72,7 @@ def draw(
         if not full:
             queue.append(event)
 
-    choice, scoring, end = Choice(), Scoring(put), events[-1].time if events else 0.0
+    choice, scoring, end = SampleChoice(), Scoring(put), events[-1].time if events else 0.0
     for i, event in enumerate(events):
         if thin and i % batch == 0 and i // batch in thin:
             choice.draw(thin[i // batch])
@@ -210,7 +210,7 @@ def test_the_times_after_a_gap_are_exact_too(
 
 
 def test_a_sample_that_is_drawn_keeps_its_calls_if_fewer_are_chosen_meanwhile() -> None:
-    choice, keys = Choice(), [str(i) for i in range(100)]
+    choice, keys = SampleChoice(), [str(i) for i in range(100)]
     assert all(choice.moves("running", key) for key in keys)
     choice.draw(64)
     assert all(choice.calls_for("begin", f"{key}/0") for key in keys)
@@ -222,7 +222,7 @@ def test_a_sample_that_is_drawn_keeps_its_calls_if_fewer_are_chosen_meanwhile() 
 def test_all_states_of_a_sample_are_drawn_or_none_also_if_fewer_are_chosen_meanwhile(
     first: int,
 ) -> None:
-    choice, drawn = Choice(), Counter[str]()
+    choice, drawn = SampleChoice(), Counter[str]()
     states = ("waiting", "running", "ready", "taken", "trained", "sealed", "retired")
     for step, name in enumerate(states):
         choice.draw(first << min(step, 4))

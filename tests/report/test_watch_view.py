@@ -18,14 +18,14 @@ from rich.console import Console
 from millrace.observe.guard import CAUSES
 from millrace.observe.panel import ago, panel, plain, sentence
 from millrace.persist.run_reader import RunReader
-from millrace.report.live.look import Look, look_at
+from millrace.report.live.look import RunSnapshot, look_at
 from millrace.run.folder import release
 from tests.report.folders import Run, account, devices, row
 
 FILES = ("metrics.jsonl", "history.jsonl", "accounts.jsonl", "config.yaml", ".lock")
 
 
-def drawn(look: Look, width: int = 100, advice: tuple[str, ...] = ()) -> str:
+def drawn(look: RunSnapshot, width: int = 100, advice: tuple[str, ...] = ()) -> str:
     """Return what a terminal shows of a look."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(panel(look, advice, width))

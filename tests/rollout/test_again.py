@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.errors import RewardError
-from millrace.rollout.again import RetryingReward, pause_s
+from millrace.rollout.retry import RetryingReward, pause_s
 from millrace.simulate import clock
 from millrace.types import Completion, Prompt, Score, tokens_of
 

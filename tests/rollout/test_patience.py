@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from millrace.errors import DeadlineError
-from millrace.rollout.patience import wait_for_replicas
+from millrace.rollout.replica_wait import wait_for_replicas
 from millrace.rollout.roster import Roster
-from millrace.runtime.ranks import Ranks
 from millrace.runtime.rpc import Peer
+from millrace.runtime.trainer_group import TrainerGroup
 from millrace.simulate.clock import VirtualLoop
 
 DEADLINE_S = 60.0
@@ -28,7 +28,7 @@ async def waits(roster: Roster) -> float:
     with pytest.raises(DeadlineError, match="a request waited 60 s for a replica"):
         await wait_for_replicas(roster, "a request", lambda: bool(roster.live), DEADLINE_S)
     assert not roster._waits and not roster._listeners
-    roster.renew()  # Nobody waits any more.
+    roster.extend_waits()  # Nobody waits any more.
     return asyncio.get_running_loop().time()
 
 
@@ -50,8 +50,8 @@ def test_a_wait_counts_from_the_last_change_or_call() -> None:
 
     async def main() -> float:
         roster, peer = lost(), Peer("trainer-0", lambda frame: None, deadline_s=1.0)
-        ranks = Ranks([peer], None, max_restarts=3)  # type: ignore[arg-type]
-        ranks.moved = roster.renew
+        ranks = TrainerGroup([peer], None, max_restarts=3)  # type: ignore[arg-type]
+        ranks.moved = roster.extend_waits
         wait = asyncio.create_task(waits(roster))
         await asyncio.sleep(50.0)
         roster.start_failed(0, "why")

@@ -6,10 +6,15 @@ import random
 
 import pytest
 
-from millrace.rollout.roster import PRESENT, Change, Roster, Standing
+from millrace.rollout.roster import PRESENT, Change, ReplicaState, Roster
 
-LIVE, LOST, STALE, RETIRED = Standing.LIVE, Standing.LOST, Standing.STALE, Standing.RETIRED
-LEFT = Standing.LEFT
+LIVE, LOST, STALE, RETIRED = (
+    ReplicaState.LIVE,
+    ReplicaState.LOST,
+    ReplicaState.STALE,
+    ReplicaState.RETIRED,
+)
+LEFT = ReplicaState.LEFT
 LEGAL = {
     (LIVE, LOST),
     (STALE, LOST),
@@ -37,7 +42,7 @@ def test_any_events_in_any_order_make_legal_moves_alone(seed: int) -> None:
         before[i] = change.to
         changes.append(change)
 
-    with roster.told(told):
+    with roster.subscribe(told):
         for _ in range(60):
             i, age = dice.randrange(count), dice.choice((0, 0, 0, 1))
             state, incarnation, was = roster.state(i), roster.incarnation(i) - age, len(changes)
@@ -96,7 +101,7 @@ def test_the_back_off_doubles_and_begins_again_once_a_version_was_served() -> No
 
 def test_a_replica_joins_with_the_next_number_or_with_the_one_that_left() -> None:
     roster, changes = Roster(1), list[Change]()
-    with roster.told(changes.append):
+    with roster.subscribe(changes.append):
         assert roster.join(1) == 0 and roster.present == {0: 0, 1: 0} and roster.live == [0]
         assert roster.proven(1, 0) and roster.live == [0, 1]
         roster.leave(0)

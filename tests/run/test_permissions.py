@@ -13,7 +13,7 @@ import pytest
 from millrace.agents.remote import FILE, RemoteProgram
 from millrace.config import TrainerConfig
 from millrace.run.stall import watched
-from millrace.waits.side import FOLDER
+from millrace.waits.wait_server import FOLDER
 from tests.rewards.test_judge_cache import filled
 
 

@@ -15,12 +15,12 @@ import pytest
 from millrace.cli import scale as command
 from millrace.errors import ConfigError, MillraceError, NoDevices
 from millrace.process.files import replace_file
-from millrace.rollout.roster import Roster, Standing
+from millrace.rollout.roster import ReplicaState, Roster
 from millrace.run import scaling
 from millrace.run.scaling import ANSWER, REQUEST, Reply, Request, Scaler
 from millrace.runtime.rpc import Limit
 from millrace.simulate.clock import VirtualLoop
-from millrace.waits.side import FOLDER
+from millrace.waits.wait_server import FOLDER
 
 
 class Machine:
@@ -129,7 +129,7 @@ def test_an_answer_waits_no_longer_than_asked_although_the_replicas_change(tmp_p
         for _ in range(8):
             await asyncio.sleep(5)
             machine.roster.proven(0, 0)
-            machine.roster.renew()
+            machine.roster.extend_waits()
             machine.roster.join(len(machine.roster))
         reply = answer(tmp_path / f"wait{ANSWER}")
         assert not reply.serving and not reply.error and 30 <= reply.seconds < 31
@@ -194,9 +194,9 @@ def test_replicas_follow_free_devices_up_to_the_number_of_the_last_command() -> 
         await asyncio.sleep(60)
         assert roster.live == [0]
         await machine.scaler.scale(3)
-        while roster.state(2) is not Standing.RETIRED:
+        while roster.state(2) is not ReplicaState.RETIRED:
             roster.lose(2, roster.incarnation(2), "a broken GPU")
-            roster.state(2) is Standing.LOST and roster.restarted(2)
+            roster.state(2) is ReplicaState.LOST and roster.restarted(2)
         machine.started.clear()
         await asyncio.sleep(60)
         assert not machine.started, "a replica that is given up is not tried for ever"

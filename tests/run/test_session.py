@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from millrace.config import Config, recipe
-from millrace.config.keys import Trained
+from millrace.config.keys import ResumeProgress
 from millrace.errors import ConfigError
 from millrace.pipeline.checkpoint import Manifest
 from millrace.run.session import check_end, trained_by
@@ -72,11 +72,11 @@ def test_a_resume_counts_the_steps_that_were_taken(tmp_path: Path) -> None:
     config = config_of("trainer.total_training_steps=12")
     found = [trained_by(checkpoint_of(tmp_path, **n)) for n in ({"optimizer_steps": 9}, {})]
     assert found == [
-        Trained(version=8, samples=64, optimizer_steps=9),
-        Trained(version=8, samples=64),
+        ResumeProgress(version=8, samples=64, optimizer_steps=9),
+        ResumeProgress(version=8, samples=64),
     ]
     assert [config.derived(16, t).lr_horizon for t in found] == [9 + 8, 16 + 8]
-    assert trained_by(None) == Trained()
+    assert trained_by(None) == ResumeProgress()
 
 
 def test_a_run_with_several_limits_says_which_one_ends_it() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, GenerationConfig, Qwen2Config
 from millrace.config import ModelShape
 from millrace.models.shape import write_shape
 from millrace.run.starts import lines, seconds_of, waiting_for
-from millrace.waits.answer import Answer, Waited
+from millrace.waits.answer import ProcessStatus, Waited
 from millrace.waits.registry import Start
 from tests.e2e import runs
 
@@ -74,9 +74,9 @@ def test_lines_show_the_driver_and_the_slowest_of_each_kind() -> None:
 
 
 def test_a_wait_names_each_worker_and_its_newest_work() -> None:
-    def working(name: str, *works: tuple[str, float]) -> Answer:
+    def working(name: str, *works: tuple[str, float]) -> ProcessStatus:
         waits = [Waited("", "", what, seconds, work=True) for what, seconds in works]
-        return Answer(name, 1, waits=[*waits, Waited("", "disk", "a file", 1.0)])
+        return ProcessStatus(name, 1, waits=[*waits, Waited("", "disk", "a file", 1.0)])
 
     driver = working("driver", ("workers", 4.0))
     assert waiting_for([driver]) == "driver: workers since 4 s"

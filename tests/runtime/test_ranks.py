@@ -12,9 +12,9 @@ import pytest
 from millrace import codec
 from millrace.errors import NotFinite, WorkerError
 from millrace.ports import TrainBatch
-from millrace.runtime.ranks import Ranks
 from millrace.runtime.recovering import RecoveringTrainEngine
 from millrace.runtime.rpc import Peer
+from millrace.runtime.trainer_group import TrainerGroup
 from millrace.simulate.clock import VirtualLoop
 from millrace.types import Prompt, Sample, tokens_of
 
@@ -50,7 +50,7 @@ class Nothing:
 
     def stepped(self, batch: Any) -> None: ...
 
-    async def again(self, *args: Any) -> tuple[int, int]:
+    async def replay(self, *args: Any) -> tuple[int, int]:
         return 0, 0
 
 
@@ -59,8 +59,8 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
         runner.run(work())  # type: ignore[arg-type]
 
 
-def ranks_of(machine: Machine, most: int = 3) -> Ranks:
-    ranks = Ranks([peer()], machine, max_restarts=most)
+def ranks_of(machine: Machine, most: int = 3) -> TrainerGroup:
+    ranks = TrainerGroup([peer()], machine, max_restarts=most)
     ranks.follow(lambda work, name: asyncio.create_task(work, name=name))
     return ranks
 
@@ -79,7 +79,7 @@ def test_a_broken_call_is_made_again_by_the_next_incarnation() -> None:
             return "done"
 
         with ranks.recalled(Nothing()):
-            assert await ranks.again(call) == "done"
+            assert await ranks.call_with_recovery(call) == "done"
         assert machine.starts == [1.0, 3.0, 7.0], "pauses of 1, 2 and 4 s"
         assert calls[1] is not old and calls[1].death is None
         assert machine.ended[0] is old and len(machine.ended) == 3
@@ -130,7 +130,7 @@ def test_an_error_of_the_engine_itself_is_no_loss(error: Exception) -> None:
             raise error
 
         with ranks.recalled(Nothing()), pytest.raises(type(error)) as caught:
-            await ranks.again(call)
+            await ranks.call_with_recovery(call)
         assert caught.value is error and not machine.starts
 
     run(main)
@@ -162,7 +162,7 @@ def test_without_a_recovery_a_loss_is_the_error() -> None:
         ranks = ranks_of(Machine(fails=0), most=0)
         ranks.lose("gone")
         with ranks.recalled(Nothing()), pytest.raises(WorkerError, match="gone"):
-            await ranks.again(lambda: ranks.peers[0].call("engine.step"))
+            await ranks.call_with_recovery(lambda: ranks.peers[0].call("engine.step"))
 
     run(main)
 
@@ -213,7 +213,7 @@ def test_a_batch_that_ends_the_run_can_be_read_again(tmp_path: Path) -> None:
     samples = (Sample(Prompt(5, tokens_of([1, 2]), "x", "sim"), (), 3),)
     batch = TrainBatch(samples, 3)
     rank: Any = Diverged(fails=0)
-    engine = RecoveringTrainEngine(Ranks([rank], rank, max_restarts=3))
+    engine = RecoveringTrainEngine(TrainerGroup([rank], rank, max_restarts=3))
     engine.folder = tmp_path
     with pytest.raises(
         NotFinite, match=r"in a row\. The last batch is in .*nonfinite-000003\.json"

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from millrace.config import recipe
 from millrace.errors import DeadlineError, MillraceError
 from millrace.persist.history import audit
-from millrace.rollout.roster import Standing
+from millrace.rollout.roster import ReplicaState
 from millrace.run import scaling
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
@@ -75,7 +75,7 @@ async def nodes_change(s: Session, ledger: Ledger, cluster: Cluster, notes: list
     await until(lambda: roster.live == [0, 1], notes)
     assert groups() == 2 * ["CREATED"]
     await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
-    await until(lambda: roster.state(1) is Standing.LEFT, notes)
+    await until(lambda: roster.state(1) is ReplicaState.LEFT, notes)
     assert groups() == ["CREATED"], "nothing waits for another node"
     version = ledger.version
     await until(lambda: ledger.version > version + 1, notes)

@@ -12,9 +12,9 @@ import pytest
 from millrace.errors import BrokenTransfer, MillraceError, NoAnswer, ReplicaLost, WorkerError
 from millrace.ports import TransferReport
 from millrace.rollout.roster import Roster
-from millrace.runtime.ranks import Ranks
 from millrace.runtime.roster_sync import RosterSync
 from millrace.runtime.rpc import Peer
+from millrace.runtime.trainer_group import TrainerGroup
 from millrace.simulate.clock import VirtualLoop
 
 RESULTS = {"receiver.transfer": TransferReport(8, 0.1), "sender.transfer": TransferReport(8, 0.1)}
@@ -61,7 +61,7 @@ class Machine:
 
     def stepped(self, batch: Any) -> None: ...
 
-    async def again(self, *args: Any) -> tuple[int, int]:
+    async def replay(self, *args: Any) -> tuple[int, int]:
         return 0, 0
 
 
@@ -72,7 +72,7 @@ class World:
         self, rank: Worker, *replicas: Worker, most: int = 3, deadline_s: float = 600.0
     ) -> None:
         self.machine, self.roster, self.notes = Machine(), Roster(len(replicas)), list[str]()
-        self.ranks = Ranks([rank], self.machine, max_restarts=most)
+        self.ranks = TrainerGroup([rank], self.machine, max_restarts=most)
         self.ranks.note = self.notes.append
         self.ranks.follow(lambda work, name: asyncio.create_task(work, name=name))
         engines = [cast("Any", SimpleNamespace(peer=peer)) for peer in replicas]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from millrace.config import Config
 from millrace.ports import TransferReport
-from millrace.sync.agreement import Agreement
 from millrace.sync.collective import Receiver, Sender, join_sender
+from millrace.sync.options import SyncOptions
 from millrace.sync.table import Shards
 from tests.waiting import HANG_S
 
@@ -121,7 +121,7 @@ class Fleet:
     senders: list[Sender]
     receivers: list[Receiver]
     store: Any
-    agreed: Agreement
+    agreed: SyncOptions
     generation: int = 1
 
     async def regroup(self, members: Sequence[int]) -> list[int | None]:
@@ -172,17 +172,17 @@ async def fleet(
     replicas = [holders(i) for i in range(REPLICAS)]
     joined: Any = await asyncio.gather(
         *(
-            join_sender(source, store, rank, Agreement.of(config))  # type: ignore[arg-type]
+            join_sender(source, store, rank, SyncOptions.of(config))  # type: ignore[arg-type]
             for rank, source in enumerate(sources)
         ),
         *(
-            Receiver.join(holder, store, i, Agreement.of(config))
+            Receiver.join(holder, store, i, SyncOptions.of(config))
             for i, holder in enumerate(replicas)
         ),
     )
     await regroup(joined[:ranks], dict(enumerate(joined[ranks:])))
     ends = list(joined[:ranks]), list(joined[ranks:])
-    yield Fleet(sources, replicas, *ends, store, Agreement.of(config))
+    yield Fleet(sources, replicas, *ends, store, SyncOptions.of(config))
 
 
 def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:

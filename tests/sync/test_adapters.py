@@ -23,10 +23,10 @@ from millrace.errors import SyncError
 from millrace.models.model import write_shape
 from millrace.ports import TrainBatch
 from millrace.sync import collective
-from millrace.sync.adapters import AdaptedInbox
-from millrace.sync.agreement import Agreement
+from millrace.sync.adapters import LoraStaging
 from millrace.sync.buckets import ALIGN
 from millrace.sync.collective import Receiver, join_sender
+from millrace.sync.options import SyncOptions
 from millrace.sync.proof import bit_sums
 from millrace.sync.table import Shards
 from millrace.train.fsdp import engine as fsdp_train
@@ -98,17 +98,17 @@ async def fleet(
     replicas = [holders(i) for i in range(REPLICAS)]
     joined: Any = await asyncio.gather(
         *(
-            join_sender(source, store, rank, Agreement.of(config))
+            join_sender(source, store, rank, SyncOptions.of(config))
             for rank, source in enumerate(sources)
         ),
         *(
-            Receiver.join(holder, store, i, Agreement.of(config))
+            Receiver.join(holder, store, i, SyncOptions.of(config))
             for i, holder in enumerate(replicas)
         ),
     )
     await regroup(joined[:ranks], dict(enumerate(joined[ranks:])))
     ends = list(joined[:ranks]), list(joined[ranks:])
-    yield Fleet(sources, replicas, *ends, store, Agreement.of(config))
+    yield Fleet(sources, replicas, *ends, store, SyncOptions.of(config))
 
 
 def draw(f: Fleet, seed: int) -> dict[str, Tensor]:
@@ -275,7 +275,7 @@ def test_the_bit_sums_that_vllm_is_proven_by_are_those_of_what_was_staged() -> N
                 draw(f, version)
                 await f.transfer(version)
                 for r in f.receivers:
-                    assert isinstance(r.inbox, AdaptedInbox) and r.inbox.bit_sums == bit_sums(
+                    assert isinstance(r.inbox, LoraStaging) and r.inbox.bit_sums == bit_sums(
                         r.inbox.staged
                     )
                     assert list(r.inbox.staged) == list(model(1))
@@ -340,8 +340,8 @@ def test_trainer_and_rollout_engine_agree_on_log_probs_after_every_sync(tmp_path
             dist.HashStore(),
         )
         sender, receiver = await asyncio.gather(
-            join_sender(engine, store, 0, Agreement.of(config)),
-            Receiver.join(replica, store, 0, Agreement.of(config)),
+            join_sender(engine, store, 0, SyncOptions.of(config)),
+            Receiver.join(replica, store, 0, SyncOptions.of(config)),
         )
         await regroup([sender], {0: receiver})
         base, seen = {name: own.clone() for name, _, _, _, own in engine.shards()}, []

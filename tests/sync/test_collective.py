@@ -21,9 +21,9 @@ from torch import Tensor
 from millrace.config import Config
 from millrace.errors import SyncError
 from millrace.sync import collective, table
-from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import ALIGN, Bucket, plan, specs_of
 from millrace.sync.collective import Receiver, Sender
+from millrace.sync.options import SyncOptions
 from tests.sync.fleet import (
     REPLICAS,
     TRAINERS,
@@ -340,7 +340,10 @@ def test_models_that_differ_are_refused_by_replica_and_tensor(
     with pytest.raises(SyncError, match=message):
         asyncio.run(
             Receiver.join(
-                Holder(change(model(0))), store, 0, Agreement.of(Config(sync={"timeout_s": HANG_S}))
+                Holder(change(model(0))),
+                store,
+                0,
+                SyncOptions.of(Config(sync={"timeout_s": HANG_S})),
             )
         )
 

@@ -24,10 +24,10 @@ from millrace import codec
 from millrace.config import Config
 from millrace.errors import SyncError
 from millrace.sync import ipc
-from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import plan, specs_of
-from millrace.sync.ipc import IpcInbox, IpcSender, fits
+from millrace.sync.ipc import IpcSender, IpcStaging, fits
 from millrace.sync.membership import Membership
+from millrace.sync.options import SyncOptions
 from millrace.sync.proof import bit_sums
 from millrace.sync.table import Shards
 from tests.waiting import HANG_S
@@ -58,7 +58,7 @@ class Source:
 @dataclass
 class Pair:
     sender: IpcSender
-    inbox: IpcInbox
+    inbox: IpcStaging
     source: Source
     slots: list[Tensor]
     live: dict[str, Tensor] = field(default_factory=dict)
@@ -83,12 +83,12 @@ def pair(on_load: Callable[[Pair, str, Tensor], None] = lambda p, name, tensor: 
             on_load(made, name, tensor)
             made.live[name] = tensor.clone()
 
-    store, agreed = dist.HashStore(), Agreement.of(Config(sync={"timeout_s": HANG_S}))
+    store, agreed = dist.HashStore(), SyncOptions.of(Config(sync={"timeout_s": HANG_S}))
     first = Membership(store, agreed, CPU, [0], "trainer rank 0")
     second = Membership(store, agreed, CPU, [0], "replica 3")
     made = Pair(
         IpcSender(source, first, 0, buckets, slots, lambda members: "replica 3"),  # type: ignore[arg-type]
-        IpcInbox(second, 0, buckets, slots, load, 3),
+        IpcStaging(second, 0, buckets, slots, load, 3),
         source,
         slots,
     )
@@ -167,10 +167,10 @@ def test_it_is_for_vllm_on_shared_gpus() -> None:
         )
 
     cuda = torch.device("cuda", 0)
-    assert fits(Agreement.of(config("vllm", "colocated")), cuda)
-    assert not fits(Agreement.of(config("vllm", "separate")), cuda)
-    assert not fits(Agreement.of(config("torch", "colocated")), cuda)
-    assert not fits(Agreement.of(config("vllm", "colocated")), CPU)
+    assert fits(SyncOptions.of(config("vllm", "colocated")), cuda)
+    assert not fits(SyncOptions.of(config("vllm", "separate")), cuda)
+    assert not fits(SyncOptions.of(config("torch", "colocated")), cuda)
+    assert not fits(SyncOptions.of(config("vllm", "colocated")), CPU)
 
 
 CUDA_ARGUMENTS = (
@@ -239,6 +239,6 @@ def test_slots_that_are_none_are_a_sync_error(monkeypatch: pytest.MonkeyPatch) -
     store = dist.HashStore()
     store.set("millrace/sync/ipc/GPU-1", pickle.dumps([1]))  # type: ignore[arg-type]
     with pytest.raises(SyncError, match="replica 3: the store has no slots of a trainer rank on"):
-        IpcInbox.join(
-            specs_of(model(1)), store, CPU, 3, Agreement.of(Config()), lambda weights: None
+        IpcStaging.join(
+            specs_of(model(1)), store, CPU, 3, SyncOptions.of(Config()), lambda weights: None
         )

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from millrace.errors import SyncError
-from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import Spec, specs_of
-from millrace.sync.collective import Receiver, Sender, Silent, join_sender
+from millrace.sync.collective import NullSender, Receiver, Sender, join_sender
+from millrace.sync.options import SyncOptions
 from millrace.sync.proof import bit_sums
 from millrace.sync.table import PLAN, Rows, Shards, check_cover, part_of, rows_in, tell
 from tests.sync.fleet import Holder, equal, regroup
@@ -70,8 +70,8 @@ class Source:
         raise AssertionError("there are no adapters")
 
 
-def agreement(ranks: int, *, vllm: bool = False) -> Agreement:
-    return Agreement(
+def agreement(ranks: int, *, vllm: bool = False) -> SyncOptions:
+    return SyncOptions(
         ranks=ranks,
         devices=1,
         bucket_bytes=20_000,
@@ -101,7 +101,7 @@ def test_any_table_that_covers_each_row_once_arrives_whole(seed: int) -> None:
             Receiver.join(holder, store, 0, agreed),
         )
         await regroup(ends, {0: receiver})
-        assert isinstance(ends[-1], Silent) and any(isinstance(end, Sender) for end in ends)
+        assert isinstance(ends[-1], NullSender) and any(isinstance(end, Sender) for end in ends)
         for version in range(2):
             for tensor in tensors.values():
                 tensor.add_(1)

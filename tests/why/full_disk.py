@@ -20,13 +20,13 @@ from millrace.schedule.ledger import Ledger
 from millrace.schedule.schedule import Schedule
 from millrace.simulate.faults.inputs import NoView
 from millrace.waits.registry import as_actor, waiting
-from millrace.waits.side import FOLDER, Side
+from millrace.waits.wait_server import FOLDER, WaitServer
 
 
 async def main(run: Path) -> None:
     os.mkfifo(run / "metrics.jsonl")
     reader = os.open(run / "metrics.jsonl", os.O_RDONLY | os.O_NONBLOCK)
-    side = Side("driver")
+    side = WaitServer("driver")
     side.loop = asyncio.get_running_loop()
     side.start(run / FOLDER)
     totals = Ledger(Schedule(ppo_mini_batch_size=1)).totals()

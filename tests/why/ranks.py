@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from millrace.waits.registry import acting, count, doing
-from millrace.waits.side import start_in_worker
+from millrace.waits.wait_server import start_in_worker
 
 
 def main(rank: int, port: int) -> None:

@@ -21,7 +21,7 @@ from millrace.errors import DeadlineError
 from millrace.run.stall import watched
 from millrace.waits import ask as asking
 from millrace.waits.registry import PROCESS, acting, count, waiting
-from millrace.waits.side import FOLDER
+from millrace.waits.wait_server import FOLDER
 from tests.report.folders import Run
 from tests.waiting import HANG_S
 
@@ -36,7 +36,7 @@ import importlib, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import msgspec
-from millrace.waits import answer, ask, side
+from millrace.waits import answer, ask, wait_server as side
 
 def serve(server, data):
     while True:

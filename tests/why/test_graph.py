@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from millrace.waits.answer import Acted, Answer, Process, Waited, collective_in
+from millrace.waits.answer import Acted, Process, ProcessStatus, Waited, collective_in
 from millrace.waits.graph import Graph, components, roots
 from millrace.waits.verdict import Verdict, judge, report
 
 
-def drawn(seed: int) -> tuple[list[Answer], dict[str, list[str]]]:
+def drawn(seed: int) -> tuple[list[ProcessStatus], dict[str, list[str]]]:
     """Return answers with random waits among the driver's actors, and the waits by name."""
     dice = random.Random(seed)
     names = [f"actor {k}" for k in range(dice.randint(1, 12))]
@@ -19,7 +19,7 @@ def drawn(seed: int) -> tuple[list[Answer], dict[str, list[str]]]:
     waits = {n: [w for w in heads if w != n] for n, heads in waits.items()}
     waited = [Waited(n, head, "it", 99.0) for n, heads in waits.items() for head in heads]
     acted = [Acted(n, "", 99.0) for n in names]
-    return [Answer("driver", 1, waits=waited, actors=acted)], waits
+    return [ProcessStatus("driver", 1, waits=waited, actors=acted)], waits
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -58,19 +58,19 @@ def test_components_are_what_reach_each_other(seed: int) -> None:
             assert {b for b in heads if b in reach[a] and a in reach[b]} == circle
 
 
-def rank(number: int, passes: int, what: str, stack: str, seconds: float = 184.0) -> Answer:
+def rank(number: int, passes: int, what: str, stack: str, seconds: float = 184.0) -> ProcessStatus:
     work = Waited("engine.step", "", what, seconds, work=True)
     progress = {"passes": (float(passes), seconds)}
     stacks = {"MainThread": ["/x/train.py:1 step", stack]}
     actors = [Acted("engine.step", "", 200.0)]
-    return Answer(f"trainer-{number}", number, "", [work], actors, progress, 0.0, stacks)
+    return ProcessStatus(f"trainer-{number}", number, "", [work], actors, progress, 0.0, stacks)
 
 
-def trainer(*whom: str) -> Answer:
+def trainer(*whom: str) -> ProcessStatus:
     waits = [Waited("trainer", name, "engine.step", 190.0) for name in whom]
     more = Waited("rollouter", "trainer", "a free slot", 190.0)
     actors = [Acted("trainer", "", 900.0), Acted("rollouter", "", 900.0)]
-    return Answer("driver", 9, "", [*waits, more], actors, {"moves": (5.0, 190.0)})
+    return ProcessStatus("driver", 9, "", [*waits, more], actors, {"moves": (5.0, 190.0)})
 
 
 IN = "/torch/distributed/distributed_c10d.py:9 all_reduce"
@@ -116,9 +116,11 @@ def test_ranks_that_have_all_come_wait_for_the_network() -> None:
 def test_the_kernel_speaks_for_a_process_that_is_silent(
     process: Process, kind: str, says: str
 ) -> None:
-    silent = Answer("rollout-1", 7, "node-3", silent=True, process=process)
+    silent = ProcessStatus("rollout-1", 7, "node-3", silent=True, process=process)
     waits = [Waited("sample 4", "rollout-1", "engine.generate", 60.0)]
-    driver = Answer("driver", 1, "", waits, [Acted("sample 4", "", 60.0)], {"moves": (1.0, 60.0)})
+    driver = ProcessStatus(
+        "driver", 1, "", waits, [Acted("sample 4", "", 60.0)], {"moves": (1.0, 60.0)}
+    )
     verdict = judge([driver, silent])
     assert verdict.kind == kind and says in verdict.sentence
     assert "rollout-1 (process 7 on node-3)" in verdict.sentence and verdict.sentence in report(
@@ -138,9 +140,9 @@ def test_a_replica_that_stands_still_is_named_while_the_others_move() -> None:
     acted = [Acted("sample 1", "", 0.5), Acted("sample 2", "", 60.0)]
     serves = [Acted("engine.generate", "", 60.0)]
     answers = [
-        Answer("driver", 1, "", waits, acted, {"moves": (9.0, 0.2)}),
-        Answer("rollout-0", 2, "", [], serves, {"tokens": (500.0, 0.1)}),
-        Answer("rollout-1", 3, "", [], serves, {"tokens": (200.0, 58.0)}),
+        ProcessStatus("driver", 1, "", waits, acted, {"moves": (9.0, 0.2)}),
+        ProcessStatus("rollout-0", 2, "", [], serves, {"tokens": (500.0, 0.1)}),
+        ProcessStatus("rollout-1", 3, "", [], serves, {"tokens": (200.0, 58.0)}),
     ]
     verdict = judge(answers)
     assert verdict.state == "moving" and len(verdict.others) == 1
@@ -157,9 +159,11 @@ def test_a_collective_is_read_from_the_stacks() -> None:
 def test_who_waits_for_a_replica_waits_for_its_stopped_core() -> None:
     waits = [Waited("sample 4", "rollout-0", "engine.generate", 60.0)]
     serves = [Acted("engine.generate", "", 60.0)]
-    core = Answer("rollout-0-core-0", 7, silent=True, process=Process(7, "T"))
-    driver = Answer("driver", 1, "", waits, [Acted("sample 4", "", 60.0)], {"moves": (1.0, 60.0)})
-    verdict = judge([driver, Answer("rollout-0", 2, "", [], serves), core])
+    core = ProcessStatus("rollout-0-core-0", 7, silent=True, process=Process(7, "T"))
+    driver = ProcessStatus(
+        "driver", 1, "", waits, [Acted("sample 4", "", 60.0)], {"moves": (1.0, 60.0)}
+    )
+    verdict = judge([driver, ProcessStatus("rollout-0", 2, "", [], serves), core])
     assert (
         verdict.culprit == "rollout-0-core-0" and "everyone else waits for it" in verdict.sentence
     )

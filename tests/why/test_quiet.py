@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from millrace.schedule.modes import MODES
-from millrace.waits.answer import Answer
+from millrace.waits.answer import ProcessStatus
 from millrace.waits.stall import MOST_FILES, StallWatch, save
 from millrace.waits.verdict import Verdict
 from tests.why import enact as enacting
@@ -59,14 +59,14 @@ def test_a_run_that_moves_is_never_said_to_stand_still(mode: str) -> None:
 
 def test_the_alarm_comes_once_and_then_ever_more_rarely() -> None:
     """And not while a worker moves, although the driver's counters stand still."""
-    worker = Answer("rollout-0", 1, progress={"tokens": (1.0, 0.0)})
+    worker = ProcessStatus("rollout-0", 1, progress={"tokens": (1.0, 0.0)})
     times: list[int] = []
     now = 0
 
-    def ask() -> list[Answer]:
+    def ask() -> list[ProcessStatus]:
         still = 0.0 if now < 1000 else now - 1000.0
         worker.progress["tokens"] = (1.0, still)
-        return [Answer("driver", 0, progress={"moves": (3.0, float(now))}), worker]
+        return [ProcessStatus("driver", 0, progress={"moves": (3.0, float(now))}), worker]
 
     watch = StallWatch(STALL_S, ask, lambda verdict: times.append(now))
     for now in range(1, 6000):

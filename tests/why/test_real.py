@@ -24,8 +24,8 @@ from millrace.types import Completion, Prompt, tokens_of
 from millrace.waits import ask as asking
 from millrace.waits.ask import ask
 from millrace.waits.registry import PROCESS, acting, as_actor, waiting
-from millrace.waits.side import FOLDER, NAME, VARIABLE, Side
 from millrace.waits.verdict import Verdict, judge
+from millrace.waits.wait_server import FOLDER, NAME, VARIABLE, WaitServer
 from tests.waiting import HANG_S, until_async
 from tests.workers import without_engine
 
@@ -36,8 +36,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def driver(run: Path) -> Iterator[Side]:
-    side = Side("driver")
+def driver(run: Path) -> Iterator[WaitServer]:
+    side = WaitServer("driver")
     side.loop = asyncio.get_running_loop()
     side.start(run / FOLDER)
     try:
@@ -47,7 +47,7 @@ def driver(run: Path) -> Iterator[Side]:
         PROCESS.counts.clear()
 
 
-async def named(run: Path, side: Side, culprit: str, says: str = "") -> Verdict:
+async def named(run: Path, side: WaitServer, culprit: str, says: str = "") -> Verdict:
     """Ask until the verdict names the culprit and says something. Return the last one.
 
     On a busy machine, the first answers may come too late.
@@ -123,7 +123,7 @@ def test_ranks_in_an_all_reduce_whose_partner_sleeps(tmp_path: Path) -> None:
         or "waits for its all_reduce" in verdict.sentence
     )
     culprit = next(a for a in verdict.answers if a.name == "trainer-1")
-    assert any("ranks.py" in line for stack in culprit.stacks.values() for line in stack)
+    assert any("trainer_group.py" in line for stack in culprit.stacks.values() for line in stack)
 
 
 def test_a_reward_that_loops(tmp_path: Path) -> None:

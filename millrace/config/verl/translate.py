@@ -21,7 +21,7 @@ Setting = tuple[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What became of one setting of verl's."""
+    """The translation of one verl setting."""
 
     setting: Setting
     became: tuple[Setting, ...] = ()
@@ -111,7 +111,7 @@ def _name(key: str) -> str:
 
 @dataclass(slots=True)
 class _Work:
-    """What became of the settings so far."""
+    """The translations of the settings so far."""
 
     native: Callable[[str], bool]
     ours: list[list[tuple[Setting, Setting]]]

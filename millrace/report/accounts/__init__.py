@@ -1,1 +1,1 @@
-"""Where every token, every second of a device and every wait went."""
+"""Accounts of every token, every second of a device and every wait."""

@@ -39,7 +39,7 @@ WAIT = "full"
 
 
 class StepCost(NamedTuple):
-    """What the time of an engine goes to."""
+    """The parts of an engine's time."""
 
     fixed_s: float
     """f: seconds of a decode step."""
@@ -102,7 +102,7 @@ class LoadAccount:
 
 
 class _Version(NamedTuple):
-    """What the engines did in one version, for each of their seconds."""
+    """The engines' rates in one version, for each of their seconds."""
 
     loads: Sequence[tuple[float, float, bool]]
     """Loads, the share of the time with each, and whether requests wait then."""
@@ -110,7 +110,7 @@ class _Version(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """What the least squares give for one growth. Fits are in the order of their errors."""
+    """The least-squares fit of one growth. Fits are in the order of their errors."""
 
     error: float
     share: float

@@ -1,1 +1,1 @@
-"""What binds a run, and the number that lifts it."""
+"""Advice: the bottleneck of a run, and the key that lifts it."""

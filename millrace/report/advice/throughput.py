@@ -1,4 +1,4 @@
-"""How many samples per second a run would train with other numbers: the arithmetic of advice.
+"""Predicts samples per second with other numbers: the arithmetic of advice.
 
 Three rates bound a pipeline, and the smallest one is the rate of the run.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from millrace.config import Config
 from millrace.errors import MillraceError
 from millrace.observe.guard import CAUSES
-from millrace.observe.panel import RECENT, Alarm, Device, Look
+from millrace.observe.panel import RECENT, Alarm, Device, RunSnapshot
 from millrace.persist.accounts import Device as Account
 from millrace.persist.accounts import Line
 from millrace.persist.run_reader import Row, RunReader
@@ -19,7 +19,7 @@ _LARGEST = 1e15
 NO_ACCOUNT = Account(0, {})
 
 
-def look_at(run: RunReader) -> Look:
+def look_at(run: RunReader) -> RunSnapshot:
     """Return what the files of a run show now."""
     run.read()
     last = run.history[-1] if run.history else None
@@ -27,7 +27,7 @@ def look_at(run: RunReader) -> Look:
     validated = sorted(run.validations)
     done, version = (last.retired, last.version) if last else (0, 0)
     total, versions, eta = _plan(run, rows, done, version)
-    return Look(
+    return RunSnapshot(
         folder=str(run.path),
         name=run.config.name if run.config else run.name,
         mode=run.mode,

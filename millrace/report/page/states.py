@@ -14,7 +14,7 @@ from millrace.report.page.figures import BLUE, GREEN, GREY, ORANGE, PINK, RED, S
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class StateStyle:
     """How charts show a state."""
 
     words: str
@@ -36,20 +36,20 @@ class Look:
 
 
 STATES = {
-    "train": Look("trains", BLUE, "", "`actor.ppo_max_token_len_per_gpu`, or more trainer devices"),
-    "generate": Look("draws responses", GREEN, "", "more rollout devices"),
-    "validate": Look("validates", SKY, "", "`trainer.test_freq`, `rollout.test_freq`"),
-    "sync": Look("syncs weights", PINK, "", "`async_training.trigger_parameter_sync_step`, `async_training.overlap_sync`"),
-    "save": Look("saves a checkpoint", "#666666", "", "`trainer.save_freq`, `trainer.async_save`"),
-    "switch": Look("changes hands", YELLOW, "", "`async_training.trigger_parameter_sync_step`"),
-    "wait_trajectories": Look("waits for responses", ORANGE, "/", "`async_training.staleness_threshold`, or more rollout devices"),
-    "wait_rewards": Look("waits for rewards", YELLOW, "/", "`reward.num_workers`"),
-    "wait_tools": Look("waits for tools", YELLOW, "x", "`async_training.staleness_threshold`: more sessions at once"),
-    "wait_trainer": Look("waits for the trainer", RED, "/", "more trainer devices, or `async_training.staleness_threshold`"),
-    "wait_sync": Look("waits for a sync", PINK, "/", "`async_training.trigger_parameter_sync_step`, `async_training.on_sync`"),
-    "wait_validation": Look("waits for a validation", SKY, "/", "`trainer.test_freq`, `rollout.test_freq`"),
-    "tail": Look("waits: the run ends", GREY, "/", "nothing: no more samples are needed"),
-    "other": Look("other", "#BBBBBB", "", ""),
+    "train": StateStyle("trains", BLUE, "", "`actor.ppo_max_token_len_per_gpu`, or more trainer devices"),
+    "generate": StateStyle("draws responses", GREEN, "", "more rollout devices"),
+    "validate": StateStyle("validates", SKY, "", "`trainer.test_freq`, `rollout.test_freq`"),
+    "sync": StateStyle("syncs weights", PINK, "", "`async_training.trigger_parameter_sync_step`, `async_training.overlap_sync`"),
+    "save": StateStyle("saves a checkpoint", "#666666", "", "`trainer.save_freq`, `trainer.async_save`"),
+    "switch": StateStyle("changes hands", YELLOW, "", "`async_training.trigger_parameter_sync_step`"),
+    "wait_trajectories": StateStyle("waits for responses", ORANGE, "/", "`async_training.staleness_threshold`, or more rollout devices"),
+    "wait_rewards": StateStyle("waits for rewards", YELLOW, "/", "`reward.num_workers`"),
+    "wait_tools": StateStyle("waits for tools", YELLOW, "x", "`async_training.staleness_threshold`: more sessions at once"),
+    "wait_trainer": StateStyle("waits for the trainer", RED, "/", "more trainer devices, or `async_training.staleness_threshold`"),
+    "wait_sync": StateStyle("waits for a sync", PINK, "/", "`async_training.trigger_parameter_sync_step`, `async_training.on_sync`"),
+    "wait_validation": StateStyle("waits for a validation", SKY, "/", "`trainer.test_freq`, `rollout.test_freq`"),
+    "tail": StateStyle("waits: the run ends", GREY, "/", "nothing: no more samples are needed"),
+    "other": StateStyle("other", "#BBBBBB", "", ""),
 }  # fmt: skip
 """The states of charts."""
 

@@ -1,1 +1,1 @@
-"""What happened when, for Perfetto, and its reader."""
+"""The trace of a run for Perfetto, and its reader."""

@@ -25,7 +25,7 @@ _ALL = 2**32 - 1
 """The largest hash."""
 
 
-class Choice:
+class SampleChoice:
     """Chooses the samples that are drawn. All of it runs on the event loop, but `draw`."""
 
     def __init__(self) -> None:

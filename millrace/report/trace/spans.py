@@ -17,7 +17,7 @@ from millrace.report.trace.writer import HEADER, NAME
 
 
 class Span(msgspec.Struct, frozen=True):
-    """What a track did for a while, or a moment with `start == end`.
+    """A span of a track, or a moment with `start == end`.
 
     The begin's facts and the end's facts are together. A span without an end lasts until the last
     event of its attempt, and has the fact `open`. A span whose end the trace lost has `gap`.

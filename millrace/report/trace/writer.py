@@ -26,7 +26,7 @@ import msgspec
 
 from millrace.observe.files import files_in, make_folder, size_of
 from millrace.observe.watch import Event
-from millrace.report.trace.choice import CALLS, MOST_EVERY, SAMPLES, Choice
+from millrace.report.trace.choice import CALLS, MOST_EVERY, SAMPLES, SampleChoice
 from millrace.report.trace.chrome import Translator
 from millrace.report.trace.lanes import OPEN, Line, as_json
 from millrace.report.trace.scoring import SCORING, Scoring
@@ -43,7 +43,7 @@ _SEPARATOR = b",\n"
 _END = b"\n]\n"
 
 
-class Pace:
+class TraceSampler:
     """Chooses how many samples are drawn from the load of the thread, the share of a core."""
 
     def __init__(self, most: float) -> None:
@@ -107,7 +107,11 @@ class TraceWriter:
         self._translator, self._last = Translator(zero), zero
         self._limit, self._full = limit_mb * 2**20, int(file_mb * 2**20)
         self._most, self._every_s, self._close_s = most_events, every_s, close_s
-        self._pace, self._choice, self._scoring = Pace(load), Choice(), Scoring(self.put)
+        self._pace, self._choice, self._scoring = (
+            TraceSampler(load),
+            SampleChoice(),
+            Scoring(self.put),
+        )
         self._states = states
         self._events: deque[Event] = deque()
         self._lost, self._lost_since = 0, 0.0

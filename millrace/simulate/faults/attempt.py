@@ -15,7 +15,7 @@ from millrace.persist.history import History, audit
 from millrace.pipeline.checkpoint import Checkpoints, read_ledger
 from millrace.pipeline.journal_file import Batch
 from millrace.pipeline.record import RunRecord
-from millrace.rollout.roster import Change, Standing
+from millrace.rollout.roster import Change, ReplicaState
 from millrace.run.engines import Engines, engines_of
 from millrace.run.evaluate import make_validator
 from millrace.run.folder import RunDir
@@ -42,7 +42,7 @@ from millrace.simulate.faults.network import Link, SimWorker
 from millrace.simulate.faults.scenario import DEADLINE_S, HEARTBEAT_S, SYNC_TIMEOUT_S, Fault
 from millrace.simulate.faults.state import World
 from millrace.simulate.faults.wire import Wire
-from millrace.waits.answer import Answer, Pulse, answer_of
+from millrace.waits.answer import ProcessStatus, Pulse, answer_of
 from millrace.waits.registry import Registry, within
 
 BACK_S = 7.0
@@ -97,7 +97,7 @@ class Attempt:
         with within(self._pulse.registry.root):
             return await self._run()
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[ProcessStatus]:
         """Return what all processes say about their waits, as `millrace why` gathers it."""
         workers = [worker.answer() for worker in self.workers.values()]
         return [answer_of(self._pulse, stacks=False), *workers]
@@ -120,7 +120,7 @@ class Attempt:
             lineage = self._trainers()[0].lineage
             self._check(world.checks.begin, ledger, snapshot, lineage)
             roster = session.engines.pool.roster
-            with roster.told(self._replica):
+            with roster.subscribe(self._replica):
                 async with session.engines.keeper:
                     return await self._train(session, ledger, watch)
         finally:
@@ -219,7 +219,7 @@ class Attempt:
         engines, scaled = self._engines, any("scale" in fault.kind for fault in self.fired)
         if engines is None or not engines.keeper.running or scaled:
             return
-        out = engines.pool.roster.state(replica) is Standing.LEFT
+        out = engines.pool.roster.state(replica) is ReplicaState.LEFT
         if out and not self.view.dead:
             self.violation = self.violation or Violation(f"I6: rollout-{replica} never came back")
             self.kill()

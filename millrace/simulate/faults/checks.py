@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from millrace.observe.watch import Event
 from millrace.pipeline.journal_file import Batch
 from millrace.rollout.episode import request_seed
-from millrace.rollout.roster import Change, Standing
+from millrace.rollout.roster import Change, ReplicaState
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, State
 from millrace.schedule.schedule import OnSync, Schedule
 from millrace.simulate.engines import target_length
@@ -52,7 +52,7 @@ def text_of(tokens: Any) -> str:
 
 
 class Expected:
-    """What a run without faults draws and trains, as a pure function of its numbers."""
+    """The draws and steps of a run without faults, as a pure function of its numbers."""
 
     def __init__(self, seed: int, n: int, limit: int, params: SamplingParams, filters: bool):
         self._seed, self._n, self._limit, self._params = seed, n, limit, params
@@ -319,9 +319,9 @@ class Checks:
         """Check the move of a replica. `faults` has the faults of each that may cost it."""
         name = f"rollout-{change.replica}"
         self._stale.pop(name, None)
-        if change.to is Standing.STALE:
+        if change.to is ReplicaState.STALE:
             self._stale[name] = 0
-        elif change.to in (Standing.LOST, Standing.RETIRED):
+        elif change.to in (ReplicaState.LOST, ReplicaState.RETIRED):
             self._lost[name] += 1
             explained = self._lost[name] <= faults[name]
             self._true("I6", explained, f"{name} was lost without a fault: {change.why}")

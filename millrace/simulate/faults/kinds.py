@@ -1,4 +1,4 @@
-"""What each kind of fault does to an attempt."""
+"""The kinds of faults and their effects on an attempt."""
 
 from __future__ import annotations
 

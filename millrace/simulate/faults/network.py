@@ -13,7 +13,7 @@ from typing import Any
 
 from millrace.runtime.host import Host
 from millrace.runtime.rpc import Peer, read_frame
-from millrace.waits.answer import Answer, Process, Pulse, answer_of
+from millrace.waits.answer import Process, ProcessStatus, Pulse, answer_of
 from millrace.waits.registry import Registry, within
 
 LATENCY_S = 0.0005
@@ -122,12 +122,12 @@ class SimWorker:
             with within(self.pulse.registry.root):
                 self._host.receive(frame)
 
-    def answer(self) -> Answer:
+    def answer(self) -> ProcessStatus:
         """Say who waits in this worker, as its side thread would. A frozen one says nothing."""
         if self.dead:
-            return Answer(self.name, 0, silent=True, dead=f"worker {self.name} is dead")
+            return ProcessStatus(self.name, 0, silent=True, dead=f"worker {self.name} is dead")
         if self.stopped:
-            return Answer(self.name, 0, silent=True, process=Process(0, "T"))
+            return ProcessStatus(self.name, 0, silent=True, process=Process(0, "T"))
         return answer_of(self.pulse, stacks=False)
 
     def kill(self, reason: str = "was killed by SIGKILL") -> None:

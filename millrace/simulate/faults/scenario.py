@@ -84,7 +84,7 @@ class Fault:
 
 
 class Kind(NamedTuple):
-    """What a kind of fault may be about."""
+    """The targets that a kind of fault may have."""
 
     target: str = ""
     """"replica", "rank", "worker", or "" for none."""

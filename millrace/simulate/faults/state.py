@@ -25,7 +25,7 @@ class Line:
 
 @dataclass
 class Outcome:
-    """What happened in a world."""
+    """The log and counters of a simulated world."""
 
     seed: int
     violation: str = ""

@@ -18,7 +18,7 @@ _CHUNK = 20
 
 @dataclass
 class Found:
-    """What a range of seeds showed."""
+    """The result of a range of seeds."""
 
     seeds: int = 0
     last: int = 0

@@ -23,7 +23,7 @@ from millrace.train.megatron import shape as sizes
 from millrace.train.megatron import state, weights
 from millrace.train.megatron.modules import Policy
 from millrace.train.megatron.shape import Shape
-from millrace.train.megatron.trainable import MegatronTrainable, Passes
+from millrace.train.megatron.trainable import ForwardRunner, MegatronTrainable
 from millrace.train.step import TrainSteps
 
 
@@ -54,7 +54,9 @@ class MegatronTrainEngine(TrainSteps):
         )
         self.critic = None
         self.owns_sizes = False
-        self.reference: Passes | None = reference and Passes(reference, config.actor, *place)
+        self.reference: ForwardRunner | None = reference and ForwardRunner(
+            reference, config.actor, *place
+        )
 
     def restart(self, optim: OptimConfig, horizon: int) -> None:
         self.actor.begin(optim, horizon)
@@ -114,7 +116,7 @@ class MegatronTrainEngine(TrainSteps):
         """Wait for a save, and destroy the process groups that `build` made."""
         await self.saved()
         if self.owns_sizes:
-            sizes.down()
+            sizes.destroy_parallel()
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -132,7 +134,7 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> M
     shape = sizes.shape_of(own, world_size)
     check_model(hf, own)
     deadline, seed = config.trainer.wait_deadline_s, config.trainer.seed
-    made = sizes.up(shape, seed=seed, deadline_s=deadline)
+    made = sizes.init_parallel(shape, seed=seed, deadline_s=deadline)
 
     def policy() -> Policy:
         settings = sizes.transformer_config(hf, shape, model, own, device)

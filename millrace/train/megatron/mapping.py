@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from millrace.models.mixtures import experts_of
-from millrace.train.megatron.shape import Place, Shape
+from millrace.train.megatron.shape import RankCoordinates, Shape
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
@@ -88,7 +88,7 @@ class Box:
 
 
 def boxes(
-    name: str, width: int, hf: Any, shape: Shape, place: Place, first_layer: int
+    name: str, width: int, hf: Any, shape: Shape, place: RankCoordinates, first_layer: int
 ) -> list[Box]:
     """Return the rectangles of a parameter, in the order of its rows. Padded rows have none.
 
@@ -125,7 +125,7 @@ def boxes(
     return _of_an_expert(layer, int(expert[1]), expert[2], width, hf, shape, place)
 
 
-def _of_the_top(name: str, width: int, hf: Any, shape: Shape, place: Place) -> list[Box]:
+def _of_the_top(name: str, width: int, hf: Any, shape: Shape, place: RankCoordinates) -> list[Box]:
     if name == "decoder.final_layernorm.weight":
         return [Box(_TOP[name], (0,), (hf.hidden_size,), 0, Kind.WHOLE)]
     rows = shape.padded_vocab(hf.vocab_size) // shape.tensor
@@ -138,7 +138,7 @@ def _of_the_top(name: str, width: int, hf: Any, shape: Shape, place: Place) -> l
 
 
 def _of_qkv(
-    layer: str, which: str, width: int, hf: Any, shape: Shape, place: Place
+    layer: str, which: str, width: int, hf: Any, shape: Shape, place: RankCoordinates
 ) -> Iterator[Box]:
     """Yield the parts of fused rows. Each head of keys has its query heads, its key, its value."""
     head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
@@ -165,7 +165,7 @@ def _of_qkv(
 
 
 def _of_an_expert(
-    layer: str, number: int, part: str, width: int, hf: Any, shape: Shape, place: Place
+    layer: str, number: int, part: str, width: int, hf: Any, shape: Shape, place: RankCoordinates
 ) -> list[Box]:
     expert = place.expert * (experts_of(hf) // shape.expert) + number
     inner = getattr(hf, "moe_intermediate_size", hf.intermediate_size)

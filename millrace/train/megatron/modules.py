@@ -61,7 +61,7 @@ class Norm(nn.Module):
 
 @dataclass(slots=True)
 class Packed:
-    """What attention needs of a micro-batch. Megatron hands it to every layer."""
+    """The lengths of a micro-batch, for attention. Megatron hands them to every layer."""
 
     layout: Layout
     cos: Tensor

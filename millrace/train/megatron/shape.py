@@ -20,7 +20,7 @@ from millrace.models.model import DTYPES
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankCoordinates:
     """The place of one rank: its number in each kind of group."""
 
     tensor: int
@@ -58,7 +58,7 @@ class Shape:
         """The number that must divide the tokens of a micro-batch."""
         return self.context * (self.tensor if self.sequence_parallel else 1)
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> RankCoordinates:
         """Return the place of a rank, as Megatron numbers them."""
         tensor, rest = rank % self.tensor, rank // self.tensor
         context, rest = rest % self.context, rest // self.context
@@ -66,7 +66,7 @@ class Shape:
         expert_tensor, rest = rank % self.expert_tensor, rank // self.expert_tensor
         expert, rest = rest % self.expert, rest // self.expert
         expert_data = rest % self.expert_data
-        return Place(tensor, context, data, pipeline, expert_tensor, expert, expert_data)
+        return RankCoordinates(tensor, context, data, pipeline, expert_tensor, expert, expert_data)
 
     def padded_vocab(self, vocab_size: int) -> int:
         """Return the rows of the vocabulary, padded so that every rank has equally many."""
@@ -158,7 +158,7 @@ def _recompute(model: ModelConfig, own: MegatronConfig) -> dict[str, Any]:
     return {}
 
 
-def up(shape: Shape, *, seed: int, deadline_s: float) -> tuple[bool, bool]:
+def init_parallel(shape: Shape, *, seed: int, deadline_s: float) -> tuple[bool, bool]:
     """Make Megatron's process groups, and the default process group of a single rank.
 
     Return whether this made the former and the latter. Megatron's groups are global, so a second
@@ -184,6 +184,6 @@ def up(shape: Shape, *, seed: int, deadline_s: float) -> tuple[bool, bool]:
     return True, made
 
 
-def down() -> None:
+def destroy_parallel() -> None:
     """Destroy Megatron's process groups."""
     parallel_state.destroy_model_parallel()

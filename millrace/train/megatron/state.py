@@ -17,7 +17,7 @@ from millrace.errors import CheckpointError
 from millrace.train.chunks import Chunks
 from millrace.train.megatron.mapping import Box, Kind, names_of
 from millrace.train.megatron.shape import Shape
-from millrace.train.megatron.trainable import MegatronTrainable, Passes
+from millrace.train.megatron.trainable import ForwardRunner, MegatronTrainable
 from millrace.train.megatron.weights import is_copy, parameters
 from millrace.train.optim import adamw
 from millrace.train.state_reader import load_state
@@ -37,7 +37,7 @@ class Restorable(Protocol):
 
     kl_coef: float
     actor: MegatronTrainable
-    reference: Passes | None
+    reference: ForwardRunner | None
     config: Config
     writer: StateWriter
     shape: Shape
@@ -46,7 +46,7 @@ class Restorable(Protocol):
 
 
 class Slot(NamedTuple):
-    """What the optimizer has of a parameter on this rank: a flat range of its elements."""
+    """The optimizer's shard of a parameter on this rank: a flat range of its elements."""
 
     start: int
     main: Tensor

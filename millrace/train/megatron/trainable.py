@@ -37,7 +37,7 @@ NO_TOKENS = torch.zeros((), dtype=torch.int)
 """Megatron asks for the tokens of a loss, and divides by none: our losses are shares."""
 
 
-class Passes:
+class ForwardRunner:
     """Forward passes of a policy over micro-batches, with and without gradients.
 
     Ranks of tensor, context and pipeline parallelism read the same rows, and ranks of data
@@ -149,7 +149,7 @@ class Passes:
         return value
 
 
-class MegatronTrainable(Passes, Learner):
+class MegatronTrainable(ForwardRunner, Learner):
     """The policy under training, with Megatron's gradient buffers and optimizer."""
 
     def __init__(
@@ -164,7 +164,7 @@ class MegatronTrainable(Passes, Learner):
         Learner.__init__(self, "actor", actor.optim)
         self.aux_coef = actor.router_aux_loss_coef
         self._parked: list[tuple[torch.UntypedStorage, Tensor | int]] = []
-        Passes.__init__(self, policy, actor, shape, rank, device)
+        ForwardRunner.__init__(self, policy, actor, shape, rank, device)
         settings = DistributedDataParallelConfig(
             # Else Megatron adds up the gradients of bfloat16 weights in bfloat16.
             grad_reduce_in_fp32=policy.config.bf16,

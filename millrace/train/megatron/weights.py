@@ -19,7 +19,7 @@ from millrace.errors import ConfigError, bad_value
 from millrace.models.model import empty_model
 from millrace.train.hf_folder import write_model
 from millrace.train.megatron.mapping import Box, Kind, Sizes, boxes, in_files, names_of
-from millrace.train.megatron.shape import Place, Shape
+from millrace.train.megatron.shape import RankCoordinates, Shape
 
 Shards = Iterator[tuple[str, Sizes, torch.dtype, int, Tensor]]
 
@@ -95,7 +95,9 @@ def shards(policy: nn.Module, shape: Shape, hf: Any) -> Shards:
         yield name, whole, some.dtype, first, none if sent is None else sent
 
 
-def _sent(parts: list[tuple[Box, Tensor]], whole: Sizes, place: Place) -> tuple[int, Tensor | None]:
+def _sent(
+    parts: list[tuple[Box, Tensor]], whole: Sizes, place: RankCoordinates
+) -> tuple[int, Tensor | None]:
     """Return the first row and the rows of a tensor that this rank sends, or None."""
     expert = len(whole) > 2
     if not parts or (place.expert_data if expert else place.data + place.context):

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 
 from millrace.models.mixtures import experts_of
 from millrace.train.megatron.mapping import Kind, boxes, in_files, names_of
-from millrace.train.megatron.shape import Place, Shape
+from millrace.train.megatron.shape import RankCoordinates, Shape
 from tests.train.megatron.cases import MODELS
 
 SHAPES = {
@@ -28,7 +28,9 @@ SHAPES = {
 }
 
 
-def parameters(hf: Any, shape: Shape, place: Place) -> Iterator[tuple[str, tuple[int, ...]]]:
+def parameters(
+    hf: Any, shape: Shape, place: RankCoordinates
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield (name, shape) of the parameters that Megatron gives a rank."""
     first, last = place.pipeline == 0, place.pipeline == shape.pipeline - 1
     head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads

@@ -10,7 +10,7 @@ import torch
 
 from millrace.config import Config, MegatronConfig, ModelConfig
 from millrace.config.checks import check
-from millrace.config.unread import check_unread
+from millrace.config.unused_keys import check_unread
 from millrace.errors import ConfigError
 
 pytest.importorskip("megatron.core")

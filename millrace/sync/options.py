@@ -8,7 +8,7 @@ from millrace.config import Config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Agreement:
+class SyncOptions:
     """The settings of a weight sync. Every end computes the same ones from the configuration."""
 
     ranks: int
@@ -25,7 +25,7 @@ class Agreement:
     """The scale of low-rank adapters. None if the policy has none."""
 
     @classmethod
-    def of(cls, config: Config) -> Agreement:
+    def of(cls, config: Config) -> SyncOptions:
         model, sync = config.model, config.sync
         return cls(
             ranks=config.trainer.ranks,

@@ -1,8 +1,8 @@
 """The ranks of the trainer on the driver's side, and their recovery.
 
 If one rank is lost, all of them are ended and started anew. The new ones load the newest whole
-checkpoint and train the steps since then again. Whoever calls the ranks meanwhile waits, and makes
-a call that failed again. So a recovery is one slow call for both loops.
+checkpoint and train the steps since then again. During a recovery, callers wait.
+Failed calls are repeated, so both loops see one slow call.
 
 waits for  the end of the old ranks; the trainer's turn on shared devices; the start of the new ones
 produces   new peers in the same list, and the next incarnation
@@ -38,7 +38,7 @@ _STOPPED = (
 )
 
 
-class Starter(Protocol):
+class RankLauncher(Protocol):
     """Starts and ends the workers of the ranks."""
 
     async def start_ranks(self, started: Callable[[Peer], None]) -> list[Peer]:
@@ -57,14 +57,14 @@ class Starter(Protocol):
         ...
 
 
-class Past(Protocol):
-    """What the trainer has trained since its checkpoints, and how to train it again."""
+class StepReplayer(Protocol):
+    """Replays the steps that the trainer made since its checkpoints."""
 
     def stepped(self, batch: TrainBatch) -> None:
         """Note a batch that is trained."""
         ...
 
-    async def again(
+    async def replay(
         self,
         engine: TrainEngine,
         kept: PolicyVersion | None,
@@ -78,10 +78,10 @@ class Past(Protocol):
         ...
 
 
-class Ranks:
+class TrainerGroup:
     """The peers of all ranks, of whichever incarnation."""
 
-    def __init__(self, peers: list[Peer], starter: Starter, *, max_restarts: int) -> None:
+    def __init__(self, peers: list[Peer], starter: RankLauncher, *, max_restarts: int) -> None:
         self.peers = peers
         """All who call the ranks share this list."""
         self.starter = starter
@@ -98,11 +98,11 @@ class Ranks:
         self.moved: Callable[[], None] = lambda: None
         """Called at each call of a rank, at each start of the ranks, and once they are back."""
         for peer in peers:
-            self._hear(peer)
+            self._watch_heartbeat(peer)
         self._max_restarts = max_restarts
         self._failures = 0
         """Losses and failed starts, since a checkpoint was written."""
-        self._past: Past | None = None
+        self._past: StepReplayer | None = None
         self._launch: Callable[[Coroutine[None, None, None], str], asyncio.Task[None]] | None = None
         self._task: asyncio.Task[None] | None = None
         self._error: MillraceError | None = None
@@ -119,7 +119,7 @@ class Ranks:
     # -- the scope of recoveries
 
     @contextmanager
-    def recalled(self, past: Past) -> Iterator[None]:
+    def recalled(self, past: StepReplayer) -> Iterator[None]:
         """Recover lost ranks from `past` while the body runs."""
         if self._max_restarts:
             self._past = past
@@ -142,7 +142,7 @@ class Ranks:
     def _died(self, why: str) -> None:
         self.begin()
 
-    def _hear(self, peer: Peer) -> None:
+    def _watch_heartbeat(self, peer: Peer) -> None:
         """Say with `moved` that a call of a rank begins. The call has a deadline of its own."""
         peer.on_call = lambda: self.moved()
 
@@ -158,7 +158,7 @@ class Ranks:
 
     # -- calls
 
-    async def again(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def call_with_recovery(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make a call, and make it again after each recovery."""
         while True:
             await self.ready()
@@ -250,7 +250,7 @@ class Ranks:
         work = as_actor(RECOVERY, self._recover(self._past))
         self._task = self._launch(work, "recovery")
 
-    async def _recover(self, past: Past) -> None:
+    async def _recover(self, past: StepReplayer) -> None:
         why = self.death
         try:
             if self._out_of_grace:
@@ -266,7 +266,7 @@ class Ranks:
             self._task = None
             self._ended.set()
 
-    async def _bring_back(self, past: Past) -> None:
+    async def _bring_back(self, past: StepReplayer) -> None:
         clock = asyncio.get_running_loop().time
         since, why, lost = clock(), self.death, [*self.peers]
         self.losses += 1
@@ -311,18 +311,18 @@ class Ranks:
             await asyncio.gather(*(self.starter.end(peer) for peer in peers))
         self._ended.set()
 
-    async def _restore(self, past: Past) -> tuple[PolicyVersion, int]:
+    async def _restore(self, past: StepReplayer) -> tuple[PolicyVersion, int]:
         """Start new ranks, and bring them to the state of the lost ones."""
 
         def started(peer: Peer) -> None:
-            self._hear(peer)
+            self._watch_heartbeat(peer)
             self.starting.append(peer)
 
         self.starting = []
         with doing("the start of the ranks"):
             self.starting = peers = await self.starter.start_ranks(started)
         with doing("the state of the checkpoint, and the steps since then"):
-            return await past.again(
+            return await past.replay(
                 RemoteTrainEngine(peers),
                 self.kept(),
                 lambda version: all_of(peers, "sender.keep", (version,)),

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from millrace.errors import BrokenTransfer, SyncError
-from millrace.sync.agreement import Agreement
 from millrace.sync.buckets import Bucket, Spec, checksums, plan
 from millrace.sync.groups import (
     LAST,
@@ -24,13 +23,14 @@ from millrace.sync.groups import (
     wait_for_device,
 )
 from millrace.sync.membership import Membership
+from millrace.sync.options import SyncOptions
 from millrace.sync.table import Rows, part_of, rows_in
 from millrace.types import PolicyVersion
 
 IN_FLIGHT = 3  # buckets of one sender
 
 
-class Inbox:
+class StagingBuffer:
     """The weights that one device receives: every sender's rows, staged and verified by checksums.
 
     The staged tensors are separate from the live weights. A replica has one inbox on each of its
@@ -141,7 +141,7 @@ class Inbox:
         sums: dict[int, list[Tensor]] = {rank: [] for rank in groups}
         in_flight: dict[int, deque[tuple[int, Any]]] = defaultdict(deque)
 
-        def land(rank: int) -> None:
+        def complete_oldest(rank: int) -> None:
             k, work = in_flight[rank].popleft()
             with member(f"trainer-{rank}", rank, version, k):
                 finish(work)
@@ -154,12 +154,12 @@ class Inbox:
         # while the next ones arrive.
         for k, rank in self._in_order():
             if self._rows and len(in_flight[rank]) == IN_FLIGHT:
-                land(rank)
+                complete_oldest(rank)
             in_flight[rank].append((k, start_broadcast(groups[rank], self._buffers[rank][k])))
         meanwhile()
         for rank in list(in_flight):
             while in_flight[rank]:
-                land(rank)
+                complete_oldest(rank)
         wrong = [self._verify(rank, torch.cat(parts), version) for rank, parts in sums.items()]
         if self._rows and not self._with_bit_sums:
             self._sums = checksums(self.staged, self.staged)
@@ -264,7 +264,7 @@ class Inbox:
             )
 
 
-def wire_device(agreed: Agreement, device: torch.device) -> torch.device:
+def wire_device(agreed: SyncOptions, device: torch.device) -> torch.device:
     """Return the device of the buckets in transit.
 
     NCCL refuses two ranks on one GPU, so colocated engines use host memory.

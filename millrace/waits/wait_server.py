@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from millrace.process.files import replace_file
-from millrace.waits.answer import Answer, Pulse, answer_of
+from millrace.waits.answer import ProcessStatus, Pulse, answer_of
 from millrace.waits.registry import PROCESS
 
 FOLDER = ".waits"
@@ -33,7 +33,7 @@ _LONGEST = 100
 """Bytes of a path that every system takes for a unix socket."""
 
 
-class Side:
+class WaitServer:
     """The side thread of this process."""
 
     def __init__(self, name: str) -> None:
@@ -41,9 +41,9 @@ class Side:
         self.pulse = Pulse(PROCESS)
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop whose lateness is measured."""
-        self.more: Callable[[], list[Answer]] = list
+        self.more: Callable[[], list[ProcessStatus]] = list
         """Returns the answers of workers that only this process can ask."""
-        self.look: Callable[[Side], None] = lambda side: None
+        self.look: Callable[[WaitServer], None] = lambda side: None
         """Called once a second, in the thread."""
         self._asked_at: float | None = None
         """When the event loop was asked to run a callback that it has not run yet."""
@@ -77,7 +77,7 @@ class Side:
         asked = self._asked_at
         return 0.0 if asked is None else self.pulse.registry.clock() - asked
 
-    def answer(self, *, stacks: bool = True) -> Answer:
+    def answer(self, *, stacks: bool = True) -> ProcessStatus:
         answer = answer_of(self.pulse, stacks=stacks)
         answer.late_s = self.late_s
         return answer
@@ -144,7 +144,7 @@ def short(path: Path) -> Iterator[str]:
         os.close(folder)
 
 
-def start_in_worker(part: str = "") -> Side | None:
+def start_in_worker(part: str = "") -> WaitServer | None:
     """Start the side thread of a worker, if its environment names a folder.
 
     `part` names a process that a worker has started, such as "core-0".
@@ -152,7 +152,7 @@ def start_in_worker(part: str = "") -> Side | None:
     folder, name = os.environ.get(VARIABLE), os.environ.get(NAME)
     if not folder or not name:
         return None
-    side = Side(f"{name}-{part}" if part else name)
+    side = WaitServer(f"{name}-{part}" if part else name)
     with contextlib.suppress(OSError):  # the folder is not there: the run goes on without
         side.start(Path(folder))
     return side

@@ -11,8 +11,8 @@ from millrace.waits.registry import waiting
 
 RESTART = "restart of rollout-"
 """The start of the names of actors that start the workers of lost replicas."""
-LATER_S = 5.0
-"""How much later such a wait ends than a call of a rank that begins with it.
+GRACE_S = 5.0
+"""Extra seconds beyond the rank's own deadline, so that the rank's error comes first.
 
 A call that misses its deadline is found up to a second later, and its worker counts as dead up to
 three seconds after that. The recovery of the trainer then renews the wait.
@@ -40,15 +40,15 @@ async def wait_for_replicas(
 
     def renewed() -> None:
         if not limit.expired():
-            limit.reschedule(loop.time() + deadline_s + LATER_S)
+            limit.reschedule(loop.time() + deadline_s + GRACE_S)
 
     def moved(change: Change) -> None:
         changed.set()
         renewed()
 
     try:
-        async with asyncio.timeout(deadline_s + LATER_S) as limit:
-            with roster.told(moved), roster.awaited(renewed), waiting(whom, "a replica"):
+        async with asyncio.timeout(deadline_s + GRACE_S) as limit:
+            with roster.subscribe(moved), roster.extended_wait(renewed), waiting(whom, "a replica"):
                 while not ready():
                     changed.clear()
                     await changed.wait()
@@ -67,7 +67,7 @@ async def sleep_until(roster: Roster, ready: Callable[[], bool]) -> None:
     Nobody waits for this: it is for tasks that act on a change, and may never have to.
     """
     changed = asyncio.Event()
-    with roster.told(lambda change: changed.set()):
+    with roster.subscribe(lambda change: changed.set()):
         while not ready():
             changed.clear()
             await changed.wait()

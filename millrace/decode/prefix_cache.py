@@ -14,7 +14,7 @@ from millrace.types import PolicyVersion, Tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class PrefixCache:
     """One context whose K and V are kept."""
 
     session: str
@@ -40,7 +40,7 @@ class KeptKV:
         self._pages = pages
         self.drop_all()
 
-    def __contains__(self, kept: Kept) -> bool:
+    def __contains__(self, kept: PrefixCache) -> bool:
         return kept in self._order
 
     @property
@@ -55,10 +55,12 @@ class KeptKV:
 
     def drop_all(self) -> None:
         self._free = list(range(self._pages))
-        self._order: OrderedDict[Kept, None] = OrderedDict()
-        self._sessions: dict[str, list[Kept]] = {}
+        self._order: OrderedDict[PrefixCache, None] = OrderedDict()
+        self._sessions: dict[str, list[PrefixCache]] = {}
 
-    def find(self, session: str, tokens: Tokens, version: PolicyVersion) -> tuple[Kept | None, int]:
+    def find(
+        self, session: str, tokens: Tokens, version: PolicyVersion
+    ) -> tuple[PrefixCache | None, int]:
         """Return the kept context with the most first tokens in common, and their number.
 
         The last of `tokens` does not count: decoding reads it. K and V of versions before `version`
@@ -75,7 +77,7 @@ class KeptKV:
                     best, most = kept, common
         return best, most
 
-    def use(self, kept: Kept, common: int) -> None:
+    def use(self, kept: PrefixCache, common: int) -> None:
         """Note that a slot has the first `common` tokens of `kept`.
 
         If these are all of it, it is the first to make room.
@@ -83,7 +85,7 @@ class KeptKV:
         if kept in self._order:
             self._order.move_to_end(kept, last=common < len(kept.tokens))
 
-    def keep(self, session: str, tokens: np.ndarray, version: PolicyVersion) -> Kept | None:
+    def keep(self, session: str, tokens: np.ndarray, version: PolicyVersion) -> PrefixCache | None:
         """Return the pages for a context. None if it is kept already, or if it has no room.
 
         It replaces the contexts of its session that it extends.
@@ -106,12 +108,12 @@ class KeptKV:
             self.evicted_tokens += len(oldest.tokens)
             self._remove(oldest)
         pages = np.array([self._free.pop() for _ in range(needed)], dtype=np.int64)
-        kept = Kept(session, tokens.copy(), version, pages)
+        kept = PrefixCache(session, tokens.copy(), version, pages)
         self._order[kept] = None
         self._sessions.setdefault(session, []).append(kept)
         return kept
 
-    def _remove(self, kept: Kept) -> None:
+    def _remove(self, kept: PrefixCache) -> None:
         del self._order[kept]
         self._free.extend(kept.pages.tolist())
         own = self._sessions[kept.session]

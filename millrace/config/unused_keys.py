@@ -132,7 +132,7 @@ def check_unread(value_of: Callable[[str], Any]) -> None:
     agents = value_of("agents")
     for name, players in agents.unread().items():
         reads = " or ".join(f"agents.{player}" for player in players)
-        who = f"agents.{agents.player}" if agents.player else "an episode without an agent"
+        who = f"agents.{agents.agent_kind}" if agents.agent_kind else "an episode without an agent"
         key = f"agents.{name}"
         fix = f"{reads}, or {example(key)}"
         errors.append(str(bad_value(key, value_of(key), f"{who} does not read it", fix)))

@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any, Protocol
 
 from millrace.errors import MillraceError, NoDevices, ReplicaLost
-from millrace.rollout.patience import RESTART
-from millrace.rollout.roster import Change, Roster, Standing
-from millrace.run.news import News
-from millrace.runtime.ranks import Ranks
+from millrace.rollout.replica_wait import RESTART
+from millrace.rollout.roster import Change, ReplicaState, Roster
+from millrace.run.recovery_notes import RecoveryNotes
 from millrace.runtime.replica import RemoteRolloutEngine
 from millrace.runtime.rpc import Limit, Peer
+from millrace.runtime.trainer_group import TrainerGroup
 from millrace.waits.registry import as_actor, current, doing, within
 
 _GOODBYE_S = 30.0
@@ -33,7 +33,7 @@ _FIRST_STRIKES = 30
 """The same while a worker starts: a large import can stop its heartbeats for seconds."""
 
 
-class Starter(Protocol):
+class ReplicaLauncher(Protocol):
     """Starts and ends the workers of replicas."""
 
     async def start(self, replica: int, started: Callable[[Peer], None]) -> Peer:
@@ -53,19 +53,19 @@ class Starter(Protocol):
         ...
 
 
-class Keeper:
+class ReplicaSupervisor:
     """Keeps the replicas and the ranks of a run going while the body of `async with` runs."""
 
     def __init__(
         self,
         roster: Roster,
         engines: Sequence[RemoteRolloutEngine],
-        ranks: Ranks,
-        starter: Starter,
+        ranks: TrainerGroup,
+        starter: ReplicaLauncher,
         *,
         heartbeat_s: float,
     ) -> None:
-        self.news = News(roster, engines, ranks)
+        self.news = RecoveryNotes(roster, engines, ranks)
         self.roster = roster
         self._ranks = ranks
         self._engines = engines
@@ -82,11 +82,11 @@ class Keeper:
         self._ends = ExitStack()
         self._root = current().registry.root
 
-    async def __aenter__(self) -> Keeper:
+    async def __aenter__(self) -> ReplicaSupervisor:
         await self._group.__aenter__()
         self.running = True
-        self._ends.enter_context(self.roster.told(self.news))
-        self._ends.enter_context(self.roster.told(self._changed))
+        self._ends.enter_context(self.roster.subscribe(self.news))
+        self._ends.enter_context(self.roster.subscribe(self._changed))
         for i, engine in enumerate(self._engines):
             self._follow(i, engine.peer, self.roster.incarnation(i))
         self._ranks.follow(self.begin)
@@ -183,7 +183,7 @@ class Keeper:
                     )
 
     def _changed(self, change: Change) -> None:
-        if change.to in (Standing.LOST, Standing.RETIRED):
+        if change.to in (ReplicaState.LOST, ReplicaState.RETIRED):
             peer = self._engines[change.replica].peer
             peer.mark_dead(change.why)
             if change.replica not in self._healing:
@@ -200,7 +200,7 @@ class Keeper:
         with doing("the end of the lost worker"):
             await self.starter.end(lost)
         waits = False
-        while self.roster.state(replica) is Standing.LOST:
+        while self.roster.state(replica) is ReplicaState.LOST:
             with doing("the pause before the next start"):
                 await asyncio.sleep(self.roster.backoff_s(replica))
             try:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from millrace.persist.run_reader import RunReader
 from millrace.report.advice.measure import advise_run
-from millrace.report.live.look import Look
+from millrace.report.live.look import RunSnapshot
 
 REST_S = 10.0
 """The least seconds between two computations."""
@@ -20,7 +20,7 @@ def advice(run: RunReader) -> list[str]:
     return [str(one) for one in advise_run(run)]
 
 
-class Counsel:
+class AdviceCache:
     """The advice on a run, computed again only when it has new versions, and seldom."""
 
     def __init__(
@@ -33,7 +33,7 @@ class Counsel:
         self._about: tuple[int, int, str] | None = None
         self._due, self._said = float("-inf"), list[str]()
 
-    def on(self, look: Look) -> list[str]:
+    def on(self, look: RunSnapshot) -> list[str]:
         """Return the sentences on the run as it is now."""
         about, begin = (look.attempt, look.version, look.state), self._clock()
         if about != self._about and (look.ended or begin >= self._due):

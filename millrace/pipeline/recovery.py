@@ -1,4 +1,4 @@
-"""What the journal knows of an earlier attempt, and how much of it the resumed run may use.
+"""Recovers samples from an earlier attempt's journal.
 
 The resumed run trains the journal's steps again, from the same samples in the same order. So its
 versions are those of the earlier attempt, and tokens of these versions stay valid. This ends where
@@ -28,8 +28,8 @@ _UNDRAWN = Trajectory()
 
 
 @dataclass(frozen=True, slots=True)
-class Recalled:
-    """What is known of one sample."""
+class RecoveredSample:
+    """A sample that the journal recovers, whole or in part."""
 
     version: PolicyVersion = 0
     """The newest version that drew one of its tokens."""
@@ -50,7 +50,7 @@ class Recalled:
 
 
 @dataclass
-class Past:
+class JournalState:
     """The facts of an earlier attempt that the run has not used yet."""
 
     finished: dict[int, Finished] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Past:
                 self.forget(sample_id)  # A finished one meets the filter again.
                 self.dropped[sample_id] = reason
 
-    def settle(self, ledger: Ledger, *, same: bool) -> None:
+    def drop_unusable(self, ledger: Ledger, *, same: bool) -> None:
         """Keep what a run that begins with `ledger` may use. `same` says: with equal settings."""
         waiting, admitted = {*ledger.ids(State.WAITING)}, ledger.admitted
         for i in [*self.finished, *self.progress, *self.dropped]:
@@ -131,10 +131,10 @@ class Past:
         """The samples to train first, in order."""
         return [i for _, ids in sorted(self.steps.items()) for i in ids]
 
-    def recall(self, sample_id: int, slot: Slot, live: PolicyVersion) -> Recalled | None:
+    def recall(self, sample_id: int, slot: Slot, live: PolicyVersion) -> RecoveredSample | None:
         """Return what is known of the sample in `slot`. A use of it is followed by `forget`."""
         if (reason := self.dropped.get(sample_id)) is not None:
-            return Recalled(dropped=reason)
+            return RecoveredSample(dropped=reason)
         if (done := self.finished.get(sample_id)) is not None:
             trajectories = _all(done)
             prompt = done.prompt
@@ -157,19 +157,19 @@ class Past:
             return None
         newest = max(versions, default=-1)
         if done is None:
-            return Recalled(newest, progress=trajectories)
+            return RecoveredSample(newest, progress=trajectories)
         n = len(done.trajectories)
         oldest = min((slot.version, *(v for v in versions if v >= 0)))
         sample = Sample(slot.prompt, trajectories[:n], oldest, done.greedy)
-        return Recalled(newest, sample)
+        return RecoveredSample(newest, sample)
 
-    def until(self, known: Recalled, live: PolicyVersion) -> Recalled:
+    def until(self, known: RecoveredSample, live: PolicyVersion) -> RecoveredSample:
         """Return what is known, without tokens of versions that are not live yet."""
         if known.version <= live:
             return known
         kept = tuple(until(t, live) for t in known.progress)
         self.lost += _tokens(known.progress) - _tokens(kept)
-        return Recalled(live, progress=kept)
+        return RecoveredSample(live, progress=kept)
 
     def may_go_on(self, version: PolicyVersion, ledger: Ledger) -> bool:
         """Whether a wait for `version` is over: it is live, or its tokens are not valid."""

@@ -17,7 +17,7 @@ class _Goal:
     woken: asyncio.Future[bool] = field(compare=False)
 
 
-class Pace:
+class DecodeSpeed:
     """The steps of one engine: each takes `step_s` plus `request_s` for each drawing request.
 
     All drawing requests take part in each step. A change of their number changes the speed of the

@@ -1,20 +1,20 @@
-"""What users see of workers that come and go: notes in the progress, and figures in the rows."""
+"""Progress notes and metrics about restarts of workers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
 
-from millrace.rollout.roster import Change, Roster, Standing
-from millrace.runtime.ranks import Ranks
+from millrace.rollout.roster import Change, ReplicaState, Roster
 from millrace.runtime.replica import RemoteRolloutEngine
+from millrace.runtime.trainer_group import TrainerGroup
 
 
-class News:
+class RecoveryNotes:
     """A listener of the roster. `note` prints a line for each loss and each recovery."""
 
     def __init__(
-        self, roster: Roster, engines: Sequence[RemoteRolloutEngine], ranks: Ranks
+        self, roster: Roster, engines: Sequence[RemoteRolloutEngine], ranks: TrainerGroup
     ) -> None:
         self.note: Callable[[str], None] = lambda text: None
         self._roster, self._engines, self._ranks = roster, engines, ranks
@@ -27,20 +27,20 @@ class News:
 
     def __call__(self, change: Change) -> None:
         replica, now = change.replica, asyncio.get_running_loop().time()
-        if change.to is Standing.LEFT:
+        if change.to is ReplicaState.LEFT:
             self._lost_at.pop(replica, None)
             self._joined_at.pop(replica, None)
             self.note(f"replica rollout-{replica} left the run: {change.why}")
-        elif change.to is Standing.LIVE and replica in self._joined_at:
+        elif change.to is ReplicaState.LIVE and replica in self._joined_at:
             seconds = now - self._joined_at.pop(replica)
             self.note(f"replica rollout-{replica} serves, {seconds:.1f} s after its worker came")
-        elif change.to is Standing.STALE and replica not in self._lost_at:
+        elif change.to is ReplicaState.STALE and replica not in self._lost_at:
             self._joined_at[replica] = now
-        elif change.to is Standing.LIVE:
+        elif change.to is ReplicaState.LIVE:
             seconds = now - self._lost_at.pop(replica, now)
             self._healed_s.append(seconds)
             self.note(f"replica rollout-{replica} serves again, {seconds:.1f} s after its loss")
-        elif change.to is not Standing.STALE:
+        elif change.to is not ReplicaState.STALE:
             self._joined_at.pop(replica, None)
             self._lost(change, again=replica in self._lost_at)
             self._lost_at.setdefault(replica, now)
@@ -53,10 +53,10 @@ class News:
         if requests and not again:
             where = "go on elsewhere" if roster.live else "wait for a replica"
             told += f"; its {requests} requests {where}"
-        if change.to is Standing.LOST:
+        if change.to is ReplicaState.LOST:
             follows = f"restart in {roster.backoff_s(replica):g} s"
         else:
-            left = len(roster) - len(roster.ids(Standing.RETIRED, Standing.LEFT))
+            left = len(roster) - len(roster.ids(ReplicaState.RETIRED, ReplicaState.LEFT))
             with_whom = f"the run goes on with {left} of {len(roster)} replicas"
             follows = f"it is given up; {with_whom if left else 'no replica is left'}"
         self.note(f"{told}; {follows}")
