@@ -37,7 +37,8 @@ def render(
 ) -> str:
     """Return the chat template's text. With `head`, it ends with the head of the next answer.
 
-    Raise Refused if the template raises, and ConfigError if it has no end or needs too much memory.
+    Raise Refused if the template raises, and ConfigError if it recurses without end, or if
+    Python finds no memory for it.
     """
     from jinja2 import TemplateError
 
@@ -50,12 +51,12 @@ def render(
             **(options or {}),
         )
     except (MemoryError, RecursionError) as error:
-        rule = f"stopped: {error or type(error).__name__}"
+        rule = f"stopped: {str(error) or type(error).__name__}"
         fix = "a chat template that you trust, in the model folder"
         raise bad_value("chat_template", tokenizer.name_or_path, rule, fix) from None
     except (
-        *(ArithmeticError, AttributeError, LookupError, SyntaxError),
-        *(TemplateError, TypeError, ValueError),
+        *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError),
+        *(SyntaxError, TemplateError, TypeError, ValueError),
     ) as error:
         raise Refused(f"{error}" or type(error).__name__) from error
     return str(text)

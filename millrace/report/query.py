@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ class QueryResult:
     rows: list[tuple[Any, ...]]
     some_samples: bool = False
     """Whether `spans` was asked, and has some samples only."""
+    notes: list[str] = field(default_factory=list)
+    """The damage in the folder."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ def query(run_dir: Path, sql: str) -> QueryResult:
             raise bad_value("SQL", sql, rule, "a limit, such as: limit 1000")
         thinned = "select count(*) from spans where name = 'thinned'"
         some = "spans" in words and connection.execute(thinned).fetchone() != (0,)
-        return replace(answer, some_samples=some)
+        damage = [note for note in run.notes if not note.startswith("config.yaml: ")]  # no table
+        return replace(answer, some_samples=some, notes=damage)
     except duckdb.Error as error:
         fix = f"SQL on the tables {', '.join(TABLES)}"
         if name := re.search(r"(?<![\"'\w/])[A-Za-z_]\w*(/[\w@]+)+(?![\"'\w/])", sql):
@@ -174,7 +177,7 @@ def _by_version(run: RunReader, rows: dict[int, dict[str, float]]) -> pa.Table:
 def _samples(run: RunReader) -> Any:
     from millrace.report.samples.store import dataset
 
-    return dataset(run.path)
+    return dataset(run.path, run.notes)
 
 
 def _spans(run: RunReader) -> pa.Table:

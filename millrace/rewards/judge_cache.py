@@ -63,9 +63,11 @@ class ScoreCache:
 
     def get(self, key: str, least: float, most: float) -> float | None:
         """Return the score if it is between the bounds."""
+        if key in self._unwritten:
+            return self._unwritten[key]
         query = "SELECT score FROM scores WHERE key = ? AND score BETWEEN ? AND ?"
         row = self._db.execute(query, (key, least, most)).fetchone()
-        return row[0] if row else self._unwritten.get(key)
+        return row[0] if row else None
 
     def put(self, key: str, score: float) -> None:
         """Keep a score. The oldest one leaves a full cache. Raise sqlite3.Error without a disk."""
@@ -82,6 +84,10 @@ class ScoreCache:
             if len(self._unwritten) > self._size:
                 del self._unwritten[next(iter(self._unwritten))]
             raise
+
+    def wait_no_more(self) -> None:
+        """Let a locked file fail at once. A wait of SQLite stops the whole driver for seconds."""
+        self._db.execute("PRAGMA busy_timeout = 0")
 
     def close(self) -> None:
         self._db.close()
@@ -180,6 +186,8 @@ class CachedJudge:
             yield
         except sqlite3.Error as error:
             self.figures["cache_errors"] += 1
+            if self._cache is not None:
+                self._cache.wait_no_more()
             if self._note is not None:
                 self._note(
                     f"{self.job.key}.cache: a score cannot be written or read ({error}), "

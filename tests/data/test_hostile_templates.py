@@ -31,6 +31,8 @@ REFUSED = {
     "a file": ("{% include '/etc/hostname' %}", "no loader"),
     "an import": ("{% import 'os' as os %}{{ os }}", "no loader"),
     "wrong syntax": ("{% if %}", "expected|Expected"),
+    "an error of jinja's own": ("{{ cycler() }}", "at least one item"),
+    "an assertion of jinja's own": ("{{ ('x' * 99) | truncate(1) }}", "expected length"),
     "a refusal": ("{{ raise_exception('no such role') }}", "no such role"),
 }
 """Attacks on Python's objects and on files."""

@@ -164,6 +164,8 @@ def test_damaged_files_are_read_as_far_as_they_are_whole(run: Path) -> None:
     (run / "samples" / "version-000004-attempt-002.parquet").write_text("no parquet")
     assert rows(run, "select count(*) from metrics") == [(3,)]
     assert rows(run, "select count(*) from samples") == [(12,)]
+    notes = " ".join(query(run, "select count(*) from samples").notes)
+    assert "version-000004-attempt-002.parquet is damaged" in notes and "metrics.jsonl: " in notes
     assert rows(run, "select count(*) from accounts") == [(17,)]
     (run / "history.jsonl").write_text("no history\n")
     with pytest.raises(ConfigError, match="line 1: not readable"):

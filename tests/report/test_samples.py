@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.observe.watch import Watch
+from millrace.report.page.samples import read_table
 from millrace.report.samples import store as samples
 from millrace.report.samples.rows import Rows
 from millrace.report.samples.store import SCHEMA, SampleStore, keeps
@@ -300,3 +301,14 @@ def test_the_threads_and_the_conversation_of_an_episode_are_in_its_row() -> None
     assert json.loads(row["messages"]) == list(messages) and row["response"] == "AFB"
     shown = [(s["author"], s["text"]) for s in row["segments"]]
     assert shown == [("policy", "A"), ("opening", "X"), ("environment", "F"), ("policy", "B")]
+
+
+def test_a_file_without_newer_columns_is_left_out_and_named(tmp_path: Path) -> None:
+    Run(tmp_path, ["samples"]).go([1, 2])
+    old = samples.files(tmp_path)[0]
+    pq.write_table(pq.read_table(old, partitioning=None).drop_columns(["threads", "messages"]), old)
+    notes: list[str] = []
+    assert old not in samples.files(tmp_path, notes)
+    (note,) = notes
+    assert "1 of 2 files" in note and f"{old.name} has no threads, messages" in note
+    assert notes == read_table(tmp_path).notes

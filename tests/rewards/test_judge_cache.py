@@ -289,3 +289,17 @@ def test_a_score_outside_of_the_bounds_in_the_file_is_judged_again(
         assert (await judged(config_of(server), tmp_path, "99"))[0] == [2]
 
     asyncio.run(run())
+
+
+def test_a_locked_file_is_waited_for_once(tmp_path: Path) -> None:
+    """A wait of SQLite stops the loop that all replicas answer to."""
+    cache = filled(tmp_path / "judge.sqlite", 10, "a")
+    other = sqlite3.connect(tmp_path / "judge.sqlite", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    cache.wait_no_more()
+    assert cache._db.execute("PRAGMA busy_timeout").fetchone() == (0,)
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        cache.put("bb", 2.0)
+    assert cache.get("bb", 0, 10) == 2.0, "a score in memory needs no file"
+    other.close()
+    cache.close()

@@ -55,7 +55,8 @@ def read_table(run_dir: Path) -> Table:
     files: list[Path] = []
     columns: list[list[Array]] = []
     bad = 0
-    for path in store.files(run_dir):
+    notes = list[str]()
+    for path in store.files(run_dir, notes):
         try:
             with pq.ParquetFile(path) as file:
                 read = file.read([*_LIGHT, "trajectory", "outcome"], use_threads=False)
@@ -68,7 +69,7 @@ def read_table(run_dir: Path) -> Table:
             continue
         columns.append([np.full(len(arrays[0]), len(files)), *arrays])
         files.append(path)
-    notes = [f"RUN/samples: {bad} files are not readable"] if bad else []
+    notes += [f"RUN/samples: {bad} files are not readable"] if bad else []
     whole = [np.concatenate(part) for part in zip(*columns, strict=True)] if columns else [np.empty(0)] * 6  # fmt: skip
     number, version, sample, reward, tokens, trained = whole
     return Table(

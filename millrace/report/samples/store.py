@@ -244,21 +244,33 @@ def supersede(folder: Path, version: PolicyVersion) -> None:
             path.rename(folder / f"superseded-{number}-{path.name}")
 
 
-def files(run_dir: Path) -> list[Path]:
-    """Return the readable files of the surviving history, by version."""
-    found = []
-    for path in RunReader(run_dir).samples:
+def files(run_dir: Path, notes: list[str] | None = None) -> list[Path]:
+    """Return the readable files of the surviving history, by version.
+
+    `notes` gets a line if others are left out.
+    """
+    found, others, paths = [], list[str](), RunReader(run_dir).samples
+    for path in paths:
         try:
-            if pq.read_schema(path).equals(SCHEMA):
+            if (schema := pq.read_schema(path)).equals(SCHEMA):
                 found.append(path)
+                continue
+            lacks = ", ".join(name for name in SCHEMA.names if name not in schema.names)
+            others.append(
+                f"{path.name} has no {lacks}" if lacks else f"{path.name} has other types"
+            )
         except (OSError, pa.ArrowException):
-            continue  # damaged, or not millrace's
+            others.append(f"{path.name} is damaged")
+    if others and notes is not None:
+        notes.append(
+            f"RUN/samples: {len(others)} of {len(paths)} files are left out, first: {others[0]}"
+        )
     return found
 
 
-def dataset(run_dir: Path) -> ds.Dataset:
+def dataset(run_dir: Path, notes: list[str] | None = None) -> ds.Dataset:
     """Return the rows of the surviving history, by version. A query reads what it needs of them."""
-    paths = [str(path) for path in files(run_dir)]
+    paths = [str(path) for path in files(run_dir, notes)]
     if not paths:
         return ds.dataset(SCHEMA.empty_table())
     return ds.dataset(paths, schema=SCHEMA, format="parquet")
