@@ -88,6 +88,8 @@ class RunSnapshot:
     generated: int = 0
     tokens: dict[str, int] = field(default_factory=dict)
     """Generated tokens by bucket."""
+    damage: list[str] = field(default_factory=list)
+    """Files that cannot be read, with the reason."""
 
     @property
     def ended(self) -> bool:
@@ -108,6 +110,7 @@ def panel(look: RunSnapshot, advice: Sequence[str] = (), width: int = 80) -> Ren
         bar = ProgressBar(total=look.total, completed=min(look.samples, look.total))
         parts.append(bar_line(bar))
     parts += [_progress(look), *([_life(look)] if look.process else []), *_alarms(look)]
+    parts += [Text(plain(f"not readable: {one}"), "yellow") for one in look.damage]
     if look.rewards:
         parts.append(_reward(look, width))
     if look.validation:

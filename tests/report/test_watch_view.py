@@ -158,6 +158,7 @@ def test_lines_that_are_no_figures_are_left_out(run: Run) -> None:
         file.write(b'{"version": 5, "reward/mean": null}\n{"version": 2, "reward/mean": 0.5}\n')
     look = look_at(RunReader(run.path))
     assert look.rewards == [0.01, 0.5]
+    assert "not readable: metrics.jsonl" in words(drawn(look))
 
 
 @pytest.mark.parametrize("name", FILES)

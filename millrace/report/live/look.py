@@ -53,6 +53,7 @@ def look_at(run: RunReader) -> RunSnapshot:
         devices=list(_devices(run.attempt)),
         generated=run.accounts[-1].generated if run.accounts else 0,
         tokens=dict(run.accounts[-1].tokens) if run.accounts else {},
+        damage=run.notes,
     )
 
 
