@@ -59,11 +59,9 @@ def query(
         _list(run, json_)
         return
     answer = asking.query(run, sql)
-    notes = [f"warning: {printable(note)}" for note in answer.notes]
-    if answer.some_samples:
-        notes.append("This run was fast: spans has some samples only. See docs/trace.md")
-    for note in notes:
-        Console(stderr=True).print(note, highlight=False, markup=False, soft_wrap=True)
+    for note in answer.notes:
+        warning = f"warning: {printable(note)}"
+        Console(stderr=True).print(warning, highlight=False, markup=False, soft_wrap=True)
     if csv_ is not None:
         _write_csv(csv_, answer)
     if json_:

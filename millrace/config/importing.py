@@ -11,7 +11,7 @@ from millrace.config.packaged import find
 from millrace.config.recipe import parse, resolve
 from millrace.config.unused_keys import unread
 from millrace.config.verl.kinds import Absent
-from millrace.config.verl.translate import Note, entry, text_of, translate
+from millrace.config.verl.translate import entry, text_of, translate
 from millrace.config.verl.values import Updates, updates
 
 _CRITIC_WARM_UP = "critic.optim.lr_warmup_steps"
@@ -52,7 +52,11 @@ def import_layer(base: str, overrides: Sequence[str], *, drop: bool) -> Imported
     trees = [nest(layer) for layer in layers]
     merged, tree = resolve(trees), trees[-1]
     config = parse({"name": "imported", **merged})
-    comments = {key: _comment(note) for note in notes for key, _ in note.became}
+    comments = {
+        key: f"{note.theirs}; {note.why}" if note.why else note.theirs
+        for note in notes
+        for key, _ in note.became
+    }
     needless = [f"{note.theirs}: {note.why}" for note in notes if not note.became]
     for key, why, _ in unread(
         config.value_of
@@ -80,7 +84,3 @@ def _removed(tree: Tree, key: str) -> bool:
     if found and not tree[first]:
         del tree[first]
     return found
-
-
-def _comment(note: Note) -> str:
-    return f"{note.theirs}; {note.why}" if note.why else note.theirs

@@ -69,12 +69,11 @@ class Watch:
             event = Event(self._clock(), track, name, phase, key, facts)
             readers = self._readers.get(name)
             if readers is None:
-                readers = self._readers[name] = self._readers_of(name)
+                readers = self._readers[name] = tuple(
+                    w for w in self._watchers if name in getattr(w, "names", (name,))
+                )
             for watcher in readers:
                 watcher(event)
-
-    def _readers_of(self, name: str) -> tuple[Watcher, ...]:
-        return tuple(w for w in self._watchers if name in getattr(w, "names", (name,)))
 
 
 class Span:

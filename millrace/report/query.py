@@ -6,9 +6,9 @@ The files of a run and the SQL are untrusted. The SQL sees these tables and no f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +36,8 @@ class QueryResult:
 
     columns: list[str]
     rows: list[tuple[Any, ...]]
-    some_samples: bool = False
-    """Whether `spans` was asked, and has some samples only."""
-    notes: list[str] = field(default_factory=list)
-    """The damage in the folder."""
+    notes: Sequence[str] = ()
+    """What the tables lack: damaged files, and samples that the trace left out."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,10 @@ def query(run_dir: Path, sql: str) -> QueryResult:
             rule = f"has more than {MOST_ROWS:,} rows"
             raise bad_value("SQL", sql, rule, "a limit, such as: limit 1000")
         thinned = "select count(*) from spans where name = 'thinned'"
-        some = "spans" in words and connection.execute(thinned).fetchone() != (0,)
-        damage = [note for note in run.notes if not note.startswith("config.yaml: ")]  # no table
-        return replace(answer, some_samples=some, notes=damage)
+        notes = [note for note in run.notes if not note.startswith("config.yaml: ")]  # no table
+        if "spans" in words and connection.execute(thinned).fetchone() != (0,):
+            notes.append("This run was fast: spans has some samples only. See docs/trace.md")
+        return replace(answer, notes=notes)
     except duckdb.Error as error:
         fix = f"SQL on the tables {', '.join(TABLES)}"
         if name := re.search(r"(?<![\"'\w/])[A-Za-z_]\w*(/[\w@]+)+(?![\"'\w/])", sql):

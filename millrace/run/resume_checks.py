@@ -21,37 +21,9 @@ from millrace.errors import bad_value
 from millrace.pipeline.checkpoint import read_ledger
 
 
-def _never(now: Config, before: Config) -> bool:
-    return False
-
-
-def _longer_responses(now: Config, before: Config) -> bool:
-    return now.rollout.max_response_length > before.rollout.max_response_length
-
-
 def _longer_prompts(now: Config, before: Config) -> bool:
     longer = now.rollout.max_prompt_length > before.rollout.max_prompt_length
     return longer and not now.data.filter_overlong_prompts
-
-
-def _no_drawn_lengths(now: Config, before: Config) -> bool:
-    return not now.rollout.drawn_lengths.enable
-
-
-def _own_model(now: Config, before: Config) -> bool:
-    return bool(now.model.path)
-
-
-def _no_byte_pairs(now: Config, before: Config) -> bool:
-    return bool(now.model.path) or now.model.tokenizer == "chars"
-
-
-def _no_adapters(now: Config, before: Config) -> bool:
-    return not now.model.lora_rank
-
-
-def _fixed_kl(now: Config, before: Config) -> bool:
-    return now.algorithm.kl_ctrl.type == "fixed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +32,7 @@ class Rule:
 
     keys: tuple[str, ...]
     why: str
-    unless: Callable[[Config, Config], bool] = _never
+    unless: Callable[[Config, Config], bool] = lambda now, before: False
     """Whether the change is harmless, from the configurations (now, before)."""
 
 
@@ -104,7 +76,7 @@ RULES = (
     Rule(
         ("rollout.max_response_length",),
         "its responses in flight may be longer",
-        _longer_responses,
+        lambda now, before: now.rollout.max_response_length > before.rollout.max_response_length,
     ),
     Rule(
         ("rollout.max_prompt_length",),
@@ -115,7 +87,7 @@ RULES = (
     Rule(
         ("rollout.drawn_lengths.median", "rollout.drawn_lengths.sigma"),
         "its responses in flight may be longer",
-        _no_drawn_lengths,
+        lambda now, before: not now.rollout.drawn_lengths.enable,
     ),
     Rule(
         tuple(f"agents.{player}" for player in LOCAL),
@@ -133,14 +105,18 @@ RULES = (
         ("agents.tool_format", "agents.history", "agents.train_models"),
         "its turns in flight were drawn and kept by it",
     ),
-    Rule(_SHAPE, "the model was built with it", _own_model),
-    Rule(("model.tokenizer_vocab_size",), "the tokenizer was built with it", _no_byte_pairs),
+    Rule(_SHAPE, "the model was built with it", lambda now, before: bool(now.model.path)),
+    Rule(
+        ("model.tokenizer_vocab_size",),
+        "the tokenizer was built with it",
+        lambda now, before: bool(now.model.path) or now.model.tokenizer == "chars",
+    ),
     Rule(("model.override_config",), "the model was trained with it"),
     Rule(("model.lora_rank",), "the trained weights have that rank"),
     Rule(
         ("model.lora_alpha", "model.target_modules", "model.dtype"),
         "the adapters were trained with it",
-        _no_adapters,
+        lambda now, before: not now.model.lora_rank,
     ),
     Rule(
         ("model.router_replay",),
@@ -173,7 +149,7 @@ PAST = (
     Rule(
         ("algorithm.kl_ctrl.kl_coef",),
         "no effect, because the adaptive coefficient continues from the checkpoint",
-        _fixed_kl,
+        lambda now, before: now.algorithm.kl_ctrl.type == "fixed",
     ),
     Rule(
         ("actor.optim.lr_warmup_steps_ratio",),

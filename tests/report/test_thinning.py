@@ -297,8 +297,8 @@ def test_a_thread_that_takes_too_much_draws_fewer_and_says_so_once(
     assert "some samples only" in note and "report.trace_load=1 shows all" in note
     thinned = [span for span in read(tmp_path) if span.name == "thinned"]
     assert [span.facts["every"] for span in thinned] == [2, 4, 8]
-    assert query(tmp_path, "select count(*) from spans").some_samples
-    assert not query(tmp_path, "select count(*) from history").some_samples
+    assert query(tmp_path, "select count(*) from spans").notes
+    assert not query(tmp_path, "select count(*) from history").notes
     found = columns(read(tmp_path))
     found.replicas["rollout-0"] = np.array([[0.0, 1.0, 0.0]])
     assert "does not show" in _some_samples(found) and found.every() == 8
