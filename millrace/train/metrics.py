@@ -221,7 +221,7 @@ def _sampler_metrics(
     actor/log_prob_gap_tokens         the number of tokens of that mean
     train/pad_share                   share of padding in the attention's batches
     staleness/...                     metrics of `by_age`
-    rollout_corr/...                  metrics of `drift`; of `correct` for Place.PASSING
+    rollout_corr/...                  metrics of `drift`; of `correct` for CorrectionStage.PASSING
 
     A token whose ratio is not finite counts only in staleness/token_*. k1 is the mean of rollout log-prob - current log-prob. k3 is never negative and has less noise.
     log_prob_gap_same_version is the mean of |rollout log-prob - current log-prob|. It covers the

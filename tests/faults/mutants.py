@@ -315,7 +315,7 @@ def journal_forgets_what_it_synced() -> Any:
 
         return mutant
 
-    return patched(JournalState, "settle", make)
+    return patched(JournalState, "drop_unusable", make)
 
 
 MUTANTS: dict[str, Plant] = {

@@ -43,7 +43,7 @@ def recovery_leaves_out_a_step() -> Any:
 
         return mutant
 
-    return patched(Replay, "again", make)
+    return patched(Replay, "replay", make)
 
 
 def recovery_forgets_a_kept_version() -> Any:
@@ -55,7 +55,7 @@ def recovery_forgets_a_kept_version() -> Any:
 
         return mutant
 
-    return patched(Replay, "again", make)
+    return patched(Replay, "replay", make)
 
 
 def late_answer_of_a_lost_rank() -> Any:
@@ -73,7 +73,7 @@ def late_answer_of_a_lost_rank() -> Any:
 
         return mutant
 
-    return patched(TrainerGroup, "again", make)
+    return patched(TrainerGroup, "call_with_recovery", make)
 
 
 def hung_sender_is_kept() -> Any:

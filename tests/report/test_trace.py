@@ -178,8 +178,10 @@ def test_a_limit_at_any_byte_ends_the_trace_once_and_leaves_whole_files(
 ) -> None:
     """Each batch has a file of its own here. So the limit is also between two files."""
     clock, notes = Clock(), list[str]()
-    writer = TraceWriter(tmp_path, 1, clock, notes.append, file_mb=0, every_s=0.001)
-    writer._limit = limit
+    limit_mb = limit / 2**20
+    writer = TraceWriter(
+        tmp_path, 1, clock, notes.append, limit_mb=limit_mb, file_mb=0, every_s=0.001
+    )
     watch = Watch(clock, [writer])
     for number in range(40):
         watch.emit("rollout-0", "request", "begin", f"{number}/0", {})

@@ -151,8 +151,8 @@ VICTIM = """
 import asyncio, os, signal, sys
 from millrace.sync import staging as inbox
 from torch.distributed import TCPStore
-from tests.sync.fleet import Agreement, Config, Holder, Receiver, large
-agreed = Agreement.of(Config.model_validate_json(sys.argv[2]))
+from tests.sync.fleet import SyncOptions, Config, Holder, Receiver, large
+agreed = SyncOptions.of(Config.model_validate_json(sys.argv[2]))
 finish, left = inbox.finish, [5]
 def dies(work):
     finish(work)

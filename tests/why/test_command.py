@@ -46,7 +46,7 @@ def serve(server, data):
 run = Path(sys.argv[1])
 (run / side.FOLDER).mkdir()
 server, told = side.listen(run / side.FOLDER / "x.sock"), {"name": "x", "pid": 1, "host": "here"}
-data = msgspec.json.encode([answer.Answer("x", 1, "here")])
+data = msgspec.json.encode([answer.ProcessStatus("x", 1, "here")])
 threading.Thread(target=serve, args=(server, data), daemon=True).start()
 sys.setswitchinterval(1e-6)
 for _ in range(200):

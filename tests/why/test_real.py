@@ -123,7 +123,7 @@ def test_ranks_in_an_all_reduce_whose_partner_sleeps(tmp_path: Path) -> None:
         or "waits for its all_reduce" in verdict.sentence
     )
     culprit = next(a for a in verdict.answers if a.name == "trainer-1")
-    assert any("trainer_group.py" in line for stack in culprit.stacks.values() for line in stack)
+    assert any("ranks.py" in line for stack in culprit.stacks.values() for line in stack)
 
 
 def test_a_reward_that_loops(tmp_path: Path) -> None:

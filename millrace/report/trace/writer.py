@@ -88,7 +88,7 @@ class TraceWriter:
         clock: Callable[[], float],
         note: Callable[[str], None],
         *,
-        limit_mb: int = 512,
+        limit_mb: float = 512,
         load: float = 1.0,
         states: Callable[[float], Iterable[Event]] = lambda now: (),
         file_mb: float = 128,
@@ -105,7 +105,7 @@ class TraceWriter:
         self._folder, self._attempt, self._note = run_dir / "trace", attempt, note
         self._clock, self._unix, zero = clock, time.time(), clock()
         self._translator, self._last = Translator(zero), zero
-        self._limit, self._full = limit_mb * 2**20, int(file_mb * 2**20)
+        self._limit, self._full = int(limit_mb * 2**20), int(file_mb * 2**20)
         self._most, self._every_s, self._close_s = most_events, every_s, close_s
         self._pace, self._choice, self._scoring = (
             TraceSampler(load),
