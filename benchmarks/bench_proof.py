@@ -57,7 +57,8 @@ def shown(name: str, verdict: Verdict, seconds: float) -> dict[str, Any]:
     }
     print(
         f"{name:<42} gap {verdict.gap.mean:.3g} = {row['times_floor']:.2f} floors, worst finding "
-        f"{worst:.1f} limits, k3 {verdict.gap.k3 / (verdict.floor_k3 or 1):.2f} floors, missing {verdict.missing:.4f}, {verdict.gap.tokens} tokens, {seconds:.1f} s",
+        f"{worst:.1f} limits, k3 {verdict.gap.k3 / (verdict.floor_k3 or 1):.2f} floors, "
+        f"missing {verdict.missing:.4f}, {verdict.gap.tokens} tokens, {seconds:.1f} s",
         flush=True,
     )
     return row

@@ -66,7 +66,7 @@ class Kept(ForkServer):
 
     def attach(self) -> None:
         """Serve the running event loop."""
-        asyncio.get_running_loop().add_reader(self._socket, self._watch_heartbeat)
+        asyncio.get_running_loop().add_reader(self._socket, self._read_answer)
 
     def close(self) -> subprocess.Popen[bytes]:
         """Return the process of the server, or one that ends at once if the pool has the server."""

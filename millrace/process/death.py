@@ -93,19 +93,22 @@ def kill_marked(mark: str) -> None:
 
 def _kill_if_marked(pid: int, mark: str) -> bool:
     """Kill a process if it has the mark. A pidfd names it also if its number is used again."""
+    process = None
     try:
-        process = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
-        found = mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
-        if found:
+        with contextlib.suppress(OSError):  # some kernels have no pidfd
+            process = os.pidfd_open(pid)
+        if mark.encode() not in Path(f"/proc/{pid}/environ").read_bytes():
+            return False
+        if process is None:
+            os.kill(pid, signal.SIGKILL)
+        else:
             signal.pidfd_send_signal(process, signal.SIGKILL)
     except OSError:  # it ended, or it is another user's
         return False
     finally:
-        os.close(process)
-    return found
+        if process is not None:
+            os.close(process)
+    return True
 
 
 def end_after_input(mark: str, folder: str) -> None:

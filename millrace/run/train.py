@@ -156,7 +156,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
     complete = False
     outside = trackers.start(c.logger, about(s), s.progress.note)
     sinks += outside
-    recorder = make_run_record(s, ledger, history.attempt)
+    recorder = make_event_recorder(s, ledger, history.attempt)
     try:
         async with asyncio.TaskGroup() as tasks:
             record = RunRecord(
@@ -212,7 +212,7 @@ def figures(s: Session) -> dict[str, float]:
     return s.reward.take_figures() | s.engines.keeper.news.figures() | copies
 
 
-def make_run_record(s: Session, ledger: Ledger, attempt: int) -> EventRecorder:
+def make_event_recorder(s: Session, ledger: Ledger, attempt: int) -> EventRecorder:
     """Return what watches this attempt at the run."""
     from millrace.report.record import Devices, EventRecorder
     from millrace.runtime.local import visible_gpus

@@ -144,7 +144,7 @@ class ForkServer:
         self._log = log
         self._asked: deque[asyncio.Future[ForkedProcess]] = deque()
         self._socket.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._socket, self._watch_heartbeat)
+        asyncio.get_running_loop().add_reader(self._socket, self._read_answer)
 
     async def fork(self, request: Fork, fds: Sequence[int], deadline_s: float) -> ForkedProcess:
         """Start a worker. Raises WorkerError if the server or the system does not."""
@@ -189,7 +189,7 @@ class ForkServer:
         process.kill()
         self.forget(process.pid)
 
-    def _watch_heartbeat(self) -> None:
+    def _read_answer(self) -> None:
         """Read an answer of the server."""
         try:
             data = self._socket.recv(_MOST_BYTES)
@@ -198,7 +198,7 @@ class ForkServer:
         except OSError:
             data = b""
         if not data:
-            self._unwatch_heartbeat()
+            self._stop_reading()
             return
         message, answer = _answers.decode(data), self._asked.popleft()
         if isinstance(message, Forked):
@@ -210,7 +210,7 @@ class ForkServer:
         elif not answer.done():
             answer.set_exception(WorkerError(f"the system refused a process: {message.why}"))
 
-    def _unwatch_heartbeat(self) -> None:
+    def _stop_reading(self) -> None:
         """Ask and hear nothing more."""
         if self._socket.fileno() == -1:
             return
@@ -223,7 +223,7 @@ class ForkServer:
 
     def close(self) -> subprocess.Popen[bytes]:
         """Let the server end, and its workers with it. Return its process."""
-        self._unwatch_heartbeat()
+        self._stop_reading()
         return self._process
 
 

@@ -98,7 +98,7 @@ class TrainerGroup:
         self.moved: Callable[[], None] = lambda: None
         """Called at each call of a rank, at each start of the ranks, and once they are back."""
         for peer in peers:
-            self._watch_heartbeat(peer)
+            self._extend_waits_on_call(peer)
         self._max_restarts = max_restarts
         self._failures = 0
         """Losses and failed starts, since a checkpoint was written."""
@@ -142,8 +142,8 @@ class TrainerGroup:
     def _died(self, why: str) -> None:
         self.begin()
 
-    def _watch_heartbeat(self, peer: Peer) -> None:
-        """Say with `moved` that a call of a rank begins. The call has a deadline of its own."""
+    def _extend_waits_on_call(self, peer: Peer) -> None:
+        """Call `moved` when a call of a rank begins, so that waits for replicas are longer."""
         peer.on_call = lambda: self.moved()
 
     @property
@@ -315,7 +315,7 @@ class TrainerGroup:
         """Start new ranks, and bring them to the state of the lost ones."""
 
         def started(peer: Peer) -> None:
-            self._watch_heartbeat(peer)
+            self._extend_waits_on_call(peer)
             self.starting.append(peer)
 
         self.starting = []

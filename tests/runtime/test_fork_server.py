@@ -204,7 +204,7 @@ def test_a_start_that_is_cancelled_as_its_worker_comes_is_cancelled(
 ) -> None:
     async def main() -> None:
         workers = runtime(tmp_path)
-        hear = ForkServer._watch_heartbeat
+        hear = ForkServer._read_answer
 
         def cancelled(server: ForkServer) -> None:
             hear(server)
@@ -212,7 +212,7 @@ def test_a_start_that_is_cancelled_as_its_worker_comes_is_cancelled(
 
         try:
             with monkeypatch.context() as patch:
-                patch.setattr(ForkServer, "_watch_heartbeat", cancelled)
+                patch.setattr(ForkServer, "_read_answer", cancelled)
                 starting = asyncio.create_task(workers.start("rollout-0", "rollout", 0))
                 with pytest.raises(asyncio.CancelledError):
                     await starting
