@@ -1,8 +1,9 @@
-"""A scheduler for vLLM's core process that keeps log-probs and experts until a response ends.
+"""A scheduler for vLLM's core process that costs less for each token.
 
-vLLM's own scheduler sends three arrays of log-probs for each token, and one thread of the calling
-process unpacks them. That costs five times as much as the rest of a token's output, and the speed
-of that thread limits a replica. benchmarks/bench_log_probs.py measures this.
+One thread of the core schedules every token, and with a small model it limits a replica. vLLM's own
+scheduler also sends three arrays of log-probs for each token, and one thread of the calling process
+unpacks them. This one keeps log-probs and experts until a response ends.
+benchmarks/bench_log_probs.py and bench_scheduler.py measure both.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 LOG_PROBS = "millrace_log_probs"
 """Key of the float32 log-probs in the kv_transfer_params of a request's last output.
@@ -35,6 +37,33 @@ class _LogProbScheduler(Scheduler):
         self.enable_return_routed_experts: bool
         self.log_probs: dict[str, array[float]] = {}
         self.experts: dict[str, bytearray] = {}
+        groups = self.kv_cache_config.kv_cache_groups
+        if len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec:
+            self._skip_open_blocks()
+
+    def _skip_open_blocks(self) -> None:
+        """Return at once for a drawn token that neither begins nor fills a block.
+
+        vLLM looks for blocks to allocate, to free and to hash for every token.
+        """
+        manager, size = self.kv_cache_manager, self.block_size
+        allocate, cache, none = (
+            manager.allocate_slots,
+            manager.cache_blocks,
+            manager.empty_kv_cache_blocks,
+        )
+
+        def allocate_slots(request: Any, new: int, **more: Any) -> Any:
+            draws = new == 1 and more == {"num_lookahead_tokens": 0}
+            if draws and (request.num_computed_tokens + 1) % size > 1:
+                return none
+            return allocate(request, new, **more)
+
+        def cache_blocks(request: Any, computed: int) -> None:
+            if computed % size == 0:
+                cache(request, computed)
+
+        manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)
@@ -55,17 +84,25 @@ class _LogProbScheduler(Scheduler):
                 blocks = self.kv_cache_manager.get_blocks(name).get_block_ids()
                 self._re_block_ids[name] = blocks[self.routed_experts_mgr.attn_gid]
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = super().update_from_output(*args, **kwargs)
+    def update_from_output(self, scheduler_output: Any, found: Any) -> Any:
+        # vLLM would make arrays of each request's part.
+        drawn, found.logprobs = found.logprobs, None
+        outputs = super().update_from_output(scheduler_output, found)
+        # Column 0 belongs to the drawn token.
+        rows = drawn.logprobs[:, 0].tolist() if drawn else []
         for batch in outputs.values():
             for output in batch.outputs:
                 log_probs = self.log_probs.get(output.request_id)
+                if drawn and (count := len(output.new_token_ids)):
+                    row = found.req_id_to_index[output.request_id]
+                    if log_probs is None:
+                        output.new_logprobs = drawn.slice_request(row, count)
+                    else:
+                        ends = drawn.cu_num_generated_tokens
+                        first = row if ends is None else ends[row]
+                        log_probs.extend(rows[first : first + count])
                 if log_probs is None:
                     continue
-                if output.new_logprobs is not None:
-                    # Column 0 belongs to the drawn token.
-                    log_probs.extend(output.new_logprobs.logprobs[:, 0].tolist())
-                    output.new_logprobs = None
                 if (routed := output.routed_experts) is not None:
                     own = self.experts[output.request_id]
                     own += routed.tobytes() if own else packed(routed)
