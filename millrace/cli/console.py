@@ -22,7 +22,9 @@ from rich.text import Text
 from millrace.config import Config, recipe
 from millrace.config.trl import HINTS
 from millrace.errors import ConfigError, MissingDependency, bad_value
+from millrace.observe.panel import plain
 from millrace.observe.progress import Progress, make_view
+from millrace.persist.run_reader import RunReader
 from millrace.run import supervised
 from millrace.waits.registry import began
 
@@ -363,6 +365,12 @@ def report(json_: bool, result: dict[str, Any], text: str) -> None:
         print_json(result)
     else:
         typer.echo(text)
+
+
+def warn(run: RunReader) -> None:
+    """Print what is wrong with a run's folder on standard error, as each command on a run does."""
+    for note in run.notes:
+        typer.echo(f"warning: {plain(note)}", err=True)
 
 
 _printed = False

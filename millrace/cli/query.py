@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from millrace.cli.console import Json, print_json
+from millrace.cli.console import Json, print_json, warn
 from millrace.errors import bad_value
 from millrace.persist import ownership
 from millrace.persist.history import FILE
-from millrace.persist.run_reader import check
+from millrace.persist.run_reader import RunReader, check
 from millrace.report import query as asking
 
 _ROWS = 200
@@ -53,15 +53,14 @@ def query(
         ownership.is_ours(run) and (run / "samples").is_dir()
     ):  # `millrace eval` has no history
         check(run, FILE)
+    reader = RunReader(run).read()
     if sql is None:
         if csv_ is not None:
             raise bad_value("SQL", "", "--csv needs a query", f"for example {asking.EXAMPLES[0]}")
-        _list(run, json_)
+        _list(reader, json_)
         return
-    answer = asking.query(run, sql)
-    for note in answer.notes:
-        warning = f"warning: {printable(note)}"
-        Console(stderr=True).print(warning, highlight=False, markup=False, soft_wrap=True)
+    answer = asking.query(reader, sql)
+    warn(reader)
     if csv_ is not None:
         _write_csv(csv_, answer)
     if json_:
@@ -71,9 +70,10 @@ def query(
         _show(answer)
 
 
-def _list(run: Path, json_: bool) -> None:
+def _list(run: RunReader, json_: bool) -> None:
     """Print every table with its columns, and two queries."""
     found = asking.tables(run)
+    warn(run)
     if json_:
         known = {t.name: {"rows": t.rows, "columns": t.columns} for t in found}
         print_json({"tables": known, "examples": list(asking.EXAMPLES)})
@@ -87,7 +87,7 @@ def _list(run: Path, json_: bool) -> None:
     console.print(table)
     console.print("\nFor example:", highlight=False)
     for example in asking.EXAMPLES:
-        console.print(f"  millrace query {run} '{example}'", highlight=False, soft_wrap=True)
+        console.print(f"  millrace query {run.path} '{example}'", highlight=False, soft_wrap=True)
 
 
 def _show(answer: asking.QueryResult) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from millrace.cli.console import Json, print_json
+from millrace.cli.console import Json, print_json, warn
 from millrace.cli.watch import RunFolder, folder_of
 from millrace.persist.run_reader import RunReader
 from millrace.waits import kernel
@@ -40,7 +40,9 @@ def why(
 
     Example: millrace why runs/quickstart-1
     """
-    verdict = verdict_on(folder_of(run), patience)
+    folder = folder_of(run)
+    verdict = verdict_on(folder, patience)
+    warn(RunReader(folder).read())
     if json_:
         print_json(msgspec.to_builtins(verdict))
     elif full:

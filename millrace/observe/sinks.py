@@ -29,10 +29,8 @@ class JsonLines:
 
     def __init__(self, path: Path, resumed_from: int | None) -> None:
         if resumed_from is not None and path.is_file():
-            rows = [
-                line for line in path.read_text().splitlines() if _version_of(line) <= resumed_from
-            ]
-            replace_file(path, "".join(f"{line}\n" for line in rows))
+            rows = [x for x in path.read_bytes().splitlines() if _version_of(x) <= resumed_from]
+            replace_file(path, b"".join(row + b"\n" for row in rows))
         self._file = Appender(path, durable=False)
 
     def write(self, version: int, row: dict[str, float]) -> None:
@@ -43,7 +41,7 @@ class JsonLines:
         self._file.catch_up()
 
 
-def _version_of(line: str) -> float:
+def _version_of(line: bytes) -> float:
     try:
         return float(json.loads(line)["version"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import msgspec
 import psutil
 
+from millrace import __version__
 from millrace.codec import sendable
 from millrace.config import Config
 from millrace.errors import MillraceError, bad_value
@@ -78,14 +79,14 @@ class RunReader:
         self.process = ""
         """The facts about the run's process, as a sentence."""
         self.notes: list[str] = []
-        """The damage in the folder."""
+        """What readers lack: damage in the folder, and what a table leaves out. All print them."""
         self._lives: bool | None = None
         self._tails = (
             Tail(path / METRICS, _metrics),
             Tail(path / history.FILE, history.DECODER),
             Tail(path / accounts.FILE, accounts.DECODER),
         )
-        self._configured = -1.0
+        self._configured, self._config_notes = -1.0, list[str]()
 
     def read(self) -> RunReader:
         """Read the lines that are new, and return this reader."""
@@ -214,17 +215,19 @@ class RunReader:
         """Read the configuration if it is new. Return what is wrong with its file."""
         written = changed(self.path / "config.yaml")
         if written == self._configured:
-            return []
+            return self._config_notes
         try:
             self.tree = read_config(self.path)
-            self._configured = written
+            self._configured, self._config_notes = written, []
         except (OSError, ValueError) as error:
             return [f"config.yaml: {getattr(error, 'strerror', None) or error}"]
         try:
             self.config = Config.model_validate(self.tree)
-        except (ValueError, TypeError, OverflowError, MillraceError):
+        except (ValueError, TypeError, OverflowError, MillraceError) as error:
             self.config = None
-        return []
+            rule = f"not a configuration of millrace {__version__}"
+            self._config_notes = [f"config.yaml: {rule}: {' '.join(str(error).split())[:200]}"]
+        return self._config_notes
 
     def _damage(self) -> Iterator[str]:
         for tail in self._tails:

@@ -6,10 +6,9 @@ The files of a run and the SQL are untrusted. The SQL sees these tables and no f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -36,8 +35,6 @@ class QueryResult:
 
     columns: list[str]
     rows: list[tuple[Any, ...]]
-    notes: Sequence[str] = ()
-    """What the tables lack: damaged files, and samples that the trace left out."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +46,12 @@ class Table:
     rows: int
 
 
-def query(run_dir: Path, sql: str) -> QueryResult:
+def query(run: RunReader, sql: str) -> QueryResult:
     """Return the answer to `sql`. Raise ConfigError if it is wrong.
 
-    Only the tables whose names are in the text are read.
+    Only the tables whose names are in the text are read. What they lack is in `run.notes`.
     """
     duckdb, words = _duckdb(), set(re.findall(r"\w+", sql.lower()))
-    run = RunReader(run_dir).read()
     connection = _open(duckdb, run, [name for name in TABLES if name in words])
     try:
         answer = _interruptible(connection, sql)
@@ -64,11 +60,7 @@ def query(run_dir: Path, sql: str) -> QueryResult:
         if len(answer.rows) > MOST_ROWS:
             rule = f"has more than {MOST_ROWS:,} rows"
             raise bad_value("SQL", sql, rule, "a limit, such as: limit 1000")
-        thinned = "select count(*) from spans where name = 'thinned'"
-        notes = [note for note in run.notes if not note.startswith("config.yaml: ")]  # no table
-        if "spans" in words and connection.execute(thinned).fetchone() != (0,):
-            notes.append("This run was fast: spans has some samples only. See docs/trace.md")
-        return replace(answer, notes=notes)
+        return answer
     except duckdb.Error as error:
         fix = f"SQL on the tables {', '.join(TABLES)}"
         if name := re.search(r"(?<![\"'\w/])[A-Za-z_]\w*(/[\w@]+)+(?![\"'\w/])", sql):
@@ -102,9 +94,9 @@ def _interruptible(connection: Any, sql: str) -> QueryResult | None:
             raise
 
 
-def tables(run_dir: Path) -> list[Table]:
-    """Return all tables of the run."""
-    connection = _open(_duckdb(), RunReader(run_dir).read(), TABLES)
+def tables(run: RunReader) -> list[Table]:
+    """Return all tables of the run. What they lack is in `run.notes`."""
+    connection = _open(_duckdb(), run, TABLES)
     try:
         found = []
         for name in TABLES:
@@ -185,6 +177,8 @@ def _spans(run: RunReader) -> pa.Table:
     from millrace.report.trace import spans
 
     found = spans.read(run.path)
+    if any(s.name == "thinned" for s in found):
+        run.notes.append("This run was fast: spans has some samples only. See docs/trace.md")
     encode = msgspec.json.Encoder().encode
     return pa.table(
         {

@@ -145,7 +145,8 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
     # validation of the start weights stays: it is the "before" of this attempt too.
     known = RunReader(s.run.path)
     if s.run.resume_from is not None:
-        known.read()
+        for note in known.read().notes:
+            s.progress.note(f"warning: {note}")
     rows, validated = (
         {version: row for version, row in table.items() if version <= ledger.version}
         for table in (known.rows, known.validations)

@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 from millrace.cli import bench, main
 from millrace.cli.main import app
 from millrace.config import Config, recipe
+from millrace.persist.run_reader import RunReader
 from millrace.report.query import query
 from millrace.rewards.functions import load_function
 from millrace.run import problems
@@ -218,7 +219,7 @@ def test_json_is_json(block: Block) -> None:
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "sql"], ids=str)
 def test_sql_runs(block: Block, workspace: Path) -> None:
     for statement in block.text.split("\n\n"):
-        assert query(Path("runs/quickstart-1"), statement).columns
+        assert query(RunReader(Path("runs/quickstart-1")).read(), statement).columns
 
 
 def test_every_block_has_a_language_that_is_tested() -> None:

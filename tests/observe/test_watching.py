@@ -104,6 +104,17 @@ def test_a_resumed_run_drops_the_rows_that_it_makes_again_and_a_torn_one(tmp_pat
     ]
 
 
+def test_a_resumed_run_drops_rows_that_nobody_can_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"version": 1, "a": 1.5}\n{"version": 1, "b": "\xff"}\n{"version": 2, "a": 2.5}'
+    )
+    second = JsonLines(path, 2)
+    second.write(3, {"a": 33.0})
+    second.close()
+    assert [row["version"] for row in rows(path)] == [1, 2, 3]
+
+
 def test_a_row_is_on_disk_when_written_and_is_json_without_nan(tmp_path: Path) -> None:
     (sink,) = make_sinks(tmp_path, (), None)
     sink.write(1, {"a": math.nan, "b": math.inf, "c": 1.0})

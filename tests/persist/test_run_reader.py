@@ -16,7 +16,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from millrace.cli.main import app
 from millrace.cli.why import verdict_on
 from millrace.observe.files import Tail
 from millrace.persist.history import audit
@@ -77,12 +79,14 @@ def of_page(folder: Path) -> Seen:
 
 def of_query(folder: Path) -> Seen:
     ((version, *figures),) = query(
-        folder,
+        RunReader(folder).read(),
         'select version, "reward/mean", "alarm/zero_variance", "alarm/entropy_collapse" '
         "from metrics order by version desc limit 1",
     ).rows
     names = zip(ALARMS, figures[1:], strict=True)
-    ends = query(folder, "select complete from history where survives and event = 'end'").rows
+    ends = query(
+        RunReader(folder).read(), "select complete from history where survives and event = 'end'"
+    ).rows
     return Seen(version, figures[0], {name for name, on in names if on}, ends == [(True,)])
 
 
@@ -107,8 +111,10 @@ def test_the_account_of_samples_the_advice_and_the_verdict_agree_too(folder: Pat
     assert run.audit == audit(folder) and run.audit
     assert (run.audit.trained, run.audit.lost, run.audit.trained_twice) == (64, 0, 0)
     assert (run.audit.attempts, run.audit.versions, run.audit.complete) == (2, 8, True)
-    assert query(folder, "select count(*) from history where not survives").rows == [(2,)]
-    assert query(folder, "select count(*) from samples").rows == [(64 * 4,)]
+    assert query(
+        RunReader(folder).read(), "select count(*) from history where not survives"
+    ).rows == [(2,)]
+    assert query(RunReader(folder).read(), "select count(*) from samples").rows == [(64 * 4,)]
     assert [path.name[:14] for path in run.samples] == [f"version-00000{v}" for v in range(1, 9)]
     assert {alarm.name: alarm.periods for alarm in run.alarms()} == ALARMS
     measured = measure(run)
@@ -132,6 +138,27 @@ def test_a_killed_run_is_gone_for_everybody(folder: Path) -> None:
     assert look_at(run).ended
     assert "killed at version 8" in head.state_of(run)
     assert verdict_on(folder).sentence.startswith("no process of the run is there")
+
+
+READING: dict[str, tuple[str, ...]] = {
+    "watch": ("--once",),
+    "why": (),
+    "query": (),
+    "query SQL": ("select version from metrics",),
+}
+
+
+@pytest.mark.parametrize("command", READING)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "history.jsonl", "config.yaml"])
+def test_every_command_on_a_run_names_a_damaged_file(folder: Path, command: str, name: str) -> None:
+    lines = (folder / name).read_bytes().splitlines(keepends=True)
+    damaged = b"".join([lines[0], b'{"version": \xff}\n', *lines[1:]])
+    later = b"trainer: {key_of_another_version: 1}\n"
+    (folder / name).write_bytes(later if name == "config.yaml" else damaged)
+    found = CliRunner().invoke(app, [command.split()[0], str(folder), *READING[command]])
+    assert not isinstance(found.exception, UnicodeError)
+    output = f"{found.output} {found.stderr} {found.exception}"
+    assert f"{name}: " in output or f"{name}, line 2" in output
 
 
 def test_a_folder_that_grows_gives_at_each_moment_what_a_new_reader_finds(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "report": lambda folder: write_report([folder]),
     "watch": lambda folder: look_at(RunReader(folder)),
     "advice": lambda folder: advise_run(RunReader(folder).read()),
-    "query": query.tables,
+    "query": lambda folder: query.tables(RunReader(folder).read()),
 }
 BOMB = "\n".join(
     ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
@@ -164,4 +164,4 @@ def test_a_bad_slice_of_a_trace_does_no_harm(
         path.read_text().rstrip().removesuffix("]") + ",\n" + ",\n".join(more) + "\n]\n"
     )
     read_all(folder)
-    query.query(folder, "select * from spans")
+    query.query(RunReader(folder).read(), "select * from spans")

@@ -17,9 +17,12 @@ import pytest
 from millrace.cli import console
 from millrace.cli import main as cli
 from millrace.cli.query import printable
+from millrace.config import Config
+from millrace.config.recipe import dump
 from millrace.errors import ConfigError, MissingDependency
 from millrace.observe.sinks import JsonLines
 from millrace.persist.history import History
+from millrace.persist.run_reader import RunReader
 from millrace.report.query import EXAMPLES, TABLES, query, tables
 from millrace.schedule.ledger import Totals
 from tests.report.runs import Run
@@ -44,12 +47,13 @@ def run(tmp_path: Path) -> Path:
             history.version(Totals(v, 2 * v, 2 * v, {"timeout": 1}, [7]), [2 * v - 2, 2 * v - 1])
         sink.close()
         attempts.go(versions)
+    (tmp_path / "config.yaml").write_text(dump(Config()))
     (tmp_path / "accounts.jsonl").write_text("".join(f"{json.dumps(a)}\n" for a in ACCOUNTS))
     return tmp_path
 
 
 def rows(run: Path, sql: str) -> list[tuple[Any, ...]]:
-    return query(run, sql).rows
+    return query(RunReader(run).read(), sql).rows
 
 
 def test_each_table_has_what_its_file_has(run: Path) -> None:
@@ -83,7 +87,7 @@ def test_tables_can_be_joined(run: Path) -> None:
 
 
 def test_the_list_has_every_table_and_its_examples_work(run: Path) -> None:
-    found = {t.name: t for t in tables(run)}
+    found = {t.name: t for t in tables(RunReader(run).read())}
     assert found.keys() == TABLES.keys()
     assert {name: t.rows for name, t in found.items() if name != "spans"} == {
         "metrics": 3,
@@ -94,12 +98,12 @@ def test_the_list_has_every_table_and_its_examples_work(run: Path) -> None:
     }
     assert found["spans"].rows > 100 and found["metrics"].columns["reward/mean"] == "DOUBLE"
     for example in EXAMPLES:
-        assert query(run, example).rows
+        assert query(RunReader(run).read(), example).rows
 
 
 def test_an_empty_run_has_every_table(tmp_path: Path) -> None:
-    assert {t.name for t in tables(tmp_path)} == TABLES.keys()
-    assert not any(t.rows for t in tables(tmp_path))
+    assert {t.name for t in tables(RunReader(tmp_path).read())} == TABLES.keys()
+    assert not any(t.rows for t in tables(RunReader(tmp_path).read()))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +132,7 @@ def test_sql_reaches_neither_files_nor_the_program(
     monkeypatch.chdir(run)
     before = sorted(run.iterdir())
     with pytest.raises(ConfigError):
-        query(run, sql)
+        query(RunReader(run).read(), sql)
     assert sorted(run.iterdir()) == before and secret.num_rows == 1
 
 
@@ -145,14 +149,14 @@ def test_sql_reaches_neither_files_nor_the_program(
 )
 def test_an_error_is_one_line(sql: str, said: str, run: Path) -> None:
     with pytest.raises(ConfigError) as raised:
-        query(run, sql)
+        query(RunReader(run).read(), sql)
     text = str(raised.value)
     assert said in text and "\n" not in text and "Fix: " in text and raised.value.exit_code == 2
 
 
 def test_a_name_with_a_slash_needs_quotes(run: Path) -> None:
     with pytest.raises(ConfigError, match='Fix: "reward/mean" in double quotes'):
-        query(run, "select version, reward/mean from metrics")
+        query(RunReader(run).read(), "select version, reward/mean from metrics")
 
 
 def test_damaged_files_are_read_as_far_as_they_are_whole(run: Path) -> None:
@@ -164,12 +168,14 @@ def test_damaged_files_are_read_as_far_as_they_are_whole(run: Path) -> None:
     (run / "samples" / "version-000004-attempt-002.parquet").write_text("no parquet")
     assert rows(run, "select count(*) from metrics") == [(3,)]
     assert rows(run, "select count(*) from samples") == [(12,)]
-    notes = " ".join(query(run, "select count(*) from samples").notes)
+    reader = RunReader(run).read()
+    query(reader, "select count(*) from samples")
+    notes = " ".join(reader.notes)
     assert "version-000004-attempt-002.parquet is damaged" in notes and "metrics.jsonl: " in notes
     assert rows(run, "select count(*) from accounts") == [(17,)]
     (run / "history.jsonl").write_text("no history\n")
     with pytest.raises(ConfigError, match="line 1: not readable"):
-        query(run, "select * from history")
+        query(RunReader(run).read(), "select * from history")
 
 
 def test_without_duckdb_the_error_says_how_to_install_it(
@@ -177,7 +183,7 @@ def test_without_duckdb_the_error_says_how_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "duckdb", None)
     with pytest.raises(MissingDependency, match=r"pip install 'duckdb"):
-        query(run, "select 1")
+        query(RunReader(run).read(), "select 1")
 
 
 # -- the command
@@ -282,7 +288,10 @@ def test_ctrl_c_ends_an_endless_query(tmp_path: Path) -> None:
     try:
         with pytest.raises(KeyboardInterrupt):
             found.start()
-            query(tmp_path, "select count(*) from range(100000000000) a, range(1000) b")
+            query(
+                RunReader(tmp_path).read(),
+                "select count(*) from range(100000000000) a, range(1000) b",
+            )
     finally:
         found.cancel()
         signal.signal(signal.SIGINT, before)
@@ -294,6 +303,6 @@ def _press_ctrl_c() -> None:
 
 def test_an_answer_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.report.query.MOST_ROWS", 1000)
-    assert len(query(tmp_path, "select * from range(1000)").rows) == 1000
+    assert len(query(RunReader(tmp_path).read(), "select * from range(1000)").rows) == 1000
     with pytest.raises(ConfigError, match=r"has more than 1,000 rows.*limit"):
-        query(tmp_path, "select * from range(100000)")
+        query(RunReader(tmp_path).read(), "select * from range(100000)")
