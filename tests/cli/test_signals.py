@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,3 +120,22 @@ def test_ctrl_c_while_the_command_is_imported_is_one_line(
     monkeypatch.undo()
     assert ended.value.code == 130
     assert capsys.readouterr().err == "error: stopped by Ctrl-C\n"
+
+
+def test_a_command_that_leaves_a_thread_at_work_does_not_end_it_by_force() -> None:
+    script = """
+import sys, threading, time
+from millrace import __main__ as entry
+from millrace.cli import main
+class PythonsEnd:
+    def __del__(self): print("Python's end")
+end = PythonsEnd()
+def command():
+    print("done")
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    sys.exit(143)
+main.main = command
+entry.main()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (143, "done\n")
