@@ -104,6 +104,8 @@ class Proof:
         self._incarnation, self._note, self._refuse = incarnation, note, refuse
         self._stops, self._budget_s = stops, budget_s
         self._proven: set[tuple[int, int]] = set()
+        self._silent: set[tuple[int, int]] = set()
+        """Replicas that drew nothing in a probe. They wait for the next one that is due by time."""
         self._displaced = False
         self._begun = seed
         self._probe_at, self._probe_s = 0.0, 0.0
@@ -222,7 +224,7 @@ class Proof:
         if self.floor is None:
             return False
         late = asyncio.get_running_loop().time() >= self._probe_at
-        return late or bool(set(self._workers()[1]) - self._proven)
+        return late or bool(set(self._workers()[1]) - self._proven - self._silent)
 
     def saw_gap(self) -> None:
         """Note that the gap of a version is known from its samples."""
@@ -250,6 +252,11 @@ class Proof:
         if self._workers() != workers:
             return
         self._proven |= self._drew(workers)
+        if silent := {*workers[1]} - self._proven - self._silent:
+            self._silent |= silent
+            names = ", ".join(f"rollout-{replica}" for replica, _ in sorted(silent))
+            until_s = self._probe_at - clock()
+            self._note(f"warning: no token of {names} in a probe; the next is in {until_s:.0f} s")
         limit = self.limit
         if len(drawn.engine) and limit is not None:
             found = gaps.gap(drawn.engine, drawn.trainer)

@@ -257,6 +257,32 @@ def test_a_replica_that_drew_no_token_is_not_proven_by_the_others() -> None:
     assert due and not one.engines[1].drawn_at
 
 
+def test_a_replica_that_draws_nothing_in_a_probe_does_not_cost_a_probe_at_every_version() -> None:
+    async def act(one: World) -> tuple[bool, bool]:
+        await one.proof.run(0)
+        roster, interrupted = one.pool.roster, asyncio.Event()
+        roster.lose(1, 0, "it died")
+        roster.restarted(1)
+        roster.proven(1, 1)
+
+        async def nothing(*request: Any) -> tuple[()]:
+            await interrupted.wait()
+            return ()
+
+        async def interrupt() -> None:
+            interrupted.set()
+
+        one.engines[1].generate = nothing  # type: ignore[method-assign, assignment]
+        one.engines[1].interrupt = interrupt  # type: ignore[method-assign]
+        await one.proof.probe(0, one.proof.draws.pause, no_timer)
+        soon = one.proof.due()
+        await asyncio.sleep(36_000)
+        return soon, one.proof.due()
+
+    one, (soon, later) = run(lambda: world(schedule_of("async_partial")), act)
+    assert (soon, later) == (False, True) and "rollout-1" in one.notes[-1]
+
+
 @pytest.mark.parametrize("mode", ["async_partial", "colocate_sync"])
 def test_a_replica_that_joins_is_proven_before_the_next_step(mode: str) -> None:
     async def act(one: World) -> tuple[bool, bool, int]:
