@@ -75,8 +75,7 @@ async def evaluate(config: Config, progress: Progress) -> dict[str, Any]:
             "there are no problems to validate on",
             "'data.val_files=[task:sort_digits?split=val&size=256]'",
         )
-    run = open_eval_dir(config)
-    async with open_session(config, progress, run=run) as s:
+    async with open_session(config, progress, open_dir=open_eval_dir) as s:
         ledger = await start_state(s)
         await s.engines.publish(ledger.version)
         validator = make_validator(s, s.engines.pool, waits=True)
@@ -92,14 +91,14 @@ async def evaluate(config: Config, progress: Progress) -> dict[str, Any]:
         except BaseException:
             if played:
                 result = validator.result(ledger.version, played)
-                samples = keep(run.path, result, played, s.problems.chat.decode)
+                samples = keep(s.run.path, result, played, s.problems.chat.decode)
                 ended = f"the evaluation ended early, with {len(played)} of {total} responses"
                 progress.note(f"{ended}: {shown(result.values)}")
                 progress.note(f"their samples: {samples}")
             raise
-        samples = keep(run.path, result, played, s.problems.chat.decode)
+        samples = keep(s.run.path, result, played, s.problems.chat.decode)
     return {
-        "run_dir": str(run.path),
+        "run_dir": str(s.run.path),
         "version": result.version,
         "val": result.values,
         "samples": str(samples),

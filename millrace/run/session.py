@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 from millrace.config import Config
 from millrace.config.keys import NO_PROGRESS, Derived, ResumeProgress
@@ -128,7 +129,11 @@ class Session:
 
 @asynccontextmanager
 async def open_session(
-    config: Config, progress: Progress, *, run: RunDir | None = None, rollout: bool = True
+    config: Config,
+    progress: Progress,
+    *,
+    open_dir: Callable[[Config], RunDir] = open_run_dir,
+    rollout: bool = True,
 ) -> AsyncIterator[Session]:
     """Open the data, the reward function, the folder, the prompts and the engines.
 
@@ -136,7 +141,8 @@ async def open_session(
     Everything is closed at exit.
     """
     check_machine(config)
-    if run is None and rollout:
+    trains, run = open_dir is open_run_dir, cast("RunDir | None", None)
+    if trains and rollout:
         trackers.check(config.trainer.logger)
     # A long load runs in a thread, so that Ctrl-C reaches the event loop and ends it at once.
     with starting("data"):
@@ -145,9 +151,8 @@ async def open_session(
     reward.note = progress.note
     refusable = True
     try:
-        trains = run is None
-        if run is None:  # in a thread too: the check reads every byte of a checkpoint
-            run = await abandonable(open_run_dir, config)
+        # in a thread too: the check reads every byte of a checkpoint
+        run = await abandonable(open_dir, config)
         for note in (*config.notes, *run.notes):
             progress.note(note)
         async with AsyncExitStack() as stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -11,8 +12,10 @@ from millrace.config import Config, recipe
 from millrace.config.keys import ResumeProgress
 from millrace.errors import ConfigError
 from millrace.pipeline.checkpoint import Manifest
+from millrace.run.evaluate import evaluate
 from millrace.run.session import check_end, trained_by
 from millrace.train.optim import lr_at
+from tests.e2e.runs import progress
 
 LIMITS = ("rollout.total_rollout_steps", "trainer.total_epochs", "trainer.total_training_steps")
 SIZE = ["actor.ppo_mini_batch_size=4", "async_training.trigger_parameter_sync_step=2"]
@@ -86,3 +89,13 @@ def test_a_run_with_several_limits_says_which_one_ends_it() -> None:
         "before trainer.total_training_steps=20 (160)"
     )
     assert config_of("rollout.total_rollout_steps=96").end_note(16) == ""
+
+
+@pytest.mark.parametrize("key", ["reward.function=no_file.py:f", "data.val_files=[no_file.jsonl]"])
+def test_a_refused_evaluation_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no_file"):
+        asyncio.run(evaluate(recipe.load("quickstart", [key]), progress()))
+    assert not [*tmp_path.iterdir()]
