@@ -72,6 +72,13 @@ def test_a_folder_with_nothing_in_it_is_no_error(tmp_path: Path) -> None:
     assert "no sign of life yet" in drawn(look)
 
 
+def test_an_evaluation_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"version": 0, "val/products/mean@1": 0.5}\n')
+    look = look_at(RunReader(tmp_path))
+    assert look.state == "complete" and look.ended and look.total is None
+    assert "products/mean@1 0.5" in drawn(look)
+
+
 @pytest.mark.parametrize(("complete", "state"), [(True, "complete"), (False, "stopped")])
 def test_the_end_is_shown(run: Run, complete: bool, state: str) -> None:
     run.version(1)
