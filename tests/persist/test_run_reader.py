@@ -129,9 +129,10 @@ def test_a_killed_run_is_gone_for_everybody(folder: Path) -> None:
     killed(folder)
     run = load(folder)
     assert (run.state, run.running) == ("gone", False)
+    verdict = verdict_on(folder)
+    assert verdict.state == "dead" and "trainer.resume=auto" in verdict.next
     assert look_at(run).ended
     assert "killed at version 8" in head.state_of(run)
-    assert verdict_on(folder).sentence.startswith("no process of the run is there")
 
 
 def test_a_folder_that_grows_gives_at_each_moment_what_a_new_reader_finds(tmp_path: Path) -> None:
