@@ -181,6 +181,10 @@ async def run_arms(
         ]
         for arm in arms
     }
+    fixed_keys = dict(text.split("=", 1) for arm in arms for text in [*QUIET, *arm.overrides])
+    for key, value in (text.split("=", 1) for text in overrides):
+        if key.strip() in fixed_keys:
+            progress.note(f"{key}={value} has no effect: the benchmark sets this key itself")
     rows = 0
     for arm in arms:
         c = recipe.load(path, overrides, [*QUIET, *arm.overrides])

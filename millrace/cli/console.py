@@ -183,6 +183,9 @@ def base_of(
             "millrace has the base configurations of verl's trainers with FSDP, and reads no folder"
         )
         raise bad_value(key, value, rule, f"--config-name {names}, or a RECIPE")
+    if path is not None and "=" not in path:
+        rule = f"--config-name {name} names a recipe too"
+        raise bad_value("RECIPE", path, rule, f"one of them, or verl/{name} as RECIPE")
     return base, [*([path] if path is not None else []), *(overrides or [])]
 
 

@@ -46,10 +46,12 @@ KeepGoing = Annotated[
     ),
 ]
 Restarts = Annotated[
-    int,
+    int | None,
     typer.Option(
         min=1,
-        help="With --keep-going: restarts in a row without a new version, until the run fails.",
+        help="With --keep-going: restarts in a row without a new version, until the run fails. 5 "
+        "by default.",
+        show_default=False,
     ),
 ]
 

@@ -57,7 +57,7 @@ from millrace.cli.simulate import simulate
 from millrace.cli.watch import watch
 from millrace.cli.why import why
 from millrace.config import Config
-from millrace.errors import MillraceError, SampleError, WorkerError, redact
+from millrace.errors import MillraceError, SampleError, WorkerError, bad_value, redact
 from millrace.observe.panel import shown
 from millrace.run import supervised
 
@@ -72,8 +72,8 @@ app = typer.Typer(
     "RECIPE and any number of key=value overrides. A recipe is a YAML file, or a name that "
     "[bold]millrace recipes[/bold] lists. [bold]millrace train --help-config[/bold] prints every "
     "key.\n\n"
-    "Exit codes: 0 complete, 1 failed, 2 a key, a file or a row is wrong, 129, 130 or 143 "
-    "stopped by a signal.",
+    "Exit codes: 0 complete, 1 failed, 2 a key, a file or a row is wrong, 3 engines "
+    "disagree, 129, 130 or 143 stopped by a signal.",
 )
 
 
@@ -107,7 +107,7 @@ def train(
     config_name: ConfigName = None,
     config_path: ConfigPath = None,
     keep_going_: KeepGoing = False,
-    restarts: Restarts = 5,
+    restarts: Restarts = None,
 ) -> None:
     """Train with RL, in the recipe's mode.
 
@@ -116,10 +116,13 @@ def train(
 
     Example: millrace train quickstart trainer.seed=1 rollout.n=16
     """
+    if restarts is not None and not keep_going_:
+        rule = "only --keep-going starts a driver anew"
+        raise bad_value("--restarts", restarts, rule, f"--keep-going --restarts {restarts}")
     path, overrides = base_of(path, overrides, config_name, config_path)
     config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
     if keep_going_:
-        keep_going(config.trainer, restarts, json_=json_)
+        keep_going(config.trainer, restarts or 5, json_=json_)
     if config.trainer.val_only:
         _validate(config, json_)
         return
@@ -160,7 +163,6 @@ def sft(
     """
     all_overrides = overrides_on(address, overrides)
     config = configure(path, all_overrides, json_, dry_run, help_config, keep_warm_up=True)
-    from millrace.errors import bad_value
     from millrace.run.sft import run_sft as work
 
     if not config.sft.steps:

@@ -115,10 +115,10 @@ def _show(answer: asking.QueryResult) -> None:
 
 def _write_csv(path: Path, answer: asking.QueryResult) -> None:
     """Write all rows. The file may be outside of the run, so it is never replaced by accident."""
+    if str(path) == "-":
+        _write_rows(sys.stdout, answer)
+        return
     try:
-        if str(path) == "-":
-            _write_rows(sys.stdout, answer)
-            return
         with path.open("x", newline="", encoding="utf-8") as file:
             _write_rows(file, answer)
     except OSError as error:

@@ -72,6 +72,11 @@ def verdict_on(run: Path, patience_s: float = PATIENCE_S) -> Verdict:
 
 def _over(run: Path) -> Verdict:
     reader = RunReader(run).read()
+    if reader.state == "complete" and not reader.history:
+        return Verdict("over", f"{reader.process}.")
+    if reader.state == "gone":
+        ended = f"{reader.process}."
+        return Verdict("dead", ended, f"read {run / 'logs'}, then {_resume(run)}", DRIVER, "dead")
     if reader.state == "complete":
         return Verdict("over", "the run is over: it has trained and validated everything.")
     if reader.state == "starting":

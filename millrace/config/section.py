@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
@@ -18,6 +26,16 @@ class Section(BaseModel):
         protected_namespaces=(),
         allow_inf_nan=False,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false where only a number fits: pydantic would read them as 1 and 0."""
+        kind = cls.model_fields[info.field_name or ""].annotation
+        kinds = {kind, *get_args(kind)}
+        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+            raise PydanticCustomError("bool_for_a_number", "must be a number, not true or false")
+        return value
 
     def check(self) -> None:
         """Raise ConfigError if keys of this section contradict each other."""

@@ -223,8 +223,9 @@ class TrainerConfig(Section):
             raise bad_value(
                 "trainer.mirror",
                 re.sub(r"//[^/]*@", "//...@", self.mirror),
-                "must be an address without a user and a password",
-                "an address such as s3://bucket/runs/mine, with its keys in the environment",
+                "must be an address with a protocol, and without a user and a password",
+                "an address such as s3://bucket/runs/mine, with its keys in the environment, or "
+                "file:///FOLDER",
             )
 
     def _check_address(self) -> None:

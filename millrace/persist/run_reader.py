@@ -246,6 +246,8 @@ class RunReader:
         later = self._lives and locked > changed(self.path / history.FILE)
         if last is not None and last.event == "end" and not later:
             return ("complete" if last.complete else "stopped"), "the run has ended"
+        if last is None and self.validations and not locked:  # `millrace eval` takes no lock
+            return "complete", "the evaluation has ended"
         if self._lives is False:
             end = "the run has no end: killed, failed, or never trained"
             return "gone", f"{process} is gone, and {end}"

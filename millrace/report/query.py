@@ -54,6 +54,8 @@ def query(run: RunReader, sql: str) -> QueryResult:
     duckdb, words = _duckdb(), set(re.findall(r"\w+", sql.lower()))
     connection = _open(duckdb, run, [name for name in TABLES if name in words])
     try:
+        if len(connection.extract_statements(sql)) > 1:
+            raise bad_value("SQL", sql, "has more than one statement", "one query at a time")
         answer = _interruptible(connection, sql)
         if answer is None:
             raise bad_value("SQL", sql, "has no statement", f"for example {EXAMPLES[0]}")

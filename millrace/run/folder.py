@@ -147,11 +147,10 @@ def open_eval_dir(config: Config, root: Path = Path("runs")) -> RunDir:
 
     trainer.resume names the checkpoint. With auto, trainer.run_dir names the run.
     """
-    resume, checkpoint = config.trainer.resume, None
+    resume, run_dir, checkpoint = config.trainer.resume, config.trainer.run_dir, None
+    notes: list[str] = []
     if resume == "auto":
-        run, checkpoint, _ = _newest(
-            Path(config.trainer.run_dir) if config.trainer.run_dir else None, root, config.name
-        )
+        run, checkpoint, notes = _newest(Path(run_dir) if run_dir else None, root, config.name)
         if checkpoint is None:
             raise bad_value(
                 "trainer.run_dir", str(run or ""), "has no whole checkpoint", "another run folder"
@@ -160,11 +159,16 @@ def open_eval_dir(config: Config, root: Path = Path("runs")) -> RunDir:
         checkpoint = _checkpoint(resume)
     missing_parents = _missing(root)
     path = _next(root, f"{config.name}-eval")
+    if run_dir and resume != "auto":
+        notes.append(
+            f"trainer.run_dir = {run_dir!r} has no effect: an evaluation writes to {path}. "
+            "trainer.resume=auto validates the newest checkpoint of that run"
+        )
     ownership.claim(path)
     (path / "logs").mkdir()
     replace_file(path / "config.yaml", dump(config))
     _take_model(checkpoint, path)
-    return RunDir(path, checkpoint, made=(path, *missing_parents))
+    return RunDir(path, checkpoint, tuple(notes), (path, *missing_parents))
 
 
 def _take_model(checkpoint: Path | None, path: Path) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import psutil
 
 import millrace
@@ -32,7 +33,7 @@ class SandboxLauncher:
         """`section` is the section of the reward, and `function` its key."""
         from millrace.tools.sandbox import Sandbox
 
-        self._key = f"{section}.sandbox"
+        self._key, self._function = f"{section}.sandbox", function
         packages = [
             str(p.resolve()) for p in map(Path, sys.path) if p.name in _PACKAGES and p.is_dir()
         ]
@@ -65,6 +66,10 @@ class SandboxLauncher:
 
         memory = job.memory_mb << 20 or psutil.virtual_memory().total
         limits = Limits(_FOR_EVER, _FOR_EVER, memory, _PROCESSES, address=-1)
+        where, _, name = self._function.rpartition(":")
+        if where.endswith(".py"):  # the sandbox has another current folder
+            path = Path(where).expanduser().resolve()
+            job = msgspec.structs.replace(job, spec=job.spec | {"function": f"{path}:{name}"})
         program = [self._sandbox.python, "-s", "-B", *arguments(0, 0, job)]
         variables = {"PYTHONPATH": os.pathsep.join(self._paths)}
         try:
@@ -106,7 +111,8 @@ def _places(function: str) -> Iterator[Path]:
     if where.endswith(".py"):
         yield Path(where).expanduser().resolve().parent
     elif colon:
-        found = importlib.util.find_spec(where.partition(".")[0])
+        # `python -m`, which starts a worker, looks in the current folder too.
+        found = PathFinder.find_spec(where.partition(".")[0], [os.getcwd(), *sys.path])
         origin = [found.origin] if found and found.origin else []
         for place in (found.submodule_search_locations or origin) if found else ():
             if Path(place).exists():

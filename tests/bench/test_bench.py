@@ -150,6 +150,19 @@ def test_prompts_that_are_left_out_do_not_count_before_engines_start(tmp_path: P
     assert not folder.exists()
 
 
+def test_a_key_that_the_benchmark_sets_itself_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["sft.steps=5", "rollout.n=4", "trainer.total_training_steps=1"]
+    arms = [Arm("colocate_sync", 1, 1)]
+    progress = runs.progress()
+    with progress, pytest.raises(ConfigError, match="total_training_steps"):
+        work = bench_modes(runs.RECIPE, overrides, arms, tmp_path, progress, [], skip=1, repeats=1)
+        asyncio.run(work)
+    said = capsys.readouterr().err
+    assert "sft.steps=5 has no effect" in said and "rollout.n" not in said
+
+
 def test_what_a_mode_fixes_stays_whatever_is_overridden(tmp_path: Path) -> None:
     overrides = ["rollout.n=3", "async_training.staleness_threshold=4"]
     for mode, staleness in (

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -144,6 +145,7 @@ def test_sql_reaches_neither_files_nor_the_program(
         ("select nothing from metrics", "nothing"),
         ("", "has no statement"),
         ("select 1; selec 2", "syntax error"),
+        ("select 1; select 2", "more than one statement"),
         ("select cast('a' as int)", "Could not convert"),
     ],
 )
@@ -253,6 +255,15 @@ def test_csv_goes_to_a_new_file_or_to_standard_output(ask: Cli, run: Path) -> No
     assert list(csv.reader(io.StringIO(ask(".", SQL, "--csv", "-")[1]))) == expected
     code, _, err = ask(".", SQL, "--csv", "a.csv")
     assert code == 2 and "cannot be written: File exists" in err
+
+
+def test_csv_into_a_pipe_that_closes_is_no_wrong_file(run: Path) -> None:
+    command = [sys.executable, "-m", "millrace", "query", str(run)]
+    command += ["select range from range(100000)", "--csv", "-"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as asked:
+        assert asked.stdout is not None and asked.stdout.readline() == b"range\r\n"
+        asked.stdout.close()
+        assert asked.stderr is not None and asked.stderr.read() == b""
 
 
 def test_without_sql_the_command_lists_tables_and_examples(ask: Cli) -> None:

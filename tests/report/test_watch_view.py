@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from millrace.cli.why import verdict_on
 from millrace.observe.guard import CAUSES
 from millrace.observe.panel import ago, panel, plain, sentence
 from millrace.persist.run_reader import RunReader
@@ -70,6 +71,15 @@ def test_a_folder_with_nothing_in_it_is_no_error(tmp_path: Path) -> None:
     look = look_at(RunReader(tmp_path / "not made yet"))
     assert (look.state, look.age_s) == ("empty", None)
     assert "no sign of life yet" in drawn(look)
+
+
+def test_an_evaluation_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"version": 0, "val/products/mean@1": 0.5}\n')
+    look = look_at(RunReader(tmp_path))
+    assert look.state == "complete" and look.ended and look.total is None
+    assert "products/mean@1 0.5" in drawn(look)
+    verdict = verdict_on(tmp_path)
+    assert verdict.state == "over" and "evaluation" in verdict.sentence
 
 
 @pytest.mark.parametrize(("complete", "state"), [(True, "complete"), (False, "stopped")])

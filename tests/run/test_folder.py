@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -64,6 +65,22 @@ def test_a_folder_that_goes_on_from_a_checkpoint_takes_its_tokenizer(
             run.resume_from == checkpoint
             and (run.model / "tokenizer.json").read_text() == "its own"
         )
+
+
+def test_an_evaluation_says_what_has_no_effect_and_what_it_skips(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = f"trainer.run_dir={checkpoint.parents[1]}"
+    run = open_eval_dir(config_of(where))
+    assert run.resume_from is None
+    assert any("trainer.run_dir" in n and "trainer.resume=auto" in n for n in run.notes)
+    damaged = checkpoint.with_name("version-000009")
+    shutil.copytree(checkpoint, damaged)
+    next(damaged.rglob("weights")).write_text("2")
+    run = open_eval_dir(config_of(where, "trainer.resume=auto"))
+    assert run.resume_from == checkpoint
+    assert any(damaged.name in note for note in run.notes)
 
 
 @pytest.mark.parametrize(

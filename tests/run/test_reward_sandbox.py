@@ -48,8 +48,10 @@ def folder_of(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def reward_of(tmp_path: Path, *overrides: str, name: str = "compute_score") -> Any:
-    spec = f"reward.function={folder_of(tmp_path)}/fn.py:{name}"
+async def reward_of(
+    tmp_path: Path, *overrides: str, name: str = "compute_score", where: str = ""
+) -> Any:
+    spec = f"reward.function={where or folder_of(tmp_path) / 'fn.py'}:{name}"
     config = recipe.load("quickstart", ["reward.sandbox=true", spec, *overrides])
     reward = make_reward(config)
     try:
@@ -130,6 +132,20 @@ def test_a_function_reaches_its_own_folder_and_nothing_else(
     asyncio.run(run())
     captured = capfd.readouterr()
     assert "hello" in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize("where", ["alone.py", "alone"])
+def test_a_file_or_module_of_the_current_folder_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.chdir(folder_of(tmp_path))
+    Path("alone.py").write_text("def compute_score(solution_str): return 0.5")
+
+    async def run() -> None:
+        async with reward_of(tmp_path, where=where) as reward:
+            assert await ends(reward, "any") == [0.5]
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("name", ["compute_score", "ascore"])

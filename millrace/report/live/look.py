@@ -26,7 +26,9 @@ def look_at(run: RunReader) -> RunSnapshot:
     rows = [run.rows[v] for v in sorted(run.rows)]
     validated = sorted(run.validations)
     done, version = (last.retired, last.version) if last else (0, 0)
-    total, versions, eta = _plan(run, rows, done, version)
+    evaluated = last is None and run.state == "complete"
+    planned = (None, None, None) if evaluated else _plan(run, rows, done, version)
+    total, versions, eta = planned
     return RunSnapshot(
         folder=str(run.path),
         name=run.config.name if run.config else run.name,
