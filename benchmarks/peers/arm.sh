@@ -44,7 +44,7 @@ export TRITON_CACHE_DIR=$cache/triton TOKENIZERS_PARALLELISM=true
 
 python3 "$HERE/problems.py" "$TASK" "$WORK"
 head='{"event": "start", "t": %s, "arm": "%s", "task": "%s", "seed": %s, "steps": %s, "warm": %s}\n'
-printf "$head" "$EPOCHREALTIME" "$framework:$kind" "$TASK" "$SEED" "$STEPS" "$warm" >> "$EVENTS"
+printf "$head" "$EPOCHREALTIME" "$framework:$kind${*:+ }$*" "$TASK" "$SEED" "$STEPS" "$warm" >> "$EVENTS"
 code=0
 cd "$WORK"
 python3 "$HERE/within.py" "$limit" bash "$HERE/$framework.sh" "$kind" "$@" \
