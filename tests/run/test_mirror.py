@@ -234,8 +234,8 @@ def test_a_place_of_others_is_refused_and_left_alone(tmp_path: Path) -> None:
     ("address", "says"),
     [
         ("s3://key:hunter2@bucket/a", r"'\*\*\*': it is an address with a password"),
-        ("s3://hunter2@bucket/a", r"'s3://...@bucket/a': must be an address without"),
-        ("bucket/a", "must be an address without a user"),
+        ("s3://hunter2@bucket/a", r"'s3://...@bucket/a': .* without a user"),
+        ("bucket/a", "an address with a protocol.*file:///"),
         ("s4://bucket/a", "cannot be used: .*s4"),
     ],
 )
