@@ -18,6 +18,7 @@ from millrace.config.vllm_checks import HOST_PID
 pytestmark = pytest.mark.xdist_group("engines")
 
 WORKER = "millrace.vllm.worker"
+CPU_WORKER = "vllm.v1.worker.cpu_worker"
 
 
 def be_host(answer: int) -> NoReturn:
@@ -35,6 +36,7 @@ def be_host(answer: int) -> NoReturn:
 def test_a_worker_ends_with_its_host_and_ends_its_core() -> None:
     """The host is killed, so it ends nobody. vLLM imports the worker's module as this test does."""
     assert WORKER not in sys.modules, "the processes below must be the first to import it"
+    importlib.import_module(CPU_WORKER)  # a fork of this process stood still in it
     read, write = os.pipe()
     host = os.fork()
     if host == 0:
