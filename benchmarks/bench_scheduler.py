@@ -31,14 +31,14 @@ def turn(scheduler: Scheduler, options: argparse.Namespace, k: int) -> float:
         start = time.thread_time()
         step = scheduler.schedule()
         used += time.thread_time() - start
-        pending += [step] if step.total_num_scheduled_tokens else []
+        if step.total_num_scheduled_tokens:
+            pending.append((step, drawn(scheduler, step)))
         if pending and (len(pending) > 1 or not step.total_num_scheduled_tokens):
-            done = pending.pop(0)
-            found = drawn(scheduler, done)
-            tokens += sum(map(len, found.sampled_token_ids))
+            done, found = pending.pop(0)
             start = time.thread_time()
             scheduler.update_from_output(done, found)
             used += time.thread_time() - start
+            tokens += sum(map(len, found.sampled_token_ids))
     return 1e6 * used / tokens
 
 

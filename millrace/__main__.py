@@ -15,7 +15,7 @@ _code: int | None = None
 def main() -> None:
     """Run the command line. Ctrl-C also ends it in order while it is still imported."""
     global _code
-    atexit.register(end_at_once)  # the first one runs last
+    atexit.register(skip_shutdown)  # the first one runs last
     try:
         from millrace.cli.main import main as command
     except KeyboardInterrupt:
@@ -28,11 +28,11 @@ def main() -> None:
         raise
 
 
-def end_at_once() -> None:
-    """End the process without Python's end if a daemon thread works, such as one on the report.
+def skip_shutdown() -> None:
+    """Skip Python's shutdown if a daemon thread still works, such as one that writes the report.
 
-    Python would end that thread by force. In C++ or Rust, such as pyarrow and pydantic, this aborts
-    the process.
+    The shutdown ends such a thread by force. Inside of C++ or Rust code, such as that of pyarrow or
+    pydantic, this aborts the process.
     """
     if _code is not None and any(thread.daemon for thread in threading.enumerate()):
         for stream in (sys.stdout, sys.stderr):

@@ -45,12 +45,13 @@ KeepGoing = Annotated[
         "stop by a signal and the end of the run end the command.",
     ),
 ]
+RESTARTS = 5
 Restarts = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="With --keep-going: restarts in a row without a new version, until the run fails. 5 "
-        "by default.",
+        help="With --keep-going: restarts in a row without a new version, until the run fails. "
+        f"{RESTARTS} by default.",
         show_default=False,
     ),
 ]

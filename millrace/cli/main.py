@@ -48,7 +48,7 @@ from millrace.cli.console import (
 )
 from millrace.cli.get_model import get_model
 from millrace.cli.import_verl import import_verl
-from millrace.cli.keep_going import KeepGoing, Restarts, keep_going
+from millrace.cli.keep_going import RESTARTS, KeepGoing, Restarts, keep_going
 from millrace.cli.query import query
 from millrace.cli.report import report_page
 from millrace.cli.scale import scale
@@ -122,7 +122,7 @@ def train(
     path, overrides = base_of(path, overrides, config_name, config_path)
     config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
     if keep_going_:
-        keep_going(config.trainer, restarts or 5, json_=json_)
+        keep_going(config.trainer, restarts or RESTARTS, json_=json_)
     if config.trainer.val_only:
         _validate(config, json_)
         return

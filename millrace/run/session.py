@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import cast
 
 from millrace.config import Config
 from millrace.config.keys import NO_PROGRESS, Derived, ResumeProgress
@@ -141,7 +140,8 @@ async def open_session(
     Everything is closed at exit.
     """
     check_machine(config)
-    trains, run = open_dir is open_run_dir, cast("RunDir | None", None)
+    trains = open_dir is open_run_dir
+    run: RunDir | None = None
     if trains and rollout:
         trackers.check(config.trainer.logger)
     # A long load runs in a thread, so that Ctrl-C reaches the event loop and ends it at once.

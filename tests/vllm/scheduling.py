@@ -68,16 +68,19 @@ def make_request(name: str, prompt: list[int], length: int, *, streams: bool = F
 
 
 def drawn(scheduler: Scheduler, step: Any) -> ModelRunnerOutput:
-    """Return the output of a step: tokens and log-probs that names and lengths decide."""
+    """Return the output of the step that was scheduled last.
+
+    Names and lengths decide the tokens and log-probs.
+    """
     names: list[str] = list(step.num_scheduled_tokens)
     tokens: list[list[int]] = []
     log_probs = np.zeros((len(names), 1), dtype=np.float32)
     for i, name in enumerate(names):
-        request = scheduler.requests.get(name)
-        if request is None or request.is_prefill_chunk:
+        request = scheduler.requests[name]
+        if request.is_prefill_chunk:
             tokens.append([])
             continue
-        seed = zlib.crc32(f"{name} {request.num_output_tokens}".encode())
+        seed = zlib.crc32(f"{name} {request.num_computed_tokens}".encode())
         tokens.append([3 + seed % 200])
         log_probs[i] = -(seed % 1000) / 100
     places = np.zeros((len(names), 1), dtype=np.int32)

@@ -45,10 +45,9 @@ def history(scheduler: Scheduler, seed: int, lag: int) -> Iterator[Any]:
         old = step.scheduled_cached_reqs
         yield step.num_scheduled_tokens, news, old.req_ids, old.new_block_ids, old.resumed_req_ids
         if step.total_num_scheduled_tokens:
-            pending.append(step)
+            pending.append((step, drawn(scheduler, step)))
         while len(pending) > (lag if step.total_num_scheduled_tokens else 0):
-            done = pending.pop(0)
-            batches = scheduler.update_from_output(done, drawn(scheduler, done))
+            batches = scheduler.update_from_output(*pending.pop(0))
             for output in (o for batch in batches.values() for o in batch.outputs):
                 own = log_probs[output.request_id]
                 if output.new_logprobs is not None:
