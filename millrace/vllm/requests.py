@@ -199,7 +199,7 @@ def sampling_params(params: SamplingParams, eos_ids: list[int]) -> vllm.Sampling
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
-        skip_clone=True,  # a deep copy costs as much as the rest of a request
+        skip_clone=True,  # a deep copy takes a quarter of the time in which a request is sent
         # An output for each token costs more than drawing the token. Only stop strings need one.
         output_kind=RequestOutputKind.DELTA if params.stop else RequestOutputKind.FINAL_ONLY,
     )
