@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Run one arm on two GPUs, and print its row: arm.sh NAME TASK SEED GPUS LIMIT [KEY=VALUE ...]
+# Run one arm on two GPUs or one, and print its row: arm.sh NAME TASK SEED GPUS LIMIT [KEY=VALUE ...]
 #   NAME   millrace:MODE, verl:sync, verl:async, trl:colocate, trl:server or trl:async
-#   TASK   sums or eight     GPUS   0,1      LIMIT   seconds, with start and held-out samples
+#   TASK   sums or eight     GPUS   0,1 or 0, for colocated arms      LIMIT   seconds, with start and held-out samples
 # KEY=VALUE are further keys of millrace or verl. Variables:
 #   MODEL  the folder of SmolLM2-135M-Instruct             STEPS  128 optimizer steps of 256 rows
 #   OUT    the results; its name is the machine's          CACHE  compiled code; a new folder
@@ -22,6 +22,11 @@ trl:colocate | trl:server | trl:async) ;;
 *) echo "error: NAME = $name: no such arm. Fix: see benchmarks/peers/README.md." >&2; exit 2 ;;
 esac
 MODEL=$(realpath "${MODEL:?the folder of SmolLM2-135M-Instruct}")
+COUNT=$(tr , "\n" <<< "$GPUS" | wc -l)
+case $COUNT:$kind in
+2:* | 1:colocate* | 1:sync) ;;
+*) echo "error: GPUS = $GPUS: $kind needs two GPUs. Fix: 0,1." >&2; exit 2 ;;
+esac
 
 n=1
 while [ -e "$OUT/$framework-$kind-$TASK-$SEED.$n.jsonl" ]; do n=$((n + 1)); done
@@ -36,7 +41,7 @@ case $framework in
 millrace) path=$HERE/../..${SITE:+:$SITE} ;;
 *) path=${PEERS:+$PEERS:}${SITE:+$SITE:}$HERE ;;
 esac
-export HERE TASK SEED GPUS STEPS PROMPT RESPONSE MODEL WORK PORT RUN=$tag.run EVENTS=$tag.jsonl
+export HERE TASK SEED GPUS COUNT STEPS PROMPT RESPONSE MODEL WORK PORT RUN=$tag.run EVENTS=$tag.jsonl
 export PYTHONPATH=$path PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 HF_HOME=$WORK/hf VLLM_NO_USAGE_STATS=1
 export CUDA_VISIBLE_DEVICES=$GPUS VLLM_HOST_IP=127.0.0.1 GLOO_SOCKET_IFNAME=lo DO_NOT_TRACK=1
 export XDG_CACHE_HOME=$cache VLLM_CACHE_ROOT=$cache/vllm TORCHINDUCTOR_CACHE_DIR=$cache/inductor

@@ -3,7 +3,7 @@ set -u
 mode=$1 gpus=1 staleness=0.5
 shift
 case $mode in
-colocate_*) gpus=2 ;;
+colocate_*) gpus=$COUNT ;;
 async_swap) staleness=1 ;;
 esac
 exec python3 -m millrace train smollm2_vllm mode="$mode" model.path="$MODEL" \

@@ -2,8 +2,9 @@
 set -u
 export TRL_EXPERIMENTAL_SILENCE=1 SERVER=http://127.0.0.1:$PORT GROUP_PORT=$((PORT + 2))
 if [ "$1" = colocate ]; then
-    exec python3 -m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 \
-        --mixed_precision bf16 --dynamo_backend no --main_process_port $((PORT + 1)) \
+    several=$([ "$COUNT" = 1 ] || echo --multi_gpu)
+    exec python3 -m accelerate.commands.launch $several --num_processes "$COUNT" \
+        --num_machines 1 --mixed_precision bf16 --dynamo_backend no --main_process_port $((PORT + 1)) \
         "$HERE/trl_grpo.py" colocate
 fi
 # This is the command of `trl vllm-serve`. AsyncGRPOTrainer asks for the model by its folder.

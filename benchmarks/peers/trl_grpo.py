@@ -31,7 +31,7 @@ if __name__ == "__main__":
         vllm_importance_sampling_correction=False,
         beta=0.0,
         per_device_train_batch_size=rows,
-        gradient_accumulation_steps=256 // rows // (2 if colocated else 1),
+        gradient_accumulation_steps=256 // rows // (int(os.environ["COUNT"]) if colocated else 1),
         model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
     )
     trainer = GRPOTrainer(

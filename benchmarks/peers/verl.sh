@@ -42,7 +42,7 @@ common=(
 case $kind in
 sync)
     exec python3 -m verl.trainer.main_ppo "${common[@]}" trainer.use_v1=True \
-        trainer.v1.trainer_mode=sync trainer.n_gpus_per_node=2 data.train_batch_size=32 \
+        trainer.v1.trainer_mode=sync trainer.n_gpus_per_node="$COUNT" data.train_batch_size=32 \
         trainer.v1.sampler.custom_sampler.path="$HERE/verl_sampler.py" \
         trainer.v1.sampler.custom_sampler.name=PromptBuffer trainer.test_freq="$STEPS" \
         trainer.total_training_steps="$STEPS" $a.rollout.gpu_memory_utilization=0.4 "$@"

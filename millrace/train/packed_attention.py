@@ -11,7 +11,7 @@ are discarded.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -88,26 +88,19 @@ def _padded(
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float, sliding_window: int | None
 ) -> Tensor:
-    # Imported here: only CUDA builds have the module, which is newer than torch.nn.attention.
-    from torch.nn.attention.varlen import varlen_attn
-
-    # With fewer key heads than query heads, the kernels share the key heads. torch 2.11 documents
-    # no enable_gqa.
+    # torch.nn.attention.varlen runs this operator in Python code, forward and backward. A small
+    # model's step is bound by the host. The kernels share key heads among query heads.
     cu, longest = layout.cu_seqlens, max(layout.lengths)
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    out = varlen_attn(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        cu,
-        cu,
-        longest,
-        longest,
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        *(q.contiguous(), k.contiguous(), v.contiguous(), cu, cu, longest, longest),
+        0.0,  # dropout
+        sliding_window is None,  # causal
+        False,  # the debug mask
         scale=scaling,
-        window_size=window,
+        window_size_left=-1 if sliding_window is None else sliding_window - 1,
+        window_size_right=0,
     )
-    assert isinstance(out, Tensor)
-    return out
+    return cast(Tensor, out)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -146,8 +146,15 @@ def test_a_command_ends_at_its_limit() -> None:
     assert "limit of 0.1 s" in run("within.py", "0.1", "sleep", "1000", code=124)
 
 
-@pytest.mark.parametrize("wrong", [("tlr:async", "sums"), ("trl:async", "mul")])
-def test_a_wrong_name_is_refused_before_anything_starts(wrong: tuple[str, str]) -> None:
-    command = ["bash", str(PEERS / "arm.sh"), *wrong, "0", "0,1", "9"]
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("tlr:async", "sums", "0", "0,1"),
+        ("trl:async", "mul", "0", "0,1"),
+        ("trl:async", "sums", "0", "0"),
+    ],
+)
+def test_a_wrong_arm_is_refused_before_anything_starts(wrong: tuple[str, ...]) -> None:
+    command = ["bash", str(PEERS / "arm.sh"), *wrong, "9"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "MODEL": "/"})
     assert done.returncode == 2 and "Fix:" in done.stderr

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
+from millrace.train.fsdp import sharding
 from millrace.train.fused_norm import fuse_norms
 
 
@@ -52,3 +55,19 @@ def test_a_norm_without_memory_is_recognised() -> None:
     with torch.device("meta"):
         module = nn.Sequential(LlamaRMSNorm(64))
     assert fuse_norms(module) == 1
+
+
+def test_compiled_layers_with_fused_norms_share_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch compiles one graph for eight layers at most, and leaves the others as they are."""
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 10}
+    model = LlamaForCausalLM(
+        LlamaConfig(**sizes, num_attention_heads=2, attn_implementation="eager", use_cache=False)
+    )
+    tokens = torch.arange(12)[None]
+    want = model(tokens).logits
+    assert fuse_norms(model) == 21
+    for layer in model.model.layers:
+        layer.forward = sharding._compiled(layer.forward)
+    torch.testing.assert_close(model(tokens).logits, want)

@@ -209,4 +209,8 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> F
         reference=reference,
     )
     engine.owns_group = alone and dist.is_initialized()
+    if config.model.compile:  # while the rollout engines start
+        for model in (engine.actor, engine.critic, engine.reference):
+            if isinstance(model, Trainable):
+                model.warm_up()
     return engine

@@ -20,11 +20,14 @@ from millrace.train.learner import Learner, LossOf
 from millrace.train.metrics import Meter
 from millrace.train.optim import adamw, clip_, gradient_norm, gradients_of
 from millrace.train.packing import MicroBatch, Outputs, pack, split
-from millrace.train.rows import Rows
+from millrace.train.rows import Rows, rows_of_examples
 from millrace.train.ulysses import Division
+from millrace.types import tokens_of
 from millrace.waits.registry import count, doing
 
 WHOLE_GRADIENT_BYTES = 1 << 30
+WARM_UP = tokens_of(range(3))
+"""The prompt and the response of a row of the warm-up. Sizes over 1 make a graph for all sizes."""
 
 
 class Trainable(Learner):
@@ -71,6 +74,25 @@ class Trainable(Learner):
     def begin(self, optim: OptimConfig, horizon: int) -> None:
         super().begin(optim, horizon)
         self.optimizer = adamw(self.parameters, optim)
+
+    def warm_up(self) -> None:
+        """Let torch compile both passes, on a few rows. The weights stay, and no gradient is left."""
+        rows = rows_of_examples([(WARM_UP, WARM_UP), (WARM_UP, WARM_UP[1:])])
+
+        def loss_of(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+            loss = 0.0 * outputs[0].sum()
+            return loss, loss.detach().double().reshape(1)
+
+        with doing(f"compiling the {self.name}"):
+            with torch.no_grad():
+                for micro, _ in self.micro_batches(rows, np.arange(2)):
+                    self.module(micro, 1.0)
+            if self.parameters:
+                self.accumulate(rows, np.arange(2), 1.0, loss_of, Meter(("loss",)))
+                self.module.zero_grad()
+            if isinstance(self.module, FSDPModule):
+                reshard(self.module)
+            self.router_sums()
 
     def micro_batches(self, rows: Rows, members: Ints) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield this rank's micro-batches of the rows `members`, and whether each is the last.
