@@ -30,6 +30,7 @@ class Reading(StrEnum):
     """How a prompt becomes tokens."""
 
     MESSAGES = "messages through the chat template"
+    CONTINUED = "messages that end with the assistant's words, which the policy continues"
     WRAPPED = "strings through the chat template, each as one message of the user"
     RENDERED = "strings with the template's markup already, read as they are"
     PLAIN = "strings as plain text"
@@ -48,7 +49,8 @@ class Chat:
     def reading(self, problem: Problem) -> Reading:
         """Return how `render` reads the prompt."""
         if not isinstance(problem.prompt, str):
-            return Reading.MESSAGES
+            begun = self.generation_prompt and template.begins_answer(problem.prompt)
+            return Reading.CONTINUED if begun else Reading.MESSAGES
         if self._rendered(problem.prompt):
             return Reading.RENDERED
         own = self.template in TEMPLATES
@@ -203,7 +205,10 @@ class Chat:
             fix = "chat_template.jinja in model.path, an instruct model, or a string prompt"
             raise bad_row(where, messages, rule, fix)
         try:
-            return template.render(self.tokenizer, messages, head=self.generation_prompt)
+            begun = self.generation_prompt and template.begins_answer(messages)
+            return template.render(
+                self.tokenizer, messages, head=self.generation_prompt, continues=begun
+            )
         except template.Refused as error:
             rule = f"the chat template refuses the messages: {error}"
             fix = "other messages, a string prompt with data.chat=never, or another chat template"

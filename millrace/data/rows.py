@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsFloat
 
 import msgspec
 
@@ -57,12 +57,9 @@ def problem(
 ) -> Problem:
     """Return row i as a Problem. Raise DataError with file, row, value, rule and fix."""
     part, at = rows.locate(i)
-    row, where = part.get(at), rows.describe(i)
+    row, where = {k: _known(v) for k, v in part.get(at).items()}, rows.describe(i)
     used, prompt = _prompt(where, row, prompt_key)
-    for name in _MEDIA:
-        if isinstance(row.get(name), list | dict | bytes) and row[name]:
-            rule = "prompts are text, so the policy would not see it"
-            raise bad_row(f"{where}, {name}", row[name], rule, "delete the column, or the row")
+    _no_media(where, row, prompt)
     source = row.get("data_source") or part.name
     if not isinstance(source, str):
         raise bad_row(
@@ -235,6 +232,23 @@ def _checked(where: str, text: str, required: bool = True) -> str:
     return text
 
 
+def _known(value: Any) -> Any:
+    """Return None for NaN, which a data frame writes for a missing value."""
+    return None if isinstance(value, SupportsFloat) and value != value else value
+
+
+def _no_media(where: str, row: Row, prompt: Messages | str) -> None:
+    """Raise DataError if a column or a mark in the prompt stands for a part that is no text."""
+    text = prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt)
+    marked = {kind for kind in _MEDIA[::2] if f"<{kind}>" in text}
+    for name, value in row.items():
+        # Other columns may have such a name, such as `image_width`. A mark in the prompt decides.
+        about = name in _MEDIA or any(name.startswith(kind) for kind in marked)
+        if about and isinstance(value, list | dict | bytes | str) and value:
+            rule = "prompts are text, so the policy would not see it"
+            raise bad_row(f"{where}, {name}", value, rule, "delete the column, or the row")
+
+
 def _struct(where: str, row: Row, column: str) -> dict[str, Any]:
     value = row.get(column)
     if value is None:
@@ -250,7 +264,7 @@ def _struct(where: str, row: Row, column: str) -> dict[str, Any]:
 
 
 def _ground_truth(where: str, row: Row) -> Any:
-    truth = _struct(where, row, "reward_model").get("ground_truth")
+    truth = _known(_struct(where, row, "reward_model").get("ground_truth"))
     for column in ("ground_truth", "answer", "solution"):
         truth = row.get(column) if truth is None else truth
     if isinstance(truth, str):

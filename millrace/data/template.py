@@ -27,16 +27,24 @@ def source(tokenizer: PreTrainedTokenizerBase) -> str | None:
         return None
 
 
+def begins_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the last message is words of the assistant, which the policy continues."""
+    last = messages[-1] if messages else {}
+    return last.get("role") == "assistant" and bool(last.get("content", "").strip())
+
+
 def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
     *,
     head: bool,
+    continues: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the chat template's text. With `head`, it ends with the head of the next answer.
 
+    If it `continues`, it ends with the last message's own words instead.
     Raise Refused if the template raises, and ConfigError if it recurses without end, or if
     Python finds no memory for it.
     """
@@ -47,7 +55,8 @@ def render(
             list(messages),  # type: ignore[arg-type]  # a mapping is what it reads
             tools=[dict(tool) for tool in tools] or None,
             tokenize=False,
-            add_generation_prompt=head,
+            add_generation_prompt=head and not continues,
+            continue_final_message=continues,
             **(options or {}),
         )
     except (MemoryError, RecursionError) as error:

@@ -61,17 +61,54 @@ def load_module(key: str, spec: str, where: str) -> ModuleType:
     """Import a module by its path or name. Raise ConfigError if that fails."""
     if not where.endswith(".py"):
         return _import(key, spec, lambda: importlib.import_module(where))
-    path = Path(where).expanduser()
-    name = f"millrace_user_{path.stem}"
+    path = Path(where).expanduser().resolve()
+    # The file's folder is on the path, as when Python runs the file. It can import helpers there.
+    # Processes that the file starts inherit the path, and find its functions by the file's name.
+    sys.path.insert(0, str(path.parent))
+    name = path.stem if _is_free(path) else f"millrace_user_{path.stem}"
     loaded = importlib.util.spec_from_file_location(name, path)
     if loaded is None or loaded.loader is None:
         raise bad_value(key, spec, "is not a Python file", "path.py:name")
     module = importlib.util.module_from_spec(loaded)
     sys.modules[name] = module
-    # The file's folder is on the path, as when Python runs the file. It can import helpers there.
-    sys.path.insert(0, str(path.resolve().parent))
     run = loaded.loader.exec_module
-    return _import(key, spec, lambda: run(module) or module)
+
+    def imported() -> ModuleType:
+        try:
+            run(module)
+        except ImportError as error:
+            if "no known parent package" not in str(error) or not _in_package(path):
+                raise
+            return importlib.import_module(_package_name(path))
+        return module
+
+    return _import(key, spec, imported)
+
+
+def _is_free(path: Path) -> bool:
+    """Return whether `import` finds this file by its own name, and no other module."""
+    if not path.stem.isidentifier() or path.stem in sys.stdlib_module_names:
+        return False
+    known = sys.modules.get(path.stem)
+    if known is not None:
+        return getattr(known, "__file__", None) == str(path)
+    importlib.invalidate_caches()
+    found = importlib.util.find_spec(path.stem)
+    return found is not None and found.origin == str(path)
+
+
+def _in_package(path: Path) -> bool:
+    return (path.parent / "__init__.py").is_file()
+
+
+def _package_name(path: Path) -> str:
+    """Return the name of a package's module. The folder of the package is then on the path."""
+    parts = [path.stem]
+    while _in_package(path):
+        path = path.parent
+        parts.insert(0, path.name)
+    sys.path.insert(0, str(path.parent))
+    return ".".join(parts)
 
 
 def _import(key: str, spec: str, run: Callable[[], ModuleType]) -> ModuleType:

@@ -6,15 +6,15 @@
            returns a list of numbers
 
 The name of the completion's parameter decides: `solution_str` or `completions`. Both may be
-`async def`. A TRL function with the attribute `whole_group = True` gets all completions of a sample
-in one call. Otherwise it gets each completion as soon as it is finished.
+`async def`. A TRL function gets all completions of a sample in one call. With the attribute
+`whole_group = False`, it gets each completion as soon as it is finished.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, SupportsFloat
@@ -77,6 +77,10 @@ class Function:
     def _scores(self, values: Any, call: Call) -> list[Score]:
         """Return TRL's list as Scores."""
         n = len(call.completions)
+        if hasattr(values, "tolist") and not isinstance(values, _TEXTS):  # an array or a tensor
+            values = values.tolist()
+        if isinstance(values, Iterator):
+            values = list(values)
         if isinstance(values, _TEXTS | dict) or not isinstance(values, Sequence):
             raise RewardError(
                 "not_a_list",
@@ -197,7 +201,7 @@ def _function(spec: str, function: Callable[..., Any]) -> Function:
     if style == "verl" and required - set(_VERL):
         rule = f"needs {', '.join(sorted(required - set(_VERL)))}, which verl's signature lacks"
         raise bad_value(_KEY, spec, rule, "give them defaults")
-    whole_group = bool(getattr(function, "whole_group", False))
+    whole_group = bool(getattr(function, "whole_group", style == "trl"))
     if style == "verl" and whole_group:
         rule = "asks for whole groups (whole_group = True), but takes one solution_str"
         raise bad_value(_KEY, spec, rule, "the signature f(prompts, completions, **columns)")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from millrace.data.chat import Chat
+from millrace.data.chat import Chat, Reading
 from millrace.data.rows import Problem
 from tests.agents.families import FAMILIES, tokenizer_of
 
@@ -63,3 +63,23 @@ def test_a_string_has_the_tokens_of_transformers_pipeline(name: str) -> None:
     _, tokens = Chat(tokenizer).render(Problem("hello world", "x"))
     assert list(tokens) == tokenizer("hello world")["input_ids"]
     assert tokens[0] == (tokenizer.bos_token_id or tokens[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("words", ["12 degrees", "12 degrees\n", "the  weather "])
+def test_the_policy_continues_words_of_the_assistant(name: str, words: str) -> None:
+    tokenizer, messages = real_like(name), [*USER, {"role": "assistant", "content": words}]
+    prompt, chat = Problem(prompt=messages, data_source="s"), Chat(tokenizer)
+    want = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert chat.render(prompt)[0] == want
+    assert want.rstrip().endswith(words.rstrip())
+    assert chat.reading(prompt) is Reading.CONTINUED
+    whole = Chat(tokenizer, generation_prompt=False)  # a reward model's
+    assert whole.reading(prompt) is Reading.MESSAGES
+    assert len(whole.render(prompt)[1]) > len(chat.render(prompt)[1])
+
+
+def test_an_empty_last_message_of_the_assistant_begins_no_answer() -> None:
+    messages = [*USER, {"role": "assistant", "content": ""}]
+    chat = Chat(real_like("qwen2.5"))
+    assert chat.reading(Problem(prompt=messages, data_source="s")) is Reading.MESSAGES

@@ -6,6 +6,7 @@ The columns of verl, TRL and reasoning-gym become one Problem. The error of a ba
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,48 @@ def test_a_wrong_prompt_key_names_the_usual_column() -> None:
     rows = load_source("task:copy", seed=0)
     with pytest.raises(DataError, match=r"Fix: data\.prompt_key=prompt, or add"):
         check_rows(rows, prompt_key="answers")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1+1?", "answer": math.nan},
+        {"prompt": "1+1?", "reward_model": {"style": "rule", "ground_truth": math.nan}},
+    ],
+)
+def test_nan_is_no_ground_truth(tmp_path: Path, row: dict[str, Any]) -> None:
+    rows = rows_of(tmp_path, row)
+    assert problem(rows, 0).ground_truth is None
+    with pytest.raises(DataError, match=r"no ground truth.*Fix: add one of these columns"):
+        problem(rows, 0, need_ground_truth=True)
+
+
+def test_nan_is_no_source_and_no_prompt(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, {"prompt": "1+1?", "data_source": math.nan}, {"prompt": math.nan})
+    assert problem(rows, 0).data_source == "train"
+    with pytest.raises(DataError, match="is null"):
+        problem(rows, 1)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "What is it?", "image": "fig/1.png"},
+        {"prompt": "What is it?", "videos": ["a.mp4"]},
+        {"prompt": "<image> What is it?", "image_path": "fig/1.png"},
+        {"prompt": [{"role": "user", "content": "<audio>?"}], "audio_file": b"abc".hex()},
+    ],
+)
+def test_a_row_with_a_part_that_is_no_text_is_refused(tmp_path: Path, row: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"the policy would not see it.*Fix: delete the column"):
+        problem(rows_of(tmp_path, row), 0)
+
+
+def test_a_column_with_a_name_like_a_part_stays(tmp_path: Path) -> None:
+    row: dict[str, Any] = {
+        "prompt": "How wide is it?",
+        "image_width": "640",
+        "images": [],
+        "image": None,
+    }
+    assert problem(rows_of(tmp_path, row), 0).columns["image_width"] == "640"

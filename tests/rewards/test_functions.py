@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -99,18 +100,32 @@ GROUP = """
 def f(completions, **columns):
     shortest = min(map(len, completions))
     return [float(len(c) == shortest) for c in completions]
-f.whole_group = True
 """
 
 
-def test_a_trl_function_asks_for_whole_groups_by_an_attribute(tmp_path: Path) -> None:
+@pytest.mark.parametrize("result", ["[1, 0]", "numpy.array([1, 0])", "(n for n in (1, 0))"])
+def test_a_trl_function_returns_any_sequence_of_numbers(tmp_path: Path, result: str) -> None:
+    trl = function(tmp_path, f"import numpy\ndef f(completions, **columns): return {result}")
+    assert [s.value for s in trl.run(call("a", "b"))] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "result", ["numpy.array(1.0)", "numpy.array([[1], [0]])", "[1]", "iter('')"]
+)
+def test_a_trl_function_returns_one_number_for_each_completion(tmp_path: Path, result: str) -> None:
+    trl = function(tmp_path, f"import numpy\ndef f(completions, **columns): return {result}")
+    with pytest.raises(RewardError):
+        trl.run(call("a", "b"))
+
+
+def test_a_trl_function_gets_whole_groups_unless_it_declines(tmp_path: Path) -> None:
     asks = function(tmp_path, GROUP)
     assert asks.whole_group and asks.run(call("aa", "b", "c")) == [
         Score(0.0),
         Score(1.0),
         Score(1.0),
     ]
-    assert not function(tmp_path, GROUP.replace("True", "False")).whole_group
+    assert not function(tmp_path, f"{GROUP}f.whole_group = False").whole_group
     with pytest.raises(ConfigError, match=r"whole_group = True\).*Fix: the signature f\(prompts"):
         function(tmp_path, "def f(solution_str): return 1\nf.whole_group = True")
 
@@ -248,3 +263,38 @@ def test_an_error_whose_message_fails_is_still_described() -> None:
             raise ValueError
 
     assert failure(Broken()) == "Broken: its message cannot be read"
+
+
+def test_processes_of_a_users_file_find_its_functions(tmp_path: Path) -> None:
+    """A pool that spawns imports the file by its name."""
+    (tmp_path / "halves_of.py").write_text(
+        "import multiprocessing\n"
+        "def half(x): return x / 2\n"
+        "def f(solution_str):\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        return pool.map(half, [1.0])[0]\n"
+    )
+    scorer = load_function(f"{tmp_path}/halves_of.py:f")
+    assert scorer.run(call("a"))[0].value == 0.5
+
+
+@pytest.mark.parametrize("name", ["json", "numpy", "not-a-name"])
+def test_a_users_file_takes_the_place_of_no_other_module(tmp_path: Path, name: str) -> None:
+    known = sys.modules.get(name)
+    (tmp_path / f"{name}.py").write_text("def f(solution_str): return 1")
+    assert load_function(f"{tmp_path}/{name}.py:f").run(call("a"))[0].value == 1.0
+    assert sys.modules.get(name) is known
+
+
+def test_a_file_of_a_package_may_import_its_neighbours(tmp_path: Path) -> None:
+    package = tmp_path / "my_scorers" / "inner"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package.parent / "helper.py").write_text("HALF = 0.5")
+    (package / "score.py").write_text("from ..helper import HALF\ndef f(solution_str): return HALF")
+    assert load_function(f"{package}/score.py:f").run(call("a"))[0].value == 0.5
+    lone = tmp_path / "lone.py"
+    lone.write_text("from .helper import HALF\ndef f(solution_str): return HALF")
+    with pytest.raises(ConfigError, match="no known parent package"):
+        load_function(f"{lone}:f")
