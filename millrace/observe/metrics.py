@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from millrace.observe.timing import LiveTime, seconds_of, share, timing_row
+from millrace.observe.timing import ActorClock, LiveTime, seconds_of, share, timing_row
 from millrace.ports import RolloutStats, StepReport, TransferReport
 from millrace.types import Author, PolicyVersion, Sample, Stop
+from millrace.waits.stream import Event
 
 _OF_EPISODES = ("turns", "threads", "context_tokens")
 """The counts of an episode that a row shows as mean and largest value."""
@@ -27,12 +30,12 @@ PERCENTILES = (50, 90, 99)
 """The percentiles of the response lengths in a row."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Synced:
     """The figures of one sync."""
 
-    transfer: TransferReport
-    pause_s: float
+    transfer: TransferReport = field(default_factory=lambda: TransferReport(0, 0.0))
+    pause_s: float = 0.0
     """Seconds in which the slowest replica changed its weights."""
     hold_s: float | None = None
     """Seconds of the rollouts' pause: the wait for them, the change, and the record of the version.
@@ -240,6 +243,127 @@ class VersionMetrics:
             lagging = sum(lag * count for (_, lag), count in tokens.items())
             row["staleness/kv_mean"] = share(lagging, tokens.total())
             row["staleness/kv_max"] = float(max(lag for _, lag in tokens))
+        return row
+
+
+MakeRow = Callable[..., dict[str, float]]
+"""VersionMetrics.row without some of its arguments."""
+
+
+class RunMetrics:
+    """A watcher that gathers the figures of each version and of its sync."""
+
+    _MOVES = ("running", "ready", "dropped", "recalled")
+
+    def __init__(self, now: float, *, shared: bool, sessions: bool) -> None:
+        """`shared` says whether both sides share devices. With `sessions`, their states count."""
+        names = {"trainer", "relabelled", "stepped", "published", "transfer", "activate", "pause"}
+        self.names = names | set(self._MOVES) | ({"sessions"} if sessions else set())
+        self.version = VersionMetrics()
+        self._synced = Synced()
+        self._sessions = Sessions(now) if sessions else None
+        self._time, self._shared = ActorClock(now, "trainer"), shared
+        self._started: dict[str, float | None] = {}
+        """When the rollouts of each running sample began. None if an earlier attempt drew it."""
+        self._drawn: dict[str, tuple[float, float]] = {}
+        """Start and end of the rollouts of each finished sample, until it is trained."""
+        self._live_since = self._paused_at = now
+        self._idle_since: float | None = now
+        """The time since which no sample runs, or the trainer has shared devices. Else None."""
+
+    def begin(self, now: float) -> None:
+        """Begin the first version. What was before counts for none."""
+        self._time.flush(now)
+        self._live_since = now
+
+    def close(self, now: float) -> MakeRow:
+        """End the steps and seconds of a version. Return its `row`, and begin the next version."""
+        closed, self.version = self.version, VersionMetrics()
+        return partial(closed.row, timing=self._time.flush(now))
+
+    def synced_row(self, now: float, row: MakeRow) -> dict[str, float]:
+        """Return a row with the figures of the sync that has just ended."""
+        synced, self._synced = self._synced, Synced()
+        sessions = {} if self._sessions is None else self._sessions.row(now)
+        return row(synced=synced) | sessions
+
+    def __call__(self, event: Event) -> None:
+        time, track, name, phase, key, facts = event
+        if track == "samples":
+            self._move(name, key, time, facts)
+        elif name == "sessions" and self._sessions is not None:
+            self._sessions.change(time, **facts)
+        elif track == "trainer" and name != "stepped":
+            self._time(event)
+            if self._shared and name == "switch" and self._idle_since is None:
+                self._idle_since = time  # The trainer has the devices now.
+        elif name == "stepped":
+            self._step(facts["samples"], facts["version"], facts["report"])
+        elif name == "published":
+            self._publish(time)
+        elif name == "pause" and phase == "begin":
+            self._paused_at = time
+        elif name == "pause":
+            self._synced.hold_s = None if self._shared else time - self._paused_at
+            if self._started:
+                self._idle_since = None
+        elif "bytes" in facts:
+            self._synced.transfer = TransferReport(facts["bytes"], facts["seconds"])
+        elif "pause_s" in facts:
+            self._synced.pause_s = facts["pause_s"]
+
+    def _move(self, name: str, key: str, time: float, facts: Mapping[str, Any]) -> None:
+        if name == "running":
+            self._started[key] = time
+            self._idle_since = None
+        elif name == "recalled":
+            if facts["finished"]:
+                self._started[key] = None
+        else:
+            start = self._started.pop(key, None)
+            if not self._started and self._idle_since is None:
+                self._idle_since = time
+            if name == "ready" and start is not None:
+                self._drawn[key] = start, time
+
+    def _step(self, samples: Sequence[Sample], version: PolicyVersion, report: StepReport) -> None:
+        self.version.stepped(samples, version, report)
+        spans = [self._drawn.pop(str(sample.prompt.index), None) for sample in samples]
+        if drawn := [span for span in spans if span is not None]:
+            self.version.drawn(min(start for start, _ in drawn), max(end for _, end in drawn))
+
+    def _publish(self, now: float) -> None:
+        """End the time of the version that was live."""
+        since, self._live_since = self._live_since, now
+        idle = now if self._idle_since is None else max(self._idle_since, since)
+        self._synced.live = LiveTime(now - since, idle - since)
+
+
+class Sessions:
+    """The number of sessions in each state, on average since the last row."""
+
+    def __init__(self, now: float) -> None:
+        self._numbers, self._sums = (0, 0, 0), [0.0, 0.0, 0.0]
+        """Of those at an engine, at the closed gate, and elsewhere: a tool or the environment."""
+        self._begin = self._since = now
+
+    def change(self, now: float, live: int, drawing: int, gate: int) -> None:
+        """Count the sessions that live, of these the draws at an engine and those at the gate."""
+        for i, number in enumerate(self._numbers):
+            self._sums[i] += number * (now - self._since)
+        # Threads of one session may draw at the same time.
+        self._numbers, self._since = (drawing, gate, max(0, live - drawing - gate)), now
+
+    def row(self, now: float) -> dict[str, float]:
+        """Return the averages since the last call."""
+        names = ("drawing", "at_gate", "waiting")
+        sums = zip(names, self._numbers, self._sums, strict=True)
+        row = {
+            f"agents/{name}": share(total + number * (now - self._since), now - self._begin)
+            for name, number, total in sums
+        }
+        self._begin = self._since = now
+        self._sums = [0.0, 0.0, 0.0]
         return row
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from millrace.observe.watch import Event
 from millrace.report.accounts.devices import DeviceAccount
 from millrace.report.accounts.flow import FlowAccount
 from millrace.schedule.schedule import Schedule
+from millrace.waits.stream import Event
 
 
 def test_a_wait_that_is_relabelled_by_more_than_it_lasted_keeps_the_sum() -> None:

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from millrace.observe.watch import Watch
 from millrace.report.accounts.devices import DeviceAccount
 from millrace.report.accounts.flow import FlowAccount
 from millrace.report.trace.spans import Span, read
 from millrace.report.trace.writer import TraceWriter
 from millrace.schedule.schedule import Schedule
-from tests.report.runs import Clock
+from tests.report.runs import Clock, Watch
 
 
 def late(tmp_path: Path, *, cut: bool, full: bool = False) -> list[Span]:

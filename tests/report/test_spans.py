@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from millrace.observe.watch import Event, Watch
 from millrace.report.trace import spans
 from millrace.report.trace.scoring import SCORING
 from millrace.report.trace.spans import Span
 from millrace.report.trace.writer import TraceWriter
+from millrace.waits.stream import Event
 from tests.pipeline.simulated import RUNS, schedule_of, simulate
-from tests.report.runs import Run
+from tests.report.runs import Run, Watch
 from tests.report.test_trace import check, files, lines
 
 

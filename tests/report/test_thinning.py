@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.observe.watch import Event, Watch
 from millrace.persist.run_reader import RunReader
 from millrace.report.accounts.devices import DeviceAccount
 from millrace.report.accounts.flow import FlowAccount
@@ -30,7 +29,8 @@ from millrace.report.trace.scoring import Scoring
 from millrace.report.trace.spans import Span, read
 from millrace.report.trace.writer import TraceWriter
 from millrace.schedule.schedule import Placement, Schedule
-from tests.report.runs import Clock, Run, life
+from millrace.waits.stream import Event
+from tests.report.runs import Clock, Run, Watch, life
 from tests.waiting import until
 
 Call = tuple[str, str, str, float, float]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from millrace.observe.watch import Event
 from millrace.report.accounts.tokens import VALIDATION
 from millrace.schedule.ledger import State
+from millrace.waits.stream import Event
 
 
 class Integral:

@@ -24,12 +24,12 @@ from typing import Any
 
 from msgspec import Raw
 
-from millrace.observe.watch import Event
 from millrace.report.trace.arrows import SAMPLE, STEP, VERSION, arrow, number_of
 from millrace.report.trace.choice import CALLS, ENDS, SAMPLES, STATES
 from millrace.report.trace.facts import args_of, as_json, key_of
 from millrace.report.trace.lanes import GAP, Lane, Lanes, Line
 from millrace.report.trace.scoring import SCORING
+from millrace.waits.stream import Event
 
 COUNTERS = (
     "reward/mean",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from millrace.observe.watch import Event
+from millrace.waits.stream import Event
 
 REWARDS, SCORING = "rewards", "scoring"
 _GAP_S = 0.001
