@@ -85,7 +85,6 @@ class Rows:
 
     def published(self, *_: Any) -> None: ...
 
-
     def row(self, version: int, row: dict[str, float]) -> None:
         self.rows.append(row)
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from millrace.report.trace import spans
-from millrace.report.trace.scoring import SCORING
 from millrace.report.trace.spans import Span
 from millrace.report.trace.writer import TraceWriter
 from millrace.waits.stream import Event
@@ -66,7 +65,7 @@ def test_the_spans_of_a_simulated_run_are_its_events(mode: str, tmp_path: Path) 
     found = Counter(
         (s.track, s.name, s.key, round(s.start * 1e6), round(s.end * 1e6))
         for s in spans.read(tmp_path)
-        if not s.facts.get("open") and s.name not in ("relabelled", "published", "step", SCORING)
+        if not s.facts.get("open") and s.name not in ("relabelled", "published", "step")
     )
     relabelled = {"wait_prev_gen", "wait_samples"}
     for counts in (found, reference.spans):
