@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from millrace.observe.timing import ActorClock, LiveTime, seconds_of, share, timing_row
 from millrace.ports import RolloutStats, StepReport, TransferReport
@@ -253,12 +252,15 @@ MakeRow = Callable[..., dict[str, float]]
 class RunMetrics:
     """A watcher that gathers the figures of each version and of its sync."""
 
-    _MOVES = ("running", "ready", "dropped", "recalled")
-
     def __init__(self, now: float, *, shared: bool, sessions: bool) -> None:
         """`shared` says whether both sides share devices. With `sessions`, their states count."""
-        names = {"trainer", "relabelled", "stepped", "published", "transfer", "activate", "pause"}
-        self.names = names | set(self._MOVES) | ({"sessions"} if sessions else set())
+        self.names = frozenset(
+            (
+                *("running", "ready", "dropped", "recalled", "published", "transfer", "activate"),
+                *("pause", "trainer", "relabelled", "stepped"),
+                *(["sessions"] if sessions else []),
+            )
+        )
         self.version = VersionMetrics()
         self._synced = Synced()
         self._sessions = Sessions(now) if sessions else None
@@ -289,8 +291,18 @@ class RunMetrics:
 
     def __call__(self, event: Event) -> None:
         time, track, name, phase, key, facts = event
-        if track == "samples":
-            self._move(name, key, time, facts)
+        if name == "running":
+            self._started[key] = time
+            self._idle_since = None
+        elif name in ("ready", "dropped"):
+            start = self._started.pop(key, None)
+            if not self._started and self._idle_since is None:
+                self._idle_since = time
+            if start is not None and name == "ready":
+                self._drawn[key] = start, time
+        elif name == "recalled":
+            if facts["finished"]:
+                self._started[key] = None
         elif name == "sessions" and self._sessions is not None:
             self._sessions.change(time, **facts)
         elif track == "trainer" and name != "stepped":
@@ -311,20 +323,6 @@ class RunMetrics:
             self._synced.transfer = TransferReport(facts["bytes"], facts["seconds"])
         elif "pause_s" in facts:
             self._synced.pause_s = facts["pause_s"]
-
-    def _move(self, name: str, key: str, time: float, facts: Mapping[str, Any]) -> None:
-        if name == "running":
-            self._started[key] = time
-            self._idle_since = None
-        elif name == "recalled":
-            if facts["finished"]:
-                self._started[key] = None
-        else:
-            start = self._started.pop(key, None)
-            if not self._started and self._idle_since is None:
-                self._idle_since = time
-            if name == "ready" and start is not None:
-                self._drawn[key] = start, time
 
     def _step(self, samples: Sequence[Sample], version: PolicyVersion, report: StepReport) -> None:
         self.version.stepped(samples, version, report)

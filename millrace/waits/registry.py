@@ -127,51 +127,56 @@ class Wait:
         self.actor.registry.open.discard(self)
 
 
-class Span(Wait):
-    """A span of a track, a state of the current actor, or both. Either may have a cause."""
+class Span:
+    """A span of a track. It is a class because a generator takes twice as long."""
 
-    __slots__ = ("_before", "facts", "key", "name", "part", "seconds", "track")
+    __slots__ = ("_key", "_name", "_registry", "_track", "facts")
 
     def __init__(
-        self,
-        track: str,
-        name: str,
-        key: str,
-        part: str,
-        whom: str,
-        what: str,
-        work: bool,
-        facts: dict[str, Any],
+        self, registry: Registry, track: str, name: str, key: str, facts: dict[str, Any]
     ) -> None:
-        self.track, self.name, self.key, self.part = track, name, key, part
-        self.whom, self.what, self.work = whom, what, work
-        self.meeting, self.number = "", 0
+        self._registry, self._track, self._name, self._key = registry, track, name, key
         self.facts = facts
         """Those of the begin, and in the body those of the end."""
 
     def __enter__(self) -> Span:
+        begin, self.facts = self.facts, {}
+        self._registry.emit(self._track, self._name, "begin", self._key, begin)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._registry.emit(self._track, self._name, "end", self._key, self.facts)
+
+
+class Part(Wait):
+    """A state of the current actor, a cause, or both, perhaps with a span."""
+
+    __slots__ = ("_before", "_span", "facts", "name", "seconds")
+
+    def __init__(self, name: str, whom: str, what: str, work: bool, span: Span | None) -> None:
+        self.whom, self.what, self.work, self.meeting, self.number = whom, what, work, "", 0
+        self.name, self._span = name, span
+
+    def __enter__(self) -> Part:
         actor = self.actor = _current.get()
         registry = actor.registry
+        self.since = registry.clock()
         if self.what:
-            self.since = registry.clock()
             registry.open.add(self)
-        if self.part:
-            self.since = registry.clock()
-            self._before = registry.switch(actor.name, self.part)
-        if self.track:
-            begin, self.facts = self.facts, {}
-            registry.emit(self.track, self.name, "begin", self.key, begin)
+        if self.name:
+            self._before = registry.switch(actor.name, self.name)
+        if self._span is not None:
+            self.facts = self._span.__enter__().facts
         return self
 
     def __exit__(self, *error: object) -> None:
         registry = self.actor.registry
-        if self.track:
-            registry.emit(self.track, self.name, "end", self.key, self.facts)
-        if self.part:
+        if self._span is not None:
+            self._span.__exit__()
+        if self.name:
             self.seconds = registry.clock() - self.since
             registry.switch(self.actor.name, self._before)
-        if self.what:
-            registry.open.discard(self)
+        registry.open.discard(self)
 
 
 class Starting(Wait):
@@ -223,28 +228,21 @@ def doing(what: str, by: str = "") -> Wait:
     return Wait(by, what, "", 0, True)
 
 
-def span(
-    track: str,
-    name: str,
-    key: str = "",
-    /,
-    *,
-    part: str = "",
-    waits_for: str = "",
-    what: str = "",
-    by: str = "",
-    **facts: Any,
-) -> Span:
+def span(track: str, name: str, key: str = "", /, *, part: str = "", waits_for: str = "",
+         what: str = "", by: str = "", **facts: Any) -> Span | Part:  # fmt: skip
     """Make a `with` block a span of a track, and the state `part` of the current actor.
 
     With `what`, it is also an open wait: for `waits_for`, or for work which `by` does.
     """
-    return Span(track, name, key, part, waits_for or by, what, not waits_for, facts)
+    made = Span(_current.get().registry, track, name, key, facts)
+    if part or what:
+        return Part(part, waits_for or by, what, not waits_for, made)
+    return made
 
 
-def part(name: str, waits_for: str = "", what: str = "") -> Span:
+def part(name: str, waits_for: str = "", what: str = "") -> Part:
     """Put the current actor into the state `name` for a `with` block. An inner one suspends it."""
-    return Span("", "", "", name, waits_for, what, not waits_for, {})
+    return Part(name, waits_for, what, not waits_for, None)
 
 
 def at(track: str, name: str, key: str = "", /, **facts: Any) -> None:

@@ -17,6 +17,7 @@ from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync
 from tests.e2e import runs
 from tests.e2e.accounts import check_accounts
+from tests.e2e.agreement import check_seconds
 from tests.pipeline.simulated import parts_of
 from tests.workers import workers_of
 
@@ -52,6 +53,8 @@ def test_every_mode_trains_every_sample_once(tmp_path: Path) -> None:
                 check_rows(folder, outcome.versions, mode)
                 last = check_accounts(folder)[-1]
                 assert set(last.tokens) <= {"trained", "evaluated"}, (mode, last.tokens)
+                if not more:  # Else a row ends before its version is live.
+                    check_seconds(folder, shared=mode.startswith("colocate"))
 
     asyncio.run(main())
 

@@ -18,7 +18,7 @@ from millrace.observe.panel import BARS, sparkline
 from millrace.observe.progress import Lines, Progress
 from millrace.observe.sinks import JsonLines, make_sinks
 from millrace.observe.timing import ActorClock
-from millrace.waits.registry import Registry, Span, acting, part, within
+from millrace.waits.registry import Part, Registry, acting, part, within
 from millrace.waits.stream import Event, Stream
 
 
@@ -61,7 +61,7 @@ def test_the_parts_add_up_to_the_wall_time_whatever_nests_fails_or_is_flushed_on
     moves: list[tuple[str, float]],
 ) -> None:
     clock = Clock()
-    begin, total, stack = clock.now, 0.0, list[Span]()
+    begin, total, stack = clock.now, 0.0, list[Part]()
     with actor(clock) as timed:
         for move, seconds in moves:
             clock.now += seconds
