@@ -269,7 +269,9 @@ class RunMetrics:
         """When the rollouts of each running sample began. None if an earlier attempt drew it."""
         self._drawn: dict[str, tuple[float, float]] = {}
         """Start and end of the rollouts of each finished sample, until it is trained."""
-        self._live_since = self._paused_at = now
+        self._live_since = now
+        self._paused_at: float | None = None
+        """When the pause of the rollouts began that lasts now."""
         self._idle_since: float | None = now
         """The time since which no sample runs, or the trainer has shared devices. Else None."""
 
@@ -307,7 +309,8 @@ class RunMetrics:
             self._sessions.change(time, **facts)
         elif track == "trainer" and name != "stepped":
             self._time(event)
-            if self._shared and name == "switch" and self._idle_since is None:
+            paused = self._paused_at is not None and name not in ("wait_rollouts", "wait_prev_gen")
+            if self._shared and paused and self._idle_since is None:
                 self._idle_since = time  # The trainer has the devices now.
         elif name == "stepped":
             self._step(facts["samples"], facts["version"], facts["report"])
@@ -315,8 +318,9 @@ class RunMetrics:
             self._publish(time)
         elif name == "pause" and phase == "begin":
             self._paused_at = time
-        elif name == "pause":
+        elif name == "pause" and self._paused_at is not None:
             self._synced.hold_s = None if self._shared else time - self._paused_at
+            self._paused_at = None
             if self._started:
                 self._idle_since = None
         elif "bytes" in facts:

@@ -1,7 +1,8 @@
 """The seconds of a run by its metrics, its accounts and its trace, each from its own file.
 
 Version 1 to the last one is compared: the rows begin with the first step, the accounts and the trace
-earlier. A row ends when the version is live and its line of the accounts is written.
+earlier. A row ends when the version is live and its line of the accounts is written, but with
+overlap_sync before its transfer.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def by_trace(folder: Path, *, shared: bool) -> tuple[Figures, Figures]:
     trainer["trainer idle"] = sum(trainer[name] for name in IDLE)
     running = [s for s in read if s.track == "samples" and s.name == "running"]
     pauses = [s for s in read if s.track == "rollouts" and s.name == "pause"]
-    turns = [s.start for s in read if s.track == "trainer" and s.name == "switch"]
+    pausing = ("wait_rollouts", "wait_prev_gen")
+    turns = [s.start for s in read if s.track == "trainer" and s.name not in pausing]
     for since, until in itertools.pairwise(live):
         ran = (min(s.end, until) for s in running if s.start < until and s.end > since)
         last = max(ran, default=since)
