@@ -11,7 +11,7 @@ from millrace.waits.stream import Event
 
 
 def test_a_wait_that_is_relabelled_by_more_than_it_lasted_keeps_the_sum() -> None:
-    """The events of a state come a little later than the times of the trainer's stopwatch."""
+    """A wait is measured a little before and after its events."""
     account = DeviceAccount(
         0.0,
         Schedule(ppo_mini_batch_size=1),
