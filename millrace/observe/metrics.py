@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from millrace.observe.timing import ActorClock, LiveTime, seconds_of, share, timing_row
+from millrace.observe.timing import ActorClock, Integral, LiveTime, seconds_of, share, timing_row
 from millrace.ports import RolloutStats, StepReport, TransferReport
 from millrace.types import Author, PolicyVersion, Sample, Stop
 from millrace.waits.stream import Event
@@ -345,28 +345,24 @@ class Sessions:
     """The number of sessions in each state, on average since the last row."""
 
     def __init__(self, now: float) -> None:
-        self._numbers, self._sums = (0, 0, 0), [0.0, 0.0, 0.0]
+        self._begin = now
+        self._numbers = {name: Integral(now) for name in ("drawing", "at_gate", "waiting")}
         """Of those at an engine, at the closed gate, and elsewhere: a tool or the environment."""
-        self._begin = self._since = now
 
     def change(self, now: float, live: int, drawing: int, gate: int) -> None:
         """Count the sessions that live, of these the draws at an engine and those at the gate."""
-        for i, number in enumerate(self._numbers):
-            self._sums[i] += number * (now - self._since)
         # Threads of one session may draw at the same time.
-        self._numbers, self._since = (drawing, gate, max(0, live - drawing - gate)), now
+        levels = drawing, gate, max(0, live - drawing - gate)
+        for number, level in zip(self._numbers.values(), levels, strict=True):
+            number.change(now, level - number.level)
 
     def row(self, now: float) -> dict[str, float]:
         """Return the averages since the last call."""
-        names = ("drawing", "at_gate", "waiting")
-        sums = zip(names, self._numbers, self._sums, strict=True)
-        row = {
-            f"agents/{name}": share(total + number * (now - self._since), now - self._begin)
-            for name, number, total in sums
+        seconds, self._begin = now - self._begin, now
+        return {
+            f"agents/{name}": share(number.flush(now), seconds)
+            for name, number in self._numbers.items()
         }
-        self._begin = self._since = now
-        self._sums = [0.0, 0.0, 0.0]
-        return row
 
 
 def joined(name: str, batches: Sequence[tuple[float, float]]) -> float:

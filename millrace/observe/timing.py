@@ -32,6 +32,28 @@ TOTALS = ("step", "gen", "train", "sync")
 """Sums of parts. `step` is the sum of all parts."""
 
 
+class Integral:
+    """The integral of a number over time."""
+
+    def __init__(self, now: float) -> None:
+        self.level = 0
+        self._since, self._sum = now, 0.0
+
+    def change(self, now: float, by: int) -> None:
+        self._sum += self.level * (now - self._since)
+        self.level += by
+        self._since = now
+
+    def until(self, now: float) -> float:
+        return self._sum + self.level * (now - self._since)
+
+    def flush(self, now: float) -> float:
+        """Return the integral since the last flush, and start a new period."""
+        total = self.until(now)
+        self._sum, self._since = 0.0, now
+        return total
+
+
 class StateClock:
     """The seconds by state of one thing, which is in one state at a time."""
 
