@@ -30,8 +30,6 @@ from typing import Any
 
 import psutil
 
-from millrace.observe.stopwatch import Stopwatch
-from millrace.observe.watch import UNWATCHED, Watch
 from millrace.pipeline.journal import NullJournal
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
@@ -58,6 +56,8 @@ from millrace.types import (
     floats_of,
     tokens_of,
 )
+from millrace.waits.registry import current
+from millrace.waits.stream import Watcher
 
 PROMPT = tokens_of(range(64))
 RESPONSE = tokens_of(range(64))
@@ -138,8 +138,6 @@ class Nothing:
 
     def published(self, trained: list[int], totals: Totals) -> None: ...
 
-    def stepped(self, samples: list[Sample], report: StepReport) -> None: ...
-
     def row(self, version: int, row: dict[str, float]) -> None: ...
 
     def checkpoint_due(self, version: int) -> bool:
@@ -183,25 +181,24 @@ async def pipeline(
     samples: int,
     n: int,
     watch: list[tuple[int, float]],
-    events: Watch = UNWATCHED,
+    watchers: Sequence[Watcher] = (),
     journal_of: Callable[[Ledger], NullJournal] = lambda ledger: NullJournal(),
 ) -> float:
     """Run to the end and return samples per second.
 
-    Appends (samples, MiB resident) to `watch`. `events` sees the run. `journal_of` makes its
+    Appends (samples, MiB resident) to `watch`. `watchers` see the run. `journal_of` makes its
     journal.
     """
     ledger = Ledger(case.schedule, samples)
     journal = journal_of(ledger)
-    queue = SampleQueue(ledger, deadline_s=600, watch=events, journal=journal)
+    queue = SampleQueue(ledger, deadline_s=600, journal=journal)
     rollouts = InstantRollouts(case.schedule.window if case.straggler else 0)
     reward: Any = InstantReward()
-    if events is not UNWATCHED:
-        reward = RetryingReward(reward, 0, events)
+    if watchers:
+        reward = RetryingReward(reward, 0)
     params = SamplingParams(max_tokens=64)
     roller = SampleRoller(SingleTurn(), reward, str, params, n, seed=0)
-    rollouter = Rollouter(queue, Prompts(), RolloutPool([rollouts], watch=events), roller)
-    loop = asyncio.get_running_loop()
+    rollouter = Rollouter(queue, Prompts(), RolloutPool([rollouts]), roller)
     observer = Nothing()
     if watch is not None:
         every = max(1, samples // 10)
@@ -222,15 +219,15 @@ async def pipeline(
         DeviceSharing(),
         InstantSync(rollouts),  # type: ignore[arg-type]
         observer,
-        Stopwatch(loop.time, events, "trainer"),
     )
-    await trainer.begin()
-    start = time.process_time()
-    async with asyncio.TaskGroup() as tasks:
-        writer = tasks.create_task(journal.run())
-        await run_pipeline(rollouter, trainer)
-        writer.cancel()
-    seconds = time.process_time() - start
+    with current().registry.watched_by(*watchers):
+        await trainer.begin()
+        start = time.process_time()
+        async with asyncio.TaskGroup() as tasks:
+            writer = tasks.create_task(journal.run())
+            await run_pipeline(rollouter, trainer)
+            writer.cancel()
+        seconds = time.process_time() - start
     assert ledger.done() and ledger.retired == samples
     return samples / seconds
 

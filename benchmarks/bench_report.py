@@ -23,7 +23,6 @@ import pyarrow.parquet as pq
 
 from millrace.config import recipe
 from millrace.config.packaged import find
-from millrace.observe.watch import Watch
 from millrace.persist.history import Line
 from millrace.report.accounts.devices import DeviceAccount
 from millrace.report.accounts.flow import FlowAccount
@@ -34,6 +33,7 @@ from millrace.report.page.write import write_report
 from millrace.report.samples.store import SCHEMA
 from millrace.report.trace.writer import TraceWriter
 from millrace.schedule.schedule import Schedule
+from millrace.waits.stream import Stream
 
 WINDOW, N, REPLICAS = 64, 8, 8
 VERSION_S = 20.0
@@ -193,7 +193,7 @@ def _trace(folder: Path, versions: int, turns: int) -> None:
     flow, replicas = FlowAccount(0.0), {f"rollout-{i}": 1 for i in range(REPLICAS)}
     account = DeviceAccount(0.0, Schedule(ppo_mini_batch_size=WINDOW), flow, trainers=1, replicas=replicas)  # fmt: skip
     account.tell(0.0, writer.put)
-    watch = Watch(lambda: now[0], [flow, account, writer])
+    watch = Stream(lambda: now[0], flow, account, writer)
     chance = random.Random(0)
     for version in range(1, versions + 1):
         begin = (version - 1) * VERSION_S

@@ -34,10 +34,10 @@ from typing import Any
 from bench_control import Case, case, pipeline
 from command import millrace
 
-from millrace.observe.watch import UNWATCHED, Event, Watch
 from millrace.report.samples.store import SampleStore
 from millrace.report.trace import spans
 from millrace.report.trace.writer import TraceWriter
+from millrace.waits.stream import Event
 
 ARMS = ("none", "watched", "trace", "both")
 TRAINED = ("none", "trace", "both")
@@ -64,8 +64,7 @@ def seconds(arm: str, c: Case, samples: int, folder: Path) -> tuple[float, int, 
         store = SampleStore(folder, 1, 0, lambda tokens: "a text", note, close_s=120)
         writers.append(store)
     watchers = [*writers, counter] if arm == "watched" else writers
-    watch = UNWATCHED if arm == "none" else Watch(time.monotonic, watchers)
-    asyncio.run(pipeline(c, samples, 1, [], watch))
+    asyncio.run(pipeline(c, samples, 1, [], watchers))
     for writer in writers:
         writer.close()
     lost = writers[0].dropped if writers else 0

@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from command import millrace
+from millrace.report.trace.scoring import Scoring
 
 import millrace.report.record as record
 import millrace.report.samples.store as store
 from millrace.cli.main import main as cli
 from millrace.observe.background import Background, Row
-from millrace.observe.watch import Event
 from millrace.report.samples.store import SampleStore
-from millrace.report.trace.scoring import Scoring
 from millrace.report.trace.writer import TraceWriter
+from millrace.waits.stream import Event
 
 SETTLE_S = 0.5
 LOGGERS = ("wandb", "mlflow", "trackio", "prometheus")

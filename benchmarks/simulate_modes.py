@@ -25,7 +25,6 @@ each waits for half of the tokens that its slots have to read.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import json
 import math
@@ -39,7 +38,6 @@ from rich.progress import track
 
 from millrace.bench.modes import counted
 from millrace.config import recipe
-from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
@@ -86,8 +84,6 @@ class Rows:
     rows: list[dict[str, float]] = field(default_factory=list)
 
     def published(self, *_: Any) -> None: ...
-
-    def stepped(self, *_: Any) -> None: ...
 
     def row(self, version: int, row: dict[str, float]) -> None:
         self.rows.append(row)
@@ -140,10 +136,9 @@ def simulate(
             lengths=LENGTHS,
         )
         rollouter = Rollouter(queue, Prompts(), RolloutPool(engines), roller)
-        stopwatch = Stopwatch(asyncio.get_running_loop().time)
         train, sync = SimTrainEngine(cost), SimWeightSync(cost, engines)
         turns = turns_of(colocated, rollouter.pool, train)
-        trainer = Trainer(queue, rollouter, train, turns, sync, kept, stopwatch)
+        trainer = Trainer(queue, rollouter, train, turns, sync, kept)
         await trainer.begin()
         await run_pipeline(rollouter, trainer)
         return [row for row in kept.rows if "perf/time_per_version" in row]

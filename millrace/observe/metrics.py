@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
-from millrace.observe.timing import LiveTime, seconds_of, share, timing_row
+from millrace.observe.timing import ActorClock, Integral, LiveTime, seconds_of, share, timing_row
 from millrace.ports import RolloutStats, StepReport, TransferReport
 from millrace.types import Author, PolicyVersion, Sample, Stop
+from millrace.waits.stream import Event
 
 _OF_EPISODES = ("turns", "threads", "context_tokens")
 """The counts of an episode that a row shows as mean and largest value."""
@@ -27,12 +29,12 @@ PERCENTILES = (50, 90, 99)
 """The percentiles of the response lengths in a row."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Synced:
     """The figures of one sync."""
 
-    transfer: TransferReport
-    pause_s: float
+    transfer: TransferReport = field(default_factory=lambda: TransferReport(0, 0.0))
+    pause_s: float = 0.0
     """Seconds in which the slowest replica changed its weights."""
     hold_s: float | None = None
     """Seconds of the rollouts' pause: the wait for them, the change, and the record of the version.
@@ -241,6 +243,126 @@ class VersionMetrics:
             row["staleness/kv_mean"] = share(lagging, tokens.total())
             row["staleness/kv_max"] = float(max(lag for _, lag in tokens))
         return row
+
+
+MakeRow = Callable[..., dict[str, float]]
+"""VersionMetrics.row without some of its arguments."""
+
+
+class RunMetrics:
+    """A watcher that gathers the figures of each version and of its sync."""
+
+    def __init__(self, now: float, *, shared: bool, sessions: bool) -> None:
+        """`shared` says whether both sides share devices. With `sessions`, their states count."""
+        self.names = frozenset(
+            (
+                *("running", "ready", "dropped", "recalled", "published", "transfer", "activate"),
+                *("pause", "trainer", "relabelled", "stepped"),
+                *(["sessions"] if sessions else []),
+            )
+        )
+        self.version = VersionMetrics()
+        self._synced = Synced()
+        self._sessions = Sessions(now) if sessions else None
+        self._time, self._shared = ActorClock(now, "trainer"), shared
+        self._started: dict[str, float | None] = {}
+        """When the rollouts of each running sample began. None if an earlier attempt drew it."""
+        self._drawn: dict[str, tuple[float, float]] = {}
+        """Start and end of the rollouts of each finished sample, until it is trained."""
+        self._live_since = now
+        self._paused_at: float | None = None
+        """When the pause of the rollouts began that lasts now."""
+        self._idle_since: float | None = now
+        """The time since which no sample runs, or the trainer has shared devices. Else None."""
+
+    def begin(self, now: float) -> None:
+        """Begin the first version. What was before counts for none."""
+        self._time.flush(now)
+        self._live_since = now
+
+    def close(self, now: float) -> MakeRow:
+        """End the steps and seconds of a version. Return its `row`, and begin the next version."""
+        closed, self.version = self.version, VersionMetrics()
+        return partial(closed.row, timing=self._time.flush(now))
+
+    def synced_row(self, now: float, row: MakeRow) -> dict[str, float]:
+        """Return a row with the figures of the sync that has just ended."""
+        synced, self._synced = self._synced, Synced()
+        sessions = {} if self._sessions is None else self._sessions.row(now)
+        return row(synced=synced) | sessions
+
+    def __call__(self, event: Event) -> None:
+        time, track, name, phase, key, facts = event
+        if name == "running":
+            self._started[key] = time
+            self._idle_since = None
+        elif name in ("ready", "dropped"):
+            start = self._started.pop(key, None)
+            if not self._started and self._idle_since is None:
+                self._idle_since = time
+            if start is not None and name == "ready":
+                self._drawn[key] = start, time
+        elif name == "recalled":
+            if facts["finished"]:
+                self._started[key] = None
+        elif name == "sessions" and self._sessions is not None:
+            self._sessions.change(time, **facts)
+        elif track == "trainer" and name != "stepped":
+            self._time(event)
+            paused = self._paused_at is not None and name not in ("wait_rollouts", "wait_prev_gen")
+            if self._shared and paused and self._idle_since is None:
+                self._idle_since = time  # The trainer has the devices now.
+        elif name == "stepped":
+            self._step(facts["samples"], facts["version"], facts["report"])
+        elif name == "published":
+            self._publish(time)
+        elif name == "pause" and phase == "begin":
+            self._paused_at = time
+        elif name == "pause" and self._paused_at is not None:
+            self._synced.hold_s = None if self._shared else time - self._paused_at
+            self._paused_at = None
+            if self._started:
+                self._idle_since = None
+        elif "bytes" in facts:
+            self._synced.transfer = TransferReport(facts["bytes"], facts["seconds"])
+        elif "pause_s" in facts:
+            self._synced.pause_s = facts["pause_s"]
+
+    def _step(self, samples: Sequence[Sample], version: PolicyVersion, report: StepReport) -> None:
+        self.version.stepped(samples, version, report)
+        spans = [self._drawn.pop(str(sample.prompt.index), None) for sample in samples]
+        if drawn := [span for span in spans if span is not None]:
+            self.version.drawn(min(start for start, _ in drawn), max(end for _, end in drawn))
+
+    def _publish(self, now: float) -> None:
+        """End the time of the version that was live."""
+        since, self._live_since = self._live_since, now
+        idle = now if self._idle_since is None else max(self._idle_since, since)
+        self._synced.live = LiveTime(now - since, idle - since)
+
+
+class Sessions:
+    """The number of sessions in each state, on average since the last row."""
+
+    def __init__(self, now: float) -> None:
+        self._begin = now
+        self._numbers = {name: Integral(now) for name in ("drawing", "at_gate", "waiting")}
+        """Of those at an engine, at the closed gate, and elsewhere: a tool or the environment."""
+
+    def change(self, now: float, live: int, drawing: int, gate: int) -> None:
+        """Count the sessions that live, of these the draws at an engine and those at the gate."""
+        # Threads of one session may draw at the same time.
+        levels = drawing, gate, max(0, live - drawing - gate)
+        for number, level in zip(self._numbers.values(), levels, strict=True):
+            number.change(now, level - number.level)
+
+    def row(self, now: float) -> dict[str, float]:
+        """Return the averages since the last call."""
+        seconds, self._begin = now - self._begin, now
+        return {
+            f"agents/{name}": share(number.flush(now), seconds)
+            for name, number in self._numbers.items()
+        }
 
 
 def joined(name: str, batches: Sequence[tuple[float, float]]) -> float:

@@ -1,13 +1,21 @@
 """The seconds of one version: the parts of the trainer's time, and their totals by verl's names.
 
-Exactly one part runs at a time, so the parts add up to the total `step`. The trainer's stopwatch
-times the parts of the loop. The train engine reports the parts of its own steps.
+Exactly one part runs at a time, so the parts add up to the total `step`. The parts of the loop are
+the states of the track `trainer`. The train engine reports the parts of its own steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+from millrace.waits.registry import OTHER, acting, current
+from millrace.waits.stream import Event
+
+Seconds = Counter[str]
+"""Seconds by state."""
 
 GEN = ("wait_samples", "wait_prev_gen")
 """The trainer waits until samples are drawn and scored."""
@@ -22,6 +30,77 @@ _QUIET_S = 60.0
 
 TOTALS = ("step", "gen", "train", "sync")
 """Sums of parts. `step` is the sum of all parts."""
+
+
+class Integral:
+    """The integral of a number over time."""
+
+    def __init__(self, now: float) -> None:
+        self.level = 0
+        self._since, self._sum = now, 0.0
+
+    def change(self, now: float, by: int) -> None:
+        self._sum += self.level * (now - self._since)
+        self.level += by
+        self._since = now
+
+    def until(self, now: float) -> float:
+        return self._sum + self.level * (now - self._since)
+
+    def flush(self, now: float) -> float:
+        """Return the integral since the last flush, and start a new period."""
+        total = self.until(now)
+        self._sum, self._since = 0.0, now
+        return total
+
+
+class StateClock:
+    """The seconds by state of one thing, which is in one state at a time."""
+
+    def __init__(self, now: float, state: str = OTHER) -> None:
+        self.state = state
+        self._seconds, self._since = Seconds(), now
+
+    def switch(self, now: float, state: str) -> None:
+        if state != self.state:
+            self._seconds.update(Seconds({self.state: now - self._since}))
+            self.state, self._since = state, now
+
+    def until(self, now: float) -> Seconds:
+        return self._seconds + Seconds({self.state: now - self._since})
+
+
+class ActorClock(StateClock):
+    """A watcher of the states of an actor."""
+
+    def __init__(self, now: float, actor: str) -> None:
+        super().__init__(now)
+        self.names = frozenset({actor, "relabelled"})
+
+    def __call__(self, event: Event) -> None:
+        """Switch the state, or move seconds of a state whose name is known only at its end."""
+        if event.phase == "state":
+            self.switch(event.time, event.name)
+        else:
+            source, target = event.facts["source"], event.facts["target"]
+            seconds = min(event.facts["seconds"], max(0.0, self._seconds[source]))
+            self._seconds.update({source: -seconds, target: seconds})
+
+    def flush(self, now: float) -> dict[str, float]:
+        """Return the seconds by state since the last flush, and start a new period."""
+        self._seconds.update(Seconds({self.state: now - self._since}))
+        seconds, self._seconds, self._since = self._seconds, Seconds(), now
+        return {**seconds}
+
+
+@contextmanager
+def timed(actor: str) -> Iterator[dict[str, float]]:
+    """Time the parts of the body as the states of `actor`. They are known at its end."""
+    registry, seconds = current().registry, dict[str, float]()
+    clock = ActorClock(registry.clock(), actor)
+    with acting(actor), registry.watched_by(clock):
+        yield seconds
+    seconds |= clock.flush(registry.clock())
 
 
 @dataclass(frozen=True, slots=True)

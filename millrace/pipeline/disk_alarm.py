@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 from millrace.errors import DiskError
 from millrace.observe.progress import Progress
-from millrace.observe.watch import Watch
+from millrace.waits.registry import at
 
 
 class DiskAlarm:
     """Says once that a file is refused, and once that the disk takes it again."""
 
-    def __init__(self, progress: Progress, watch: Watch) -> None:
-        self._progress, self._watch = progress, watch
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self._refused: set[str] = set()
         self.checkpoints = 0
         """The checkpoints that were refused."""
@@ -24,13 +24,13 @@ class DiskAlarm:
             self._refused.add(what)
             text = f"the disk refuses {what}. The run goes on, and tries again later. {error}"
             self._progress.note(f"alarm: {text}")
-            self._watch.at("run", "alarm_began", f"disk: {what}", text=text)
+            at("run", "alarm_began", f"disk: {what}", text=text)
 
     def taken(self, what: str) -> None:
         if what in self._refused:
             self._refused.remove(what)
             self._progress.note(f"alarm over: the disk takes {what} again")
-            self._watch.at("run", "alarm_ended", f"disk: {what}")
+            at("run", "alarm_ended", f"disk: {what}")
 
     @contextmanager
     def of(self, what: str) -> Iterator[None]:

@@ -20,7 +20,6 @@ import numpy as np
 from millrace.errors import GapError
 from millrace.observe import gap as gaps
 from millrace.observe.gap import Drawn, Verdict
-from millrace.observe.stopwatch import Timer, no_timer
 from millrace.pipeline.proof_draws import (
     Draws,
     Request,
@@ -180,7 +179,7 @@ class Proof:
         first = await self._rise_and_fall(live, clock())
         self._displaced = False
         lasting = [await self._last(k) for k in live]
-        async with self.turns.window(self.draws.pause, no_timer):
+        async with self.turns.window(self.draws.pause):
             true = await self._compared(first, version)
             await self.engine.displace(True)
             await self.turns.wake_rollout_weights()
@@ -194,7 +193,7 @@ class Proof:
             self.draws.begin(k, requests)
         await self.draws.finish(until)
         drawn = [r for part in (*second.values(), *lasting) for r in part]
-        async with self.turns.window(self.draws.pause, no_timer):
+        async with self.turns.window(self.draws.pause):
             displaced = await self._compared(drawn, version + 1, undo=True)
             await self.turns.wake_rollout_weights()
             await self.sync.transfer(version)
@@ -213,7 +212,7 @@ class Proof:
         request = self._request(replica, 0, (min(_PROBE_TOKENS, self._params.max_tokens),))
         self.draws.begin(replica, [request])
         await self.draws.finish(asyncio.get_running_loop().time() + self._budget_s)
-        async with self.turns.window(self.draws.pause, no_timer, keep_weights=True):
+        async with self.turns.window(self.draws.pause, keep_weights=True):
             drawn = await self._compared([request], version, reference=False)
         return gaps.gap(drawn.engine, drawn.trainer).mean if len(drawn.engine) else None
 
@@ -233,7 +232,7 @@ class Proof:
     def _put_off(self) -> None:
         self._probe_at = asyncio.get_running_loop().time() + max(1.0, self._probe_s) * _RARELY
 
-    async def probe(self, version: PolicyVersion, pause: Pause, part: Timer) -> None:
+    async def probe(self, version: PolicyVersion, pause: Pause) -> None:
         """Compare a few tokens of every replica with the trainer, which has the same weights."""
         clock = asyncio.get_running_loop().time
         since, workers = clock(), self._workers()
@@ -245,7 +244,7 @@ class Proof:
             self.draws.begin(k, own)
             requests += own
         await self.draws.finish(clock() + self._budget_s)
-        async with self.turns.window(pause, part, keep_weights=True):
+        async with self.turns.window(pause, keep_weights=True):
             drawn = await self._compared(requests, version, reference=False)
         self._probe_s = clock() - since
         self._put_off()

@@ -183,18 +183,18 @@ class Draws:
         self._tasks.clear()
 
     @asynccontextmanager
-    async def pause(self) -> AsyncIterator[float | None]:
+    async def pause(self) -> AsyncIterator[None]:
         """Pause the draws while the body runs, as the run pauses its rollouts at a sync."""
         schedule = self._schedule
         if schedule.on_sync is OnSync.SWAP and not schedule.colocated:
-            yield None
+            yield
             return
         self._gate.clear()
         if schedule.on_sync is not OnSync.DRAIN:
             await self.interrupt([k for k in self._tasks if self.live(k)])
         await self._idle.wait()
         try:
-            yield None
+            yield
         finally:
             self._gate.set()
 

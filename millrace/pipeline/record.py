@@ -11,21 +11,24 @@ from millrace.observe.guard import Guard
 from millrace.observe.metrics import GAP, GAP_LIMIT, RunCounts
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import Sink
-from millrace.observe.watch import UNWATCHED, Watch
 from millrace.persist.history import History
 from millrace.pipeline.checkpoint import Checkpoints
 from millrace.pipeline.disk_alarm import DiskAlarm
 from millrace.pipeline.validation import OnScored, Result, Validator
-from millrace.ports import StepReport, TrainEngine
+from millrace.ports import TrainEngine
 from millrace.schedule.ledger import LedgerSnapshot, Totals
 from millrace.types import PolicyVersion, Sample
-from millrace.waits.registry import acting, doing, waiting
+from millrace.waits.registry import acting, at, doing, span, waiting
+from millrace.waits.stream import Event
 
 DISK = "the disk"
 
 
 class RunRecord:
     """The record of a run. Frequencies count versions; 0 means never."""
+
+    names = frozenset({"stepped"})
+    """The events that it watches, to show the progress."""
 
     def __init__(
         self,
@@ -45,7 +48,6 @@ class RunRecord:
         tasks: asyncio.TaskGroup,
         figures: Callable[[], dict[str, float]] = dict,
         tokens: Callable[[LedgerSnapshot], dict[str, float]] = lambda snapshot: {},
-        watch: Watch = UNWATCHED,
         on_gap: Callable[[str], None] = lambda figures: None,
     ) -> None:
         """`figures` returns what the rewards counted since the last row.
@@ -70,7 +72,6 @@ class RunRecord:
         self._tasks = tasks
         self._figures = figures
         self._tokens = tokens
-        self._watch = watch
         self.gap_limit: float | None = None
         """The limit of a version's gap, once the proof of the engines has measured it."""
         self._on_gap = on_gap
@@ -80,13 +81,15 @@ class RunRecord:
         self._saving: asyncio.Task[None] | None = None
         self._saved: PolicyVersion | None = None
         self._write_s: list[float] = []
-        self._disk = DiskAlarm(progress, watch)
+        self._disk = DiskAlarm(progress)
 
     def published(self, trained: list[int], totals: Totals) -> None:
         with self._disk.of("history.jsonl"), doing("a line of history.jsonl", by=DISK):
             self._history.version(totals, trained)
 
-    def stepped(self, samples: list[Sample], report: StepReport) -> None:
+    def __call__(self, event: Event) -> None:
+        """Show a local step."""
+        samples: list[Sample] = event.facts["samples"]
         scores = [t.score.value for s in samples for t in s.trajectories if t.score is not None]
         self._progress.trained(len(samples), sum(scores) / max(1, len(scores)))
 
@@ -110,11 +113,11 @@ class RunRecord:
             row = row | self._guard.as_metrics()
             for alarm in self._guard.began:
                 self._progress.note(f"alarm: {alarm}")
-                self._watch.at("run", "alarm_began", alarm.name, text=str(alarm))
+                at("run", "alarm_began", alarm.name, text=str(alarm))
             for alarm in self._guard.ended:
                 self._progress.note(f"alarm over at version {version}: {alarm.name}")
-                self._watch.at("run", "alarm_ended", alarm.name)
-        self._watch.at("run", "row", str(version), row=row)
+                at("run", "alarm_ended", alarm.name)
+        at("run", "row", str(version), row=row)
         with doing(f"the metrics row of version {version}", by=DISK):
             self._write(version, row)
         self._progress.row(version, row)
@@ -168,11 +171,13 @@ class RunRecord:
     ) -> None:
         try:
             async with asyncio.timeout(self._deadline_s) as limit:
-                span = self._watch.span("checkpoint", "write", str(snapshot.version))
-                with acting("checkpoint"), span as facts:
+                with (
+                    acting("checkpoint"),
+                    span("checkpoint", "write", str(snapshot.version)) as writes,
+                ):
                     self._history.catch_up()
                     folder = await self._checkpoints.finish(snapshot, self._engine, counts)
-                    facts["folder"] = folder.name
+                    writes.facts["folder"] = folder.name
         except TimeoutError as error:
             if not limit.expired():  # The file system raised its own TimeoutError.
                 raise
@@ -233,8 +238,7 @@ class RunRecord:
     async def _run_validation(
         self, validator: Validator, version: PolicyVersion, on_scored: OnScored | None
     ) -> None:
-        span = self._watch.span("validation", "validate", str(version))
-        with acting("validation"), span as facts:
+        with acting("validation"), span("validation", "validate", str(version)) as validates:
             try:
                 result = await validator.run(version, on_scored)
             except ReplicaLost as error:
@@ -246,7 +250,7 @@ class RunRecord:
                     f"the validation of version {version} was cut short, and {then}: {error}"
                 )
                 return
-            facts["values"] = result.values
+            validates.facts["values"] = result.values
         self._cut = False
         self.last = result
         if version == 0:

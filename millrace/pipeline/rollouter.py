@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Protocol
 
 from millrace.errors import EpisodeError, RewardError, SampleError
-from millrace.observe.stopwatch import Timer, no_timer
-from millrace.observe.timing import LiveTime
-from millrace.pipeline.occupancy import NullOccupancy, Occupancy
 from millrace.pipeline.recovery import RecoveredSample
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.rollout.dynamic_sampling import EQUAL_OUTCOMES, DynamicSampling
@@ -38,7 +35,7 @@ from millrace.types import (
     Tokens,
     Trajectory,
 )
-from millrace.waits.registry import acting, current, waiting
+from millrace.waits.registry import acting, at, current, part, span, waiting
 
 _RECENT = 50  # The share of errors covers this many samples.
 _TOGETHER = 64
@@ -80,15 +77,9 @@ class Rollouter:
         self.unfinished = 0
         """Trajectories of running samples whose last token is not drawn yet."""
         self.paused = False
-        self._running = 0
-        """Number of samples that are launched and not finished."""
-        self._live_since = 0.0
-        self._idle_since: float | None = 0.0
-        """The time since which no sample runs, or the trainer has shared devices. Else None."""
-        self._spans: dict[int, tuple[float, float]] = {}
-        """Start and end of the rollouts of each finished sample, until it is trained."""
-        single = isinstance(roller.agent, SingleTurn)
-        self._occupancy = (NullOccupancy if single else Occupancy)(_now)
+        self._at_gate = 0
+        self.tells_sessions = not isinstance(roller.agent, SingleTurn)
+        """Whether events have the number of sessions. Those of single responses always draw."""
         self._gate = asyncio.Event()
         self._gate.set()
         self._closed_by = "trainer"
@@ -123,18 +114,16 @@ class Rollouter:
 
     def _launch(self, tasks: asyncio.TaskGroup, sample_id: int) -> None:
         self._change_live(self.roller.num_responses)
-        self._running += 1
-        self._idle_since = None
         tasks.create_task(self._roll(sample_id), name=f"sample-{sample_id}")
 
     async def _roll(self, sample_id: int) -> None:
         queue, ledger = self.queue, self.queue.ledger
-        slot, start = queue.do(ledger.start, sample_id), _now()
+        slot = queue.do(ledger.start, sample_id)
         try:
             with acting(f"sample {sample_id}"):
                 known = await self._recalled(sample_id, slot)
                 if known.sample is not None:
-                    self._finish(sample_id, known.sample, None)
+                    self._finish(sample_id, known.sample)
                     return
                 if known.dropped:
                     queue.do(ledger.drop, sample_id, known.dropped)
@@ -150,11 +139,8 @@ class Rollouter:
         except SampleError as error:
             self._drop(sample_id, slot.prompt, error)
         else:
-            self._finish(sample_id, sample, start)
+            self._finish(sample_id, sample)
         finally:
-            self._running -= 1
-            if not self._running and self._idle_since is None:
-                self._idle_since = _now()
             self.pool.forget(str(slot.prompt.index))
 
     async def _recalled(self, sample_id: int, slot: Slot) -> RecoveredSample:
@@ -170,7 +156,8 @@ class Rollouter:
                 if not undrawn:
                     self._change_live(-self.roller.num_responses)
                 known = past.until(known, ledger.version)
-                self.queue.watch.at("samples", "recalled", str(sample_id), tokens=known.tokens)
+                facts = {"tokens": known.tokens, "finished": known.sample is not None}
+                at("samples", "recalled", str(sample_id), **facts)
                 return known
             self._change_live(-self.roller.num_responses)
             await self.queue.wait(
@@ -205,21 +192,23 @@ class Rollouter:
     def _change_live(self, change: int) -> None:
         """Change the number of trajectories that are drawn."""
         self.unfinished += change
-        self._occupancy.change(live=change)
+        self._tell_sessions()
         if self.paused:
             self.queue.wake(Topic.ROLLOUTS)
 
-    def _finish(self, sample_id: int, sample: Sample, start: float | None) -> None:
-        """Finish a sample. `start` is None if an earlier attempt drew it."""
+    def _tell_sessions(self) -> None:
+        if self.tells_sessions:
+            numbers = {"live": self.unfinished, "drawing": self.requests, "gate": self._at_gate}
+            at("rollouts", "sessions", **numbers)
+
+    def _finish(self, sample_id: int, sample: Sample) -> None:
         ledger = self.queue.ledger
         self._outcomes.append(True)
         self.queue.journal.finished(sample_id, sample)
         if self.dynamic_sampling is None or self.dynamic_sampling.keeps(sample, ledger.version):
-            if start is not None:
-                self._spans[sample.prompt.index] = start, _now()
             self.queue.do(ledger.finish, sample_id, sample)
         else:
-            self.queue.watch.at("samples", EQUAL_OUTCOMES, str(sample_id), sample=sample)
+            at("samples", EQUAL_OUTCOMES, str(sample_id), sample=sample)
             self.queue.do(ledger.drop, sample_id, EQUAL_OUTCOMES)
 
     def _drop(self, sample_id: int, prompt: Prompt, error: SampleError) -> None:
@@ -236,29 +225,12 @@ class Rollouter:
                 error.trace,
             ) from error
 
-    def begin_version(self) -> LiveTime:
-        """Begin the time of a version that goes live now. Return that of the version before it."""
-        now, since = _now(), self._live_since
-        idle = now if self._idle_since is None else max(self._idle_since, since)
-        self._live_since = now
-        return LiveTime(now - since, idle - since)
-
-    def span(self, samples: Iterable[Sample]) -> tuple[float, float] | None:
-        """Return the first start and the last end of the rollouts of `samples`, once.
-
-        None if an earlier attempt drew all of them.
-        """
-        spans = [self._spans.pop(s.prompt.index, None) for s in samples]
-        known = [span for span in spans if span is not None]
-        return (min(a for a, _ in known), max(b for _, b in known)) if known else None
-
     def row(self, version: PolicyVersion) -> dict[str, float]:
         """Return the metrics of the samples that finished while `version` was live.
 
         Call this once for each version.
         """
-        row = {} if self.dynamic_sampling is None else self.dynamic_sampling.row(version)
-        return row | self._occupancy.row()
+        return {} if self.dynamic_sampling is None else self.dynamic_sampling.row(version)
 
     async def draw(
         self, tokens: Tokens, params: SamplingParams, session: str
@@ -268,42 +240,44 @@ class Rollouter:
         A sync closes the gate, and every wait of a sync has a deadline.
         """
         if not self._gate.is_set():
-            self._occupancy.change(gate=1)
+            self._at_gate += 1
+            self._tell_sessions()
             try:
                 with waiting(self._closed_by, "the end of the pause"):
                     while not self._gate.is_set():  # It may be closed again before this task runs.
                         await self._gate.wait()
             finally:
-                self._occupancy.change(gate=-1)
+                self._at_gate -= 1
+                self._tell_sessions()
         self.requests += 1
-        self._occupancy.change(drawing=1)
+        self._tell_sessions()
         try:
             return await self.pool.generate(tokens, params, session)
         finally:
             self.requests -= 1
-            self._occupancy.change(drawing=-1)
+            self._tell_sessions()
             if self.paused:
                 self.queue.wake(Topic.ROLLOUTS)
 
     @asynccontextmanager
-    async def pause_for_sync(self, who: str, part: Timer = no_timer) -> AsyncIterator[bool]:
-        """Pause rollouts while the body runs, and give the body whether they are paused.
+    async def pause_for_sync(self) -> AsyncIterator[None]:
+        """Pause rollouts while the body runs.
 
         Drain mode waits for running trajectories. The other modes interrupt them. With `swap` on
         separate devices there is no pause: the engine changes its weights while requests run. The
         trajectories that drain mode waits for are trained in a later version, so this wait is the
-        `part` wait_prev_gen.
+        part wait_prev_gen.
         """
         schedule = self.queue.ledger.schedule
         if schedule.on_sync is OnSync.SWAP and not schedule.colocated:
-            yield False
+            yield
             return
         async with self._paused():
             if schedule.on_sync is OnSync.DRAIN:
                 ledger = self.queue.ledger
                 with part("wait_prev_gen"):
                     await self.queue.wait(
-                        who,
+                        current().name,
                         "running trajectories to finish",
                         lambda: (
                             (not self.unfinished and not ledger.count(State.WAITING))
@@ -315,15 +289,11 @@ class Rollouter:
             if schedule.on_sync is not OnSync.DRAIN or self.unfinished:
                 # In drain mode, these trajectories outlast the grace period of a stop, or no
                 # replica is left that could finish them.
-                await self._interrupt(who)
-            if schedule.colocated and self._idle_since is None:
-                self._idle_since = _now()  # The trainer has the devices now.
-            yield True
-            if self._running:
-                self._idle_since = None
+                await self._interrupt()
+            yield
 
     @asynccontextmanager
-    async def pause_for_save(self, who: str) -> AsyncIterator[None]:
+    async def pause_for_save(self) -> AsyncIterator[None]:
         """Interrupt rollouts at the end of a run, so that the last checkpoint has their tokens.
 
         Nothing is drawn while the body runs. Drain and swap mode draw these tokens again after a
@@ -334,7 +304,7 @@ class Rollouter:
             yield
             return
         async with self._paused():
-            await self._interrupt(who)
+            await self._interrupt()
             yield
 
     @asynccontextmanager
@@ -346,7 +316,7 @@ class Rollouter:
         """
         self.paused = True
         try:
-            with self.queue.watch.span("rollouts", "pause"):
+            with span("rollouts", "pause"):
                 yield
         finally:
             if not self.queue.out_of_grace:
@@ -354,10 +324,10 @@ class Rollouter:
                 self._gate.set()
             self.queue.wake(Topic.SLOTS)
 
-    async def _interrupt(self, who: str) -> None:
+    async def _interrupt(self) -> None:
         """Close the gate, interrupt all requests, and wait until they return."""
         self._gate.clear()
-        self._closed_by = current().name or "trainer"
+        self._closed_by = who = current().name or "trainer"
         await self.pool.interrupt()
         await self.queue.wait(
             who,
@@ -365,7 +335,3 @@ class Rollouter:
             lambda: not self.requests,
             on=Topic.ROLLOUTS,
         )
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from millrace.errors import DeadlineError
-from millrace.observe.watch import UNWATCHED, Watch
 from millrace.pipeline.journal import NullJournal
 from millrace.rollout.replica_wait import GRACE_S
 from millrace.schedule.ledger import Ledger, Topic
-from millrace.waits.registry import count, fact, waiting
+from millrace.waits.registry import count, current, fact, waiting
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,13 +47,11 @@ class SampleQueue:
         ledger: Ledger,
         *,
         deadline_s: float,
-        watch: Watch = UNWATCHED,
         journal: NullJournal | None = None,
     ) -> None:
-        """`watch` and `journal` see every move of the ledger, and what the loops report."""
+        """`journal` sees every move of the ledger, and what the loops report."""
         self.ledger = ledger
         self.journal = NullJournal() if journal is None else journal
-        self.watch = watch
         self.stopping = False
         self.out_of_grace = False
         self._deadline_s = deadline_s
@@ -75,9 +72,10 @@ class SampleQueue:
     def _report_moves(self) -> None:
         moves, self.ledger.moves = self.ledger.moves, []
         count("moves", len(moves))
+        emit = current().registry.emit
         for move in moves:
             facts = {"reason": move.reason} if move.reason else {}
-            self.watch.emit("samples", move.to, "at", str(move.sample_id), facts)
+            emit("samples", move.to, "at", str(move.sample_id), facts)
 
     def wake(self, topic: Topic) -> None:
         """Wake the tasks that wait for `topic` and whose condition is true."""

@@ -18,16 +18,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Protocol
 
-from millrace.observe.metrics import GAP, Synced, VersionMetrics
-from millrace.observe.stopwatch import Stopwatch, Timer, no_timer
+from millrace.observe.metrics import GAP, MakeRow, RunMetrics
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.turns import DeviceSharing, Pause, Publisher
-from millrace.ports import RolloutStats, StepReport, TrainBatch, TrainEngine, WeightSync
+from millrace.ports import RolloutStats, TrainBatch, TrainEngine, WeightSync
 from millrace.rollout.roster import Roster
 from millrace.schedule.ledger import LedgerSnapshot, State, Topic, Totals
 from millrace.types import PolicyVersion, Sample
-from millrace.waits.registry import acting, starting, waiting
+from millrace.waits.registry import acting, at, current, part, starting
 
 
 class Observer(Protocol):
@@ -35,10 +34,6 @@ class Observer(Protocol):
 
     def published(self, trained: list[int], totals: Totals) -> None:
         """Record a live version, which retired the samples `trained`. It is durable on return."""
-        ...
-
-    def stepped(self, samples: list[Sample], report: StepReport) -> None:
-        """Record one finished local step."""
         ...
 
     def row(self, version: PolicyVersion, row: dict[str, float]) -> None: ...
@@ -76,13 +71,9 @@ class Prover(Protocol):
         """Note that a step has measured the gap of its version."""
         ...
 
-    async def probe(self, version: PolicyVersion, pause: Pause, part: Timer) -> None:
+    async def probe(self, version: PolicyVersion, pause: Pause) -> None:
         """Prove the replicas that serve now. The trainer has the weights of `version`."""
         ...
-
-
-MakeRow = Callable[..., dict[str, float]]
-"""VersionMetrics.row without the figures of the sync."""
 
 
 class Trainer:
@@ -96,18 +87,16 @@ class Trainer:
         turns: DeviceSharing,
         sync: WeightSync,
         observer: Observer,
-        timer: Stopwatch,
         prover: Prover | None = None,
     ) -> None:
         self.queue = queue
         self.rollouter = rollouter
         self.engine = engine
         self.turns = turns
-        self.publisher = Publisher(turns, sync, queue.watch)
+        self.publisher = Publisher(turns, sync)
         self.observer = observer
-        self.timer = timer
         self.prover = prover
-        self._metrics = VersionMetrics()
+        self._metrics: RunMetrics
         self._stats = RolloutStats()
         self._waited_s = 0.0
         self._tasks = asyncio.TaskGroup()
@@ -132,10 +121,20 @@ class Trainer:
     async def run(self) -> None:
         """Train until every sample of the run is trained and live, or the run must stop."""
         ledger = self.queue.ledger
-        # The figures of the first version exclude the validation of the start weights.
-        self._stats = await self.rollouter.pool.stats()
-        self.timer.flush()
-        self.rollouter.begin_version()
+        registry = current().registry
+        self._metrics = metrics = RunMetrics(
+            registry.clock(),
+            shared=ledger.schedule.colocated,
+            sessions=self.rollouter.tells_sessions,
+        )
+        with registry.watched_by(metrics):
+            # The figures of the first version exclude the validation of the start weights.
+            self._stats = await self.rollouter.pool.stats()
+            metrics.begin(registry.clock())
+            await self._train_all()
+
+    async def _train_all(self) -> None:
+        ledger = self.queue.ledger
         async with self._tasks:
             while not ledger.done():
                 await self._probe()
@@ -145,9 +144,7 @@ class Trainer:
                 if not ledger.can_take():
                     await self.republish_live()
                     continue
-                async with self.turns.window(
-                    partial(self._pause, self.timer.part, "trainer"), self.timer.part
-                ):
+                async with self.turns.window(self._pause):
                     await self._window()
                 if not self._arriving:
                     self._validate(ledger.version)
@@ -161,10 +158,10 @@ class Trainer:
         await self._arrived()
         if self._roster.live:
             return
-        version, part = self.queue.ledger.version, self.timer.part
-        async with self.turns.window(partial(self._pause, part, "trainer"), part):
-            await self.publisher.transfer(version, part)
-            await self.publisher.activate(version, part)
+        version = self.queue.ledger.version
+        async with self.turns.window(self._pause):
+            await self.publisher.transfer(version)
+            await self.publisher.activate(version)
 
     @property
     def _probe_due(self) -> bool:
@@ -173,12 +170,8 @@ class Trainer:
     async def _probe(self) -> None:
         """Prove replicas that joined or recovered, while the trainer has the live weights."""
         if self.prover is not None and self._probe_due and self._arriving is None:
-            part = self.timer.part
-            version = self.queue.ledger.version
-            with part("wait_validation"):
-                await self.prover.probe(
-                    version, partial(self._pause, no_timer, "trainer"), no_timer
-                )
+            with part("wait_validation"), acting("proof"):
+                await self.prover.probe(self.queue.ledger.version, self._pause)
 
     async def stop(self) -> None:
         """Save the state of a stopped run. No sample is with the trainer.
@@ -187,7 +180,7 @@ class Trainer:
         """
         await self.observer.validated()
         async with (
-            self.rollouter.pause_for_save("trainer"),
+            self.rollouter.pause_for_save(),
             self.turns.trainer_turn(keep_weights=True),
         ):
             await self.observer.checkpoint(self.queue.ledger.snapshot(), last=True)
@@ -198,10 +191,8 @@ class Trainer:
             self.observer.validate(version)
 
     async def _wait_for_samples(self, or_else: Callable[[], bool]) -> None:
-        clock = asyncio.get_running_loop().time
-        start = clock()
         # With overlap_sync, the slots of these samples may become free with a sync on its way.
-        with self.timer.part("wait_samples"), self._roster.extended_wait(self.queue.renew):
+        with part("wait_samples") as wait, self._roster.extended_wait(self.queue.renew):
             can_take = self.queue.ledger.can_take
             await self.queue.wait(
                 "trainer",
@@ -209,7 +200,7 @@ class Trainer:
                 lambda: can_take() or or_else(),
                 on=Topic.SAMPLES,
             )
-        self._waited_s += clock() - start
+        self._waited_s += wait.seconds
 
     async def _window(self) -> None:
         """Local steps until a sync is due, then the sync."""
@@ -224,29 +215,23 @@ class Trainer:
                 await self.republish_live()
                 continue
             samples = queue.do(ledger.take)
-            self._account_for(samples)
-            with self.timer.part("train"):
+            self._name_wait(samples)
+            with part("train"):
                 report = await self.engine.step(TrainBatch(tuple(samples), ledger.trainer_version))
             queue.do(ledger.trained)
             version = ledger.trainer_version
-            self._metrics.stepped(samples, version, report)
-            queue.watch.at("trainer", "stepped", samples=samples, version=version, report=report)
-            self.observer.stepped(samples, report)
+            at("trainer", "stepped", samples=samples, version=version, report=report)
             if self.prover is not None and GAP in report.metrics:
                 self.prover.saw_gap()
         await self._publish()
 
-    def _account_for(self, samples: list[Sample]) -> None:
-        """Count the wait for `samples`, and the seconds in which they were drawn.
-
-        The wait is wait_prev_gen if one of them was admitted under an earlier version.
-        """
-        version = self.queue.ledger.trainer_version
-        if any(s.admitted_version < version for s in samples):
-            self.timer.move(self._waited_s, "wait_samples", "wait_prev_gen")
+    def _name_wait(self, samples: list[Sample]) -> None:
+        """Name the wait for `samples` wait_prev_gen, if one was admitted under an earlier version."""
+        version, seconds = self.queue.ledger.trainer_version, self._waited_s
+        if seconds and any(s.admitted_version < version for s in samples):
+            renamed = {"source": "wait_samples", "target": "wait_prev_gen"}
+            at("trainer", "relabelled", seconds=seconds, **renamed)
         self._waited_s = 0.0
-        if span := self.rollouter.span(samples):
-            self._metrics.drawn(*span)
 
     async def _publish(self) -> None:
         """Make the next version live. Write its row, and a checkpoint if one is due.
@@ -267,88 +252,78 @@ class Trainer:
             and not self._probe_due
             and not self.queue.stopping
         ):
-            await self.publisher.keep(version, self.timer.part)
+            await self.publisher.keep(version)
             row = self._close(await self.rollouter.pool.stats())
             self._arriving = self._tasks.create_task(
                 self._publish_in_background(version, row), name=f"version-{version}"
             )
             return
         stats: list[RolloutStats] = []
-        synced = await self._activate(version, self.timer.part, stats)
+        await self._activate(version, stats)
         # Nothing is awaited between the new version and this snapshot, so the trainer has no
         # sample. The weights do not change until the next step. Nor does the next step wait for
         # the requests that the new version's free slots begin.
         snapshot = ledger.snapshot() if due else None
-        self._write_row(version, self._close(*stats)(synced=synced))
+        self._write_row(version, self._close(*stats))
         if snapshot is not None:
-            with self.timer.part("save_checkpoint"):
+            with part("save_checkpoint"):
                 await self.observer.checkpoint(snapshot, last=ledger.done())
 
     async def _publish_in_background(self, version: PolicyVersion, row: MakeRow) -> None:
-        """Make the version live while the next steps run. The stopwatch times only the steps."""
+        """Make the version live while the next steps run. The time counts for `sync` alone."""
         with acting("sync"):
-            synced = await self._activate(version, no_timer)
-            self._write_row(version, row(synced=synced))
+            await self._activate(version)
+            self._write_row(version, row)
         self._validate(version)
 
     async def _arrived(self) -> None:
         """Wait until no version is on its way. The task group raises a failure."""
         if self._arriving is not None:
-            arrival = waiting("sync", "the version that is on its way")
-            with self.timer.part("wait_publish"), arrival:
+            with part("wait_publish", "sync", "the version that is on its way"):
                 await asyncio.wait([self._arriving])
             self._arriving = None
 
     async def _activate(
-        self, version: PolicyVersion, part: Timer, stats: list[RolloutStats] | None = None
-    ) -> Synced:
+        self, version: PolicyVersion, stats: list[RolloutStats] | None = None
+    ) -> None:
         """Make the sealed version live. Append the totals of the replicas before it to `stats`."""
-        ledger, clock = self.queue.ledger, asyncio.get_running_loop().time
-        transfer = await self.publisher.transfer(version, part)
-        async with self.turns.activation(partial(self._pause, part, "sync")) as paused_since:
+        ledger = self.queue.ledger
+        await self.publisher.transfer(version)
+        async with self.turns.activation(self._pause):
             with part("sync_activate"):
                 if stats is not None:  # Both calls travel in one frame.
                     reading = self._tasks.create_task(self.rollouter.pool.stats(), name="stats")
-                pause_s = await self.publisher.activate(version)
+                await self.publisher.activate(version)
                 if stats is not None:
                     stats.append(await reading)
             retired, totals = self.queue.do(ledger.published), ledger.totals()
             self.observer.published(retired, totals)
-            self.queue.watch.at("run", "published", version=version, ids=retired, totals=totals)
-            live = self.rollouter.begin_version()
-        hold_s = None if paused_since is None else clock() - paused_since
-        return Synced(transfer, pause_s, hold_s, live)
+            at("run", "published", version=version, ids=retired, totals=totals)
 
     def _close(self, after: RolloutStats) -> MakeRow:
         """Close the figures of the steps since the last version. `after` has the totals of now.
 
         Return a function that takes the figures of the sync and makes the row.
         """
-        before = self._stats
-        metrics, self._metrics, self._stats = self._metrics, VersionMetrics(), after
+        before, self._stats = self._stats, after
         usable_slots = self.queue.ledger.schedule.capacity * self.rollouter.roller.num_responses
         return partial(
-            metrics.row,
-            timing=self.timer.flush(),
+            self._metrics.close(current().registry.clock()),
             before=before,
             after=after,
             usable_slots=usable_slots,
         )
 
-    def _write_row(self, version: PolicyVersion, row: dict[str, float]) -> None:
-        self.observer.row(version, row | self.rollouter.row(version - 1))
+    def _write_row(self, version: PolicyVersion, row: MakeRow) -> None:
+        made = self._metrics.synced_row(current().registry.clock(), row)
+        self.observer.row(version, made | self.rollouter.row(version - 1))
 
     @asynccontextmanager
-    async def _pause(self, part: Timer, who: str) -> AsyncIterator[float | None]:
-        """Pause rollouts while the body runs, after a validation of the live weights has ended.
-
-        The body gets the time at which the pause began, or None if no pause is needed.
-        """
+    async def _pause(self) -> AsyncIterator[None]:
+        """Pause rollouts while the body runs, after a validation of the live weights has ended."""
         with part("wait_validation"):
             await self.observer.validated()
-        since: float | None = asyncio.get_running_loop().time()
         async with AsyncExitStack() as stack:
             with part("wait_rollouts"):
-                if not await stack.enter_async_context(self.rollouter.pause_for_sync(who, part)):
-                    since = None
-            yield since
+                await stack.enter_async_context(self.rollouter.pause_for_sync())
+            yield

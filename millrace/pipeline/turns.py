@@ -19,13 +19,12 @@ from contextlib import (
     nullcontext,
 )
 
-from millrace.observe.stopwatch import Timer, no_timer
-from millrace.observe.watch import UNWATCHED, Watch
 from millrace.ports import ReplicaSleeper, Sleeper, TransferReport, WeightSync
 from millrace.types import PolicyVersion
+from millrace.waits.registry import part, span
 
-Pause = Callable[[], AbstractAsyncContextManager[float | None]]
-"""Pauses rollouts while its body runs. The body gets the time at which the pause began."""
+Pause = Callable[[], AbstractAsyncContextManager[object]]
+"""Pauses rollouts while its body runs."""
 
 
 class DeviceSharing:
@@ -34,7 +33,7 @@ class DeviceSharing:
     async def enter(self, *, keep_weights: bool = False) -> None:
         """Begin the trainer's turn. Without `keep_weights` a sync must come before `leave`."""
 
-    async def wake_rollout_weights(self, part: Timer = no_timer) -> None:
+    async def wake_rollout_weights(self) -> None:
         """Let the replicas receive a sync during the trainer's turn."""
 
     async def leave(self) -> None:
@@ -45,23 +44,19 @@ class DeviceSharing:
         await build
 
     @asynccontextmanager
-    async def trainer_turn(
-        self, part: Timer = no_timer, *, keep_weights: bool = False
-    ) -> AsyncIterator[None]:
+    async def trainer_turn(self, *, keep_weights: bool = False) -> AsyncIterator[None]:
         """Give the body the trainer's turn. After a failure the trainer keeps the devices."""
         yield
 
     @asynccontextmanager
-    async def window(
-        self, pause: Pause, part: Timer, *, keep_weights: bool = False
-    ) -> AsyncIterator[None]:
+    async def window(self, pause: Pause, *, keep_weights: bool = False) -> AsyncIterator[None]:
         """Give the body a turn for the steps and the sync of a window.
 
         On shared devices rollouts pause for all of it. With `keep_weights` no sync needs to come.
         """
         yield
 
-    def activation(self, pause: Pause) -> AbstractAsyncContextManager[float | None]:
+    def activation(self, pause: Pause) -> AbstractAsyncContextManager[object]:
         """Pause rollouts while a new version becomes live."""
         return pause()
 
@@ -77,7 +72,7 @@ class SharedDevices(DeviceSharing):
         await self._pool.sleep(keep_weights)
         await self._engine.wake()
 
-    async def wake_rollout_weights(self, part: Timer = no_timer) -> None:
+    async def wake_rollout_weights(self) -> None:
         with part("switch"):
             await self._pool.wake_weights()
 
@@ -91,9 +86,7 @@ class SharedDevices(DeviceSharing):
         await self.enter()
 
     @asynccontextmanager
-    async def trainer_turn(
-        self, part: Timer = no_timer, *, keep_weights: bool = False
-    ) -> AsyncIterator[None]:
+    async def trainer_turn(self, *, keep_weights: bool = False) -> AsyncIterator[None]:
         with part("switch"):
             await self.enter(keep_weights=keep_weights)
         yield
@@ -101,13 +94,11 @@ class SharedDevices(DeviceSharing):
             await self.leave()
 
     @asynccontextmanager
-    async def window(
-        self, pause: Pause, part: Timer, *, keep_weights: bool = False
-    ) -> AsyncIterator[None]:
-        async with pause(), self.trainer_turn(part, keep_weights=keep_weights):
+    async def window(self, pause: Pause, *, keep_weights: bool = False) -> AsyncIterator[None]:
+        async with pause(), self.trainer_turn(keep_weights=keep_weights):
             yield
 
-    def activation(self, pause: Pause) -> AbstractAsyncContextManager[float | None]:
+    def activation(self, pause: Pause) -> AbstractAsyncContextManager[object]:
         """Return a null context: rollouts are paused since the start of the turn."""
         return nullcontext(None)
 
@@ -120,25 +111,25 @@ def turns_of(shared: bool, pool: ReplicaSleeper, engine: Sleeper) -> DeviceShari
 class Publisher:
     """Sends versions to the replicas in the trainer's turn, and makes them live.
 
-    `watch` sees each step as a span on the track `sync`, whose key is the version.
+    Each step is a span on the track `sync`, whose key is the version, and a part of its actor's time.
     """
 
-    def __init__(self, turns: DeviceSharing, sync: WeightSync, watch: Watch = UNWATCHED) -> None:
-        self._turns, self._sync, self._watch = turns, sync, watch
+    def __init__(self, turns: DeviceSharing, sync: WeightSync) -> None:
+        self._turns, self._sync = turns, sync
 
-    async def keep(self, version: PolicyVersion, part: Timer = no_timer) -> None:
-        with part("sync_keep"), self._watch.span("sync", "keep", str(version)):
+    async def keep(self, version: PolicyVersion) -> None:
+        with span("sync", "keep", str(version), part="sync_keep"):
             await self._sync.keep(version)
 
-    async def transfer(self, version: PolicyVersion, part: Timer = no_timer) -> TransferReport:
-        await self._turns.wake_rollout_weights(part)
-        with part("sync_transfer"), self._watch.span("sync", "transfer", str(version)) as facts:
+    async def transfer(self, version: PolicyVersion) -> TransferReport:
+        await self._turns.wake_rollout_weights()
+        with span("sync", "transfer", str(version), part="sync_transfer") as sent:
             report = await self._sync.transfer(version)
-            facts["bytes"] = report.bytes
+            sent.facts.update(bytes=report.bytes, seconds=report.seconds)
         return report
 
-    async def activate(self, version: PolicyVersion, part: Timer = no_timer) -> float:
+    async def activate(self, version: PolicyVersion) -> float:
         """Make a sent version live. Return the longest pause of a replica in seconds."""
-        with part("sync_activate"), self._watch.span("sync", "activate", str(version)) as facts:
-            facts["pause_s"] = pause_s = await self._sync.activate(version)
+        with span("sync", "activate", str(version), part="sync_activate") as live:
+            live.facts["pause_s"] = pause_s = await self._sync.activate(version)
         return pause_s

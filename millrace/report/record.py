@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Protocol
 
 from millrace.config import ReportConfig
-from millrace.observe.watch import Event, Watch
 from millrace.persist.accounts import FILE
 from millrace.persist.run_reader import RunReader
 from millrace.report.accounts.devices import DeviceAccount
@@ -20,6 +19,7 @@ from millrace.report.accounts.tokens import TokenAccount
 from millrace.report.trace.writer import TraceWriter
 from millrace.schedule.ledger import Ledger, LedgerSnapshot
 from millrace.types import Tokens
+from millrace.waits.stream import Event, Watcher
 
 
 class File(Protocol):
@@ -98,7 +98,7 @@ class EventRecorder:
             share, limit, start = options.samples, options.samples_mb, ledger.version
             store = SampleStore(run_dir, attempt, start, decode, note, share=share, max_mb=limit)
             self._files.append(store)
-        self.watch = Watch(clock, [tokens, flow, loads, account, self.accounts, *self._files])
+        self.watchers: list[Watcher] = [tokens, flow, loads, account, self.accounts, *self._files]
 
     def counts(self, snapshot: LedgerSnapshot) -> dict[str, float]:
         """Return the counts for the checkpoint of `snapshot`."""

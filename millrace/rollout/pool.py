@@ -6,18 +6,17 @@ A replica may be lost at any time. Its requests then return without a token, and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from millrace.errors import ReplicaLost
-from millrace.observe.watch import UNWATCHED, Watch
 from millrace.ports import Replica, RolloutStats
 from millrace.rollout.replica_wait import RESTART, check, wait_for_replicas
 from millrace.rollout.roster import Roster
 from millrace.schedule.route import route
 from millrace.types import SamplingParams, Segment, Tokens
+from millrace.waits.registry import at, span
 
 T = TypeVar("T")
 
@@ -38,7 +37,6 @@ class RolloutPool:
         roster: Roster | None = None,
         *,
         deadline_s: float = _DEADLINE_S,
-        watch: Watch = UNWATCHED,
     ) -> None:
         self.engines = [*engines]
         self.roster = Roster(len(engines)) if roster is None else roster
@@ -50,16 +48,6 @@ class RolloutPool:
         """The newest totals of each replica. Those of a lost one still count."""
         self._interruptions = 0
         self._waiting: set[asyncio.Event] = set()
-        self._watch = watch
-
-    @contextmanager
-    def watched_by(self, watch: Watch) -> Iterator[None]:
-        """Report the calls of replicas to `watch` in the body. Replica i is the track `rollout-i`."""
-        before, self._watch = self._watch, watch
-        try:
-            yield
-        finally:
-            self._watch = before
 
     def add(self, engine: Replica) -> None:
         """Take a further replica. It serves once the roster says that it is LIVE."""
@@ -99,20 +87,20 @@ class RolloutPool:
         self, replica: int, tokens: Tokens, params: SamplingParams, session: str
     ) -> tuple[Segment, ...]:
         """Draw on this replica. Raises ReplicaLost."""
-        with self._watch.span(f"rollout-{replica}", "request", session) as facts:
+        with span(f"rollout-{replica}", "request", session) as request:
             segments = await self.engines[replica].generate(tokens, params, session)
-            facts["versions"] = versions = [[s.version, len(s.tokens)] for s in segments]
-            facts["tokens"] = sum([count for _, count in versions])
+            facts, versions = request.facts, [[s.version, len(s.tokens)] for s in segments]
+            facts["versions"], facts["tokens"] = versions, sum([count for _, count in versions])
             facts["stop"] = str(segments[-1].stop) if segments else "interrupted"
         return segments
 
     async def interrupt_on(self, replica: int) -> None:
-        with self._watch.span(f"rollout-{replica}", "interrupt"):
+        with span(f"rollout-{replica}", "interrupt"):
             await self.engines[replica].interrupt()
 
     async def stats_of(self, replica: int) -> RolloutStats:
         stats = await self.engines[replica].stats()
-        self._watch.at(f"rollout-{replica}", "stats", stats=stats)
+        at(f"rollout-{replica}", "stats", stats=stats)
         return stats
 
     def _choose(self, home: int | None, live: Sequence[int]) -> int:
@@ -167,21 +155,21 @@ class RolloutPool:
 
     async def sleep(self, keep_weights: bool = True) -> None:
         async def sleep(replica: int) -> None:
-            with self._watch.span(f"rollout-{replica}", "sleep"):
+            with span(f"rollout-{replica}", "sleep"):
                 await self.engines[replica].sleep(keep_weights)
 
         await self._each(sleep)
 
     async def wake_weights(self) -> None:
         async def wake_weights(replica: int) -> None:
-            with self._watch.span(f"rollout-{replica}", "wake_weights"):
+            with span(f"rollout-{replica}", "wake_weights"):
                 await self.engines[replica].wake_weights()
 
         await self._each(wake_weights)
 
     async def wake(self) -> None:
         async def wake(replica: int) -> None:
-            with self._watch.span(f"rollout-{replica}", "wake"):
+            with span(f"rollout-{replica}", "wake"):
                 await self.engines[replica].wake()
 
         await self._each(wake)

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from millrace.errors import RewardError
-from millrace.observe.watch import UNWATCHED, Watch
 from millrace.ports import RewardFunction
 from millrace.types import Completion, Prompt, Score
-from millrace.waits.registry import count, doing, waiting
+from millrace.waits.registry import count, span, waiting
 
 _FIRST_S = 0.25
 _MOST_S = 30.0
@@ -40,11 +39,8 @@ class RetryingReward:
     is "val/" for problems of a validation.
     """
 
-    def __init__(
-        self, reward: RewardFunction, retries: int, watch: Watch = UNWATCHED, prefix: str = ""
-    ) -> None:
-        self._reward, self._retries = reward, retries
-        self._watch, self._prefix = watch, prefix
+    def __init__(self, reward: RewardFunction, retries: int, prefix: str = "") -> None:
+        self._reward, self._retries, self._prefix = reward, retries, prefix
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         for failed in range(self._retries):
@@ -55,13 +51,12 @@ class RetryingReward:
         return await self._score(prompt, completions)
 
     async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
-        key = f"{self._prefix}{prompt.index}"
-        with self._watch.span("rewards", "score", key, n=len(completions)) as facts:
+        key, what = f"{self._prefix}{prompt.index}", f"the score of prompt {prompt.index}"
+        with span("rewards", "score", key, by="the reward", what=what, n=len(completions)) as call:
             try:
-                with doing(f"the score of prompt {prompt.index}", by="the reward"):
-                    scores = await self._reward.score(prompt, completions)
+                scores = await self._reward.score(prompt, completions)
             except RewardError as error:
-                facts["failed"] = error.reason
+                call.facts["failed"] = error.reason
                 raise
         count("scores")
         return scores

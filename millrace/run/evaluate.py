@@ -14,7 +14,6 @@ from millrace.errors import bad_value
 from millrace.observe.panel import shown
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import JsonLines
-from millrace.observe.watch import UNWATCHED, Watch
 from millrace.pipeline.validation import Played, Result, Validator
 from millrace.ports import RolloutEngine
 from millrace.rollout.replica_wait import sleep_until
@@ -27,9 +26,7 @@ from millrace.run.start import start_state
 from millrace.types import PolicyVersion, Prompt, Sample, SamplingParams, Tokens, Trajectory
 
 
-def make_validator(
-    s: Session, pool: RolloutEngine, watch: Watch = UNWATCHED, *, waits: bool = False
-) -> Validator | None:
+def make_validator(s: Session, pool: RolloutEngine, *, waits: bool = False) -> Validator | None:
     """Return the validator, or None if there is no validation data.
 
     With `waits`, its requests wait for replicas that start anew.
@@ -47,7 +44,7 @@ def make_validator(
     return Validator(
         s.problems.val,
         pool,
-        RetryingReward(s.reward, s.config.reward.retries, watch, "val/"),
+        RetryingReward(s.reward, s.config.reward.retries, "val/"),
         s.problems.chat.decode,
         params,
         kwargs.n,

@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from millrace.observe.watch import Watch
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.trainer import Trainer
 from millrace.rollout.replica_wait import check
 from millrace.rollout.roster import Change, Roster
 from millrace.run.stop import StopRequest
+from millrace.waits.registry import current
 
 
 @contextmanager
-def saved_without_replicas(roster: Roster, watch: Watch, stop: StopRequest) -> Iterator[None]:
+def saved_without_replicas(roster: Roster, stop: StopRequest) -> Iterator[None]:
     """Stop and save the run once every replica is given up, and then raise ReplicaLost.
 
-    `watch` sees every change of a replica on its track.
+    Every change of a replica is an event on its track.
     """
     check(roster)
+    stream = current().registry
 
     def changed(change: Change) -> None:
-        watch.at(f"rollout-{change.replica}", f"replica_{change.to}", why=change.why)
+        stream.at(f"rollout-{change.replica}", f"replica_{change.to}", why=change.why)
         if roster.over:
             stop.request()
 

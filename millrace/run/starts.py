@@ -24,13 +24,12 @@ import msgspec
 
 from millrace.observe.files import Appender
 from millrace.observe.progress import Progress
-from millrace.observe.watch import Watch
 from millrace.run.engines import Engines
 from millrace.runtime.caches import cache_folder
 from millrace.sync.background import abandonable
 from millrace.waits.answer import ProcessStatus
 from millrace.waits.graph import DRIVER
-from millrace.waits.registry import Start, starting, take_starts
+from millrace.waits.registry import Start, at, starting, take_starts
 
 T = TypeVar("T")
 
@@ -96,9 +95,7 @@ def waiting_for(answers: Iterable[ProcessStatus]) -> str:
     )
 
 
-async def report(
-    engines: Engines, run: Path, version: int, watch: Watch, note: Callable[[str], None]
-) -> float:
+async def report(engines: Engines, run: Path, version: int, note: Callable[[str], None]) -> float:
     """Write where the seconds of the start went: to the file, to the trace and to the terminal.
 
     Returns the seconds, without those of the warm-up.
@@ -114,7 +111,7 @@ async def report(
         if each
     }
     seconds = seconds_of(parts)
-    watch.at("run", "started", seconds=seconds, **{n: shown_parts(e) for n, e in parts.items()})
+    at("run", "started", seconds=seconds, **{n: shown_parts(e) for n, e in parts.items()})
     line = {"version": version, "seconds": seconds, "parts": parts}
     try:
         Appender(run / FILE, durable=False).add(msgspec.json.encode(line) + b"\n")

@@ -15,9 +15,7 @@ from millrace.observe import trackers
 from millrace.observe.guard import Guard
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import make_sinks
-from millrace.observe.stopwatch import Stopwatch
 from millrace.observe.trackers import About
-from millrace.observe.watch import Watch
 from millrace.persist.history import History
 from millrace.persist.run_reader import RunReader
 from millrace.pipeline.checkpoint import read_manifest
@@ -46,7 +44,7 @@ from millrace.run.stop import StopRequest
 from millrace.schedule.ledger import Ledger
 from millrace.sync.background import abandonable
 from millrace.types import SamplingParams
-from millrace.waits.registry import as_actor
+from millrace.waits.registry import acting, at, current, part
 
 if TYPE_CHECKING:
     from millrace.report.record import EventRecorder
@@ -164,7 +162,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 history=history,
                 checkpoints=s.checkpoints,
                 engine=s.engines.train,
-                validator=make_validator(s, s.engines.pool, recorder.watch),
+                validator=make_validator(s, s.engines.pool),
                 sinks=sinks,
                 progress=s.progress,
                 save_freq=c.save_freq,
@@ -176,12 +174,13 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 tasks=tasks,
                 figures=lambda: figures(s) | trackers.dropped(outside),
                 tokens=recorder.counts,
-                watch=recorder.watch,
                 on_gap=lambda figures: refuse(s, stop, of_version(figures)),
             )
-            async with s.journal(ledger, history.attempt, tasks) as kept:
-                with s.engines.pool.watched_by(recorder.watch):
-                    loops = train_to_end(s, ledger, stop, record, validated, kept, recorder.watch)
+            with current().registry.watched_by(*recorder.watchers, record):
+                if why := supervised.reason():
+                    at("run", "restarted", why=why)
+                async with s.journal(ledger, history.attempt, tasks) as kept:
+                    loops = train_to_end(s, ledger, stop, record, validated, kept)
                     complete, start, seconds = await loops
         history.end(ledger.totals(), complete)
         recorder.end(ledger.snapshot())
@@ -240,8 +239,6 @@ def make_event_recorder(s: Session, ledger: Ledger, attempt: int) -> EventRecord
         s.problems.chat.decode,
     )
     supervised.send_status(supervised.DriverStatus(attempt=attempt, version=ledger.version))
-    if why := supervised.reason():
-        recorder.watch.at("run", "restarted", why=why)
     return recorder
 
 
@@ -265,7 +262,6 @@ async def train_to_end(
     record: RunRecord,
     validated: dict[int, dict[str, float]],
     journal: NullJournal,
-    watch: Watch,
 ) -> tuple[bool, float, float]:
     """Run both loops. Returns whether the run is complete, and the seconds of start and training.
 
@@ -273,21 +269,20 @@ async def train_to_end(
     """
     c, clock = s.config.trainer, asyncio.get_running_loop().time
     derived, engines = s.derived, s.engines
-    queue = SampleQueue(ledger, deadline_s=c.wait_deadline_s, watch=watch, journal=journal)
+    queue = SampleQueue(ledger, deadline_s=c.wait_deadline_s, journal=journal)
     rollouter = make_rollouter(s, queue, engines.pool)
-    parts = Stopwatch(clock, watch, "trainer")
     proof = make_proof(s, rollouter, stop) if s.config.guard.enable else None
-    ports = engines.train, engines.turns, engines.sync, record, parts
+    ports = engines.train, engines.turns, engines.sync, record
     trainer = Trainer(queue, rollouter, *ports, proof)
     s.progress.phase(starts.SYNC + (", and the proof of the engines" if proof else ""))
-    with parts.part("sync_transfer"):
-        await as_actor("trainer", trainer.begin())
+    with acting("trainer"), part("sync_transfer"):
+        await trainer.begin()
     record.gap_limit = proof.limit if proof else None
-    started = await starts.report(engines, s.run.path, ledger.version, watch, s.progress.note)
+    started = await starts.report(engines, s.run.path, ledger.version, s.progress.note)
     if 0 in validated:
         record.first = Result(0, validated[0], ())
     elif ledger.version == 0 and c.val_before_train:
-        with parts.part("wait_validation"):
+        with acting("trainer"), part("wait_validation"):
             await validate_now(trainer, record, "validating the start weights")
     # The earlier attempt may have abandoned the validation of its last version.
     if ledger.version and ledger.version not in validated:
@@ -306,13 +301,13 @@ async def train_to_end(
 
     stop.attach(queue, c.stop_grace_s, abandon)
     start = clock()
-    with saved_without_replicas(engines.pool.roster, watch, stop):
+    with saved_without_replicas(engines.pool.roster, stop):
         trained = await run_pipeline(rollouter, trainer)
         seconds = clock() - start
-        with parts.part("save_checkpoint"):
+        with acting("trainer"), part("save_checkpoint"):
             complete = await finish_run(trained, trainer, record, stop, save_last=c.save_last)
     if complete:
-        with parts.part("wait_validation"):
+        with acting("trainer"), part("wait_validation"):
             await validate_now(trainer, record, "validating the final weights")
     await engines.pool.stats()  # The last figures of the accounts.
     if stop.error is not None:
@@ -332,7 +327,7 @@ async def finish_run(
         await record.validated()
         await record.checkpointed()
         if save_last or stop.requested:
-            await as_actor("trainer", trainer.stop())
+            await trainer.stop()
         stop.detach()
     complete = trained and not stop.requested
     if not complete:
@@ -353,7 +348,7 @@ def make_rollouter(s: Session, queue: SampleQueue, pool: RolloutPool) -> Rollout
     )
     roller = SampleRoller(
         s.agent,
-        RetryingReward(s.reward, c.reward.retries, queue.watch),
+        RetryingReward(s.reward, c.reward.retries),
         s.problems.chat.decode,
         params,
         rollout.n,

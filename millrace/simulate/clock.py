@@ -12,6 +12,8 @@ import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from millrace.waits.registry import Registry, within
+
 T = TypeVar("T")
 
 HORIZON_S = 86_400.0
@@ -53,4 +55,6 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     the whole result of `main`.
     """
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.get_loop().run_until_complete(main)
+        loop = runner.get_loop()
+        with within(Registry("driver", loop.time).root):
+            return loop.run_until_complete(main)

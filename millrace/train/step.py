@@ -6,9 +6,9 @@ compute in the calling thread and block it, so an engine needs its own process o
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from millrace.algorithms.kl import adapt
 from millrace.config import Config, OptimConfig
 from millrace.errors import MillraceError
 from millrace.models.model import DTYPES
-from millrace.observe.stopwatch import Stopwatch
+from millrace.observe.timing import timed as timed_parts
 from millrace.ports import Phase, StepReport, TrainBatch
 from millrace.train import reference
 from millrace.train.displaced import displace_
@@ -35,6 +35,7 @@ from millrace.train.rows import BatchArrays, arrays_of, rows_of_examples, rows_o
 from millrace.train.state_writer import StateWriter
 from millrace.train.timed import timed
 from millrace.types import Sample, Tokens
+from millrace.waits.registry import part
 
 
 class TrainSteps(ABC):
@@ -97,10 +98,15 @@ class TrainSteps(ABC):
 
         A nonfinite step counts in no other metric.
         """
-        watch, options = Stopwatch(time.perf_counter), self.options
-        models = timed(Models(self.actor, self.critic, self.reference), watch.part)
+        with timed_parts("step") as seconds:
+            report = self._step(batch)
+        return replace(report, seconds=_named(seconds))
+
+    def _step(self, batch: TrainBatch) -> StepReport:
+        options = self.options
+        models = timed(Models(self.actor, self.critic, self.reference))
         arrays = self._arrays(batch)
-        with watch.part("adv"):
+        with part("adv"):
             data = make_experience(arrays, models, options, self.kl_coef)
         meter, critic_meter = Meter(POLICY_SUMS), Meter(CRITIC_SUMS)
         learners: list[tuple[Learner, type[CriticLoss | PolicyLoss], Meter]] = [
@@ -112,7 +118,7 @@ class TrainSteps(ABC):
         first_tokens, rejected, kept = torch.zeros_like(data.include), 0, 0
         size = options.actor.ppo_mini_batch_size
         for k, members in enumerate(mini_batches(data, size) * options.actor.ppo_epochs):
-            with watch.part("update_actor"):
+            with part("update_actor"):
                 mini = settle(data, members, models.policy, options, untouched=k == 0)
             corrections.append(mini.metrics)
             rejected += not mini.tokens
@@ -123,7 +129,7 @@ class TrainSteps(ABC):
             for model, loss, sums in learners:
                 warm = model is not self.actor or model.steps >= options.critic_warmup
                 loss_of = loss(data, mini, options) if mini.tokens and warm else None
-                with watch.part(f"update_{model.name}"):
+                with part(f"update_{model.name}"):
                     share = data.rows, members, options.temperature
                     model.train_on(*share, loss_of, sums, first_pass=first_pass)
         fresh, self._seen_version = batch.version != self._seen_version, batch.version
@@ -143,8 +149,7 @@ class TrainSteps(ABC):
             "actor/nonfinite_steps": float(meter.nonfinite + critic_meter.nonfinite),
             "actor/rejected_steps": float(rejected),
         }
-        seconds, skipped = _named(watch.flush()), meter.nonfinite + meter.empty
-        return StepReport(meter.steps, metrics, totals, skipped, seconds)
+        return StepReport(meter.steps, metrics, totals, meter.nonfinite + meter.empty)
 
     def _arrays(self, batch: TrainBatch) -> BatchArrays:
         """Return the arrays of a batch. Raise MillraceError if it lacks the experts of R3."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from millrace.observe.stopwatch import Timer
 from millrace.train.experience import Forward, Models, Policy
 from millrace.train.layout import Ints
 from millrace.train.routing import Routed
 from millrace.train.rows import Rows
+from millrace.waits.registry import part
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +21,12 @@ class TimedForward:
     """
 
     model: Forward
-    part: Timer
     name: str
 
     def tokens(
         self, rows: Rows, members: Ints | None = None, *, temperature: float
     ) -> list[Tensor]:
-        with self.part(self.name):
+        with part(self.name):
             return self.model.tokens(rows, members, temperature=temperature)
 
 
@@ -36,7 +35,6 @@ class TimedPolicy:
     """The policy under training. Its forward passes count for the part `old_log_prob`."""
 
     model: Policy
-    part: Timer
 
     @property
     def steps(self) -> int:
@@ -49,15 +47,15 @@ class TimedPolicy:
     def tokens(
         self, rows: Rows, members: Ints | None = None, *, temperature: float, **options: bool
     ) -> list[Tensor]:
-        with self.part("old_log_prob"):
+        with part("old_log_prob"):
             return self.model.tokens(rows, members, temperature=temperature, **options)
 
 
-def timed(models: Models, part: Timer) -> Models:
+def timed(models: Models) -> Models:
     """Return the models with their forward passes timed: old_log_prob, values and ref."""
     critic, reference = models.critic, models.reference
     return Models(
-        TimedPolicy(models.policy, part),
-        critic and TimedForward(critic, part, "values"),
-        reference and TimedForward(reference, part, "ref"),
+        TimedPolicy(models.policy),
+        critic and TimedForward(critic, "values"),
+        reference and TimedForward(reference, "ref"),
     )

@@ -1,16 +1,23 @@
-"""The waits of a process: who waits, for whom, for what, since when. And what has moved.
+"""The spans of a process: who does what, who waits, for whom, for what, since when.
 
 An actor is a task that others may wait for: the trainer, a sample, a session, a call that a worker
-serves. The current actor is a context variable, so tasks and threads inherit it. Nothing here waits,
-and nothing imports torch. A registered wait costs less than a microsecond (docs/failures.md).
+serves. The current actor is a context variable, so tasks and threads inherit it. Open waits are what
+`millrace why` reads. Spans and states are events of the stream, which metrics, accounts and the trace
+read. Nothing here waits, and nothing imports torch. A registered wait costs less than a microsecond
+(docs/failures.md).
 
 | call | meaning |
 |---|---|
 | `with acting("sample 17")` | the body is this actor; its parent waits for it |
 | `with waiting("rollout-1", "engine.generate")` | the body waits for someone |
 | `with doing("backward of micro-batch 3")` | the body works; with `by`, someone outside works for it |
+| `with span("sync", "transfer", "7", part="sync_transfer")` | the body is a span of a track |
+| `with part("wait_publish", "sync", "the version")` | the actor is in this state; an inner one suspends it |
+| `at("run", "published", version=7)` | something happens |
 | `with starting("imports")` | the body is a part of this process's start; its times are kept |
 | `count("buckets")`, `gauge("tokens", f)` | something moves: slow is not stuck |
+
+A span and a part take a cause too: `waits_for` somebody, or the work `what`, `by` somebody outside.
 """
 
 from __future__ import annotations
@@ -19,19 +26,24 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+from millrace.waits.stream import Clock, Stream
 
 T = TypeVar("T")
 
-Clock = Callable[[], float]
+OTHER = "other"
+"""The state of an actor in no part."""
 
 
-class Registry:
-    """The open waits and actors of one process, and its counters."""
+class Registry(Stream):
+    """The open waits and actors of one process, its counters, and its stream of events."""
 
     def __init__(self, name: str, clock: Clock = time.monotonic) -> None:
+        super().__init__(clock)
         self.name = name
-        self.clock = clock
+        self.states: dict[str, str] = {}
+        """The state of each actor that has had one."""
         self.open: set[Wait] = set()
         self.actors: set[Actor] = set()
         self.counts: dict[str, int] = {}
@@ -41,6 +53,14 @@ class Registry:
         """The ended parts of the process's start, until somebody takes them."""
         self.root = Actor("", None, self)
         """What runs under no name."""
+
+    def switch(self, actor: str, state: str) -> str:
+        """Put an actor into a state. Return the state before."""
+        before = self.states.get(actor, OTHER)
+        if state != before:
+            self.states[actor] = state
+            self.state(actor, state)
+        return before
 
     def progress(self) -> dict[str, float]:
         """Return every counter and gauge."""
@@ -107,6 +127,58 @@ class Wait:
         self.actor.registry.open.discard(self)
 
 
+class Span:
+    """A span of a track. It is a class because a generator takes twice as long."""
+
+    __slots__ = ("_key", "_name", "_registry", "_track", "facts")
+
+    def __init__(
+        self, registry: Registry, track: str, name: str, key: str, facts: dict[str, Any]
+    ) -> None:
+        self._registry, self._track, self._name, self._key = registry, track, name, key
+        self.facts = facts
+        """Those of the begin, and in the body those of the end."""
+
+    def __enter__(self) -> Span:
+        begin, self.facts = self.facts, {}
+        self._registry.emit(self._track, self._name, "begin", self._key, begin)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._registry.emit(self._track, self._name, "end", self._key, self.facts)
+
+
+class Part(Wait):
+    """A state of the current actor, a cause, or both, perhaps with a span."""
+
+    __slots__ = ("_before", "_span", "facts", "name", "seconds")
+
+    def __init__(self, name: str, whom: str, what: str, work: bool, span: Span | None) -> None:
+        self.whom, self.what, self.work, self.meeting, self.number = whom, what, work, "", 0
+        self.name, self._span = name, span
+
+    def __enter__(self) -> Part:
+        actor = self.actor = _current.get()
+        registry = actor.registry
+        self.since = registry.clock()
+        if self.what:
+            registry.open.add(self)
+        if self.name:
+            self._before = registry.switch(actor.name, self.name)
+        if self._span is not None:
+            self.facts = self._span.__enter__().facts
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        registry = self.actor.registry
+        if self._span is not None:
+            self._span.__exit__()
+        if self.name:
+            self.seconds = registry.clock() - self.since
+            registry.switch(self.actor.name, self._before)
+        registry.open.discard(self)
+
+
 class Starting(Wait):
     """Open work that is a part of a start."""
 
@@ -154,6 +226,28 @@ def doing(what: str, by: str = "") -> Wait:
     `by` names who works for it outside of what millrace knows, such as "the disk".
     """
     return Wait(by, what, "", 0, True)
+
+
+def span(track: str, name: str, key: str = "", /, *, part: str = "", waits_for: str = "",
+         what: str = "", by: str = "", **facts: Any) -> Span | Part:  # fmt: skip
+    """Make a `with` block a span of a track, and the state `part` of the current actor.
+
+    With `what`, it is also an open wait: for `waits_for`, or for work which `by` does.
+    """
+    made = Span(_current.get().registry, track, name, key, facts)
+    if part or what:
+        return Part(part, waits_for or by, what, not waits_for, made)
+    return made
+
+
+def part(name: str, waits_for: str = "", what: str = "") -> Part:
+    """Put the current actor into the state `name` for a `with` block. An inner one suspends it."""
+    return Part(name, waits_for, what, not waits_for, None)
+
+
+def at(track: str, name: str, key: str = "", /, **facts: Any) -> None:
+    """Report that something happens now."""
+    _current.get().registry.emit(track, name, "at", key, facts)
 
 
 def starting(what: str) -> Starting:

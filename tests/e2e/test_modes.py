@@ -17,6 +17,7 @@ from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync
 from tests.e2e import runs
 from tests.e2e.accounts import check_accounts
+from tests.e2e.agreement import check_seconds
 from tests.pipeline.simulated import parts_of
 from tests.workers import workers_of
 
@@ -52,8 +53,20 @@ def test_every_mode_trains_every_sample_once(tmp_path: Path) -> None:
                 check_rows(folder, outcome.versions, mode)
                 last = check_accounts(folder)[-1]
                 assert set(last.tokens) <= {"trained", "evaluated"}, (mode, last.tokens)
+                if not more and not mode.startswith("colocate"):
+                    check_seconds(folder, shared=False)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("mode", ["async_partial", "colocate_partial"])
+def test_metrics_accounts_and_trace_of_a_run_tell_the_same_seconds(
+    tmp_path: Path, mode: str
+) -> None:
+    more = f"mode={mode}", "rollout.total_rollout_steps=128", "rollout.test_freq=4"
+    done = runs.millrace(*runs.small(tmp_path / mode, *more, "trainer.save_freq=3"))
+    assert done.code == 0, done.err
+    check_seconds(tmp_path / mode, shared=mode == "colocate_partial")
 
 
 def check_rows(folder: Path, versions: int, mode: str) -> None:

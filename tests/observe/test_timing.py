@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.observe.stopwatch import Stopwatch
-from millrace.observe.timing import IDLE, SYNC, TOTALS, LiveTime, seconds_of, timing_row
+from millrace.observe.timing import (
+    IDLE,
+    SYNC,
+    TOTALS,
+    ActorClock,
+    LiveTime,
+    seconds_of,
+    timing_row,
+)
+from millrace.waits.registry import Registry, acting, part, within
 
 seconds = st.floats(0, 1e4)
 PARTS = (*IDLE, *SYNC, "train", "save_checkpoint", "switch", "other")
@@ -54,20 +62,24 @@ def test_an_engine_with_a_fast_clock_keeps_the_shares_of_its_parts() -> None:
 
 def test_a_wait_moves_to_its_name_and_no_second_is_lost() -> None:
     now = 0.0
-    watch = Stopwatch(lambda: now)
-    with watch.part("wait_samples"):
-        now = 3.0
-    with watch.part("train"):
-        now = 7.0
-    watch.move(2.0, "wait_samples", "wait_prev_gen")
-    watch.move(1.0, "switch", "wait_prev_gen")  # there is no such second
-    assert watch.running() == {
-        "other": 0.0, "wait_samples": 1.0, "wait_prev_gen": 2.0, "train": 4.0
-    }  # fmt: skip
-    watch.move(9.0, "wait_samples", "wait_prev_gen")
-    assert watch.flush() == {
-        "other": 0.0, "wait_samples": 0.0, "wait_prev_gen": 3.0, "train": 4.0
-    }  # fmt: skip
+    registry = Registry("driver", lambda: now)
+    clock = ActorClock(0.0, "trainer")
+
+    def rename(seconds: float, source: str) -> None:
+        facts = {"source": source, "target": "wait_prev_gen"}
+        registry.at("trainer", "relabelled", seconds=seconds, **facts)
+
+    with within(registry.root), acting("trainer"), registry.watched_by(clock):
+        with part("wait_samples"):
+            now = 3.0
+        with part("train"):
+            now = 7.0
+        rename(2.0, "wait_samples")
+        rename(1.0, "switch")  # there is no such second
+        assert clock.until(now) == {"wait_samples": 1.0, "wait_prev_gen": 2.0, "train": 4.0}
+        rename(9.0, "wait_samples")
+    found = {"other": 0.0, "wait_samples": 0.0, "wait_prev_gen": 3.0, "train": 4.0, "switch": 0.0}
+    assert clock.flush(now) == found
 
 
 def test_rollouts_without_time_are_not_idle() -> None:

@@ -1,10 +1,12 @@
-"""The stopwatch, metrics.jsonl and the output for people."""
+"""Parts of an actor's time, metrics.jsonl and the output for people."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,9 @@ from rich.console import Console
 from millrace.observe.panel import BARS, sparkline
 from millrace.observe.progress import Lines, Progress
 from millrace.observe.sinks import JsonLines, make_sinks
-from millrace.observe.stopwatch import Stopwatch
-from millrace.observe.watch import Event, Watch
+from millrace.observe.timing import ActorClock
+from millrace.waits.registry import Part, Registry, acting, part, within
+from millrace.waits.stream import Event, Stream
 
 
 class Clock:
@@ -27,17 +30,25 @@ class Clock:
         return self.now
 
 
+@contextmanager
+def actor(clock: Clock) -> Iterator[ActorClock]:
+    """Make the body the actor `trainer` of a process of its own, whose states are timed."""
+    registry, timed = Registry("driver", clock), ActorClock(clock.now, "trainer")
+    with within(registry.root), acting("trainer"), registry.watched_by(timed):
+        yield timed
+
+
 def test_a_part_within_a_part_suspends_it_and_the_rest_is_other() -> None:
     clock = Clock()
-    watch = Stopwatch(clock)
-    clock.now += 1
-    with watch.part("step"):
-        clock.now += 2
-        with watch.part("wait"):
-            clock.now += 4
-        clock.now += 8
-    clock.now += 16
-    assert watch.flush() == {"other": 17.0, "step": 10.0, "wait": 4.0}
+    with actor(clock) as timed:
+        clock.now += 1
+        with part("step"):
+            clock.now += 2
+            with part("wait"):
+                clock.now += 4
+            clock.now += 8
+        clock.now += 16
+    assert timed.flush(clock.now) == {"other": 17.0, "step": 10.0, "wait": 4.0}
 
 
 @given(
@@ -50,36 +61,43 @@ def test_the_parts_add_up_to_the_wall_time_whatever_nests_fails_or_is_flushed_on
     moves: list[tuple[str, float]],
 ) -> None:
     clock = Clock()
-    watch = Stopwatch(clock)
-    begin, total, stack = clock.now, 0.0, []
-    for move, seconds in moves:
-        clock.now += seconds
-        if move.startswith("in"):
-            stack.append(watch.part(move))
-            stack[-1].__enter__()
-        elif move == "out" and stack:
+    begin, total, stack = clock.now, 0.0, list[Part]()
+    with actor(clock) as timed:
+        for move, seconds in moves:
+            clock.now += seconds
+            if move.startswith("in"):
+                stack.append(part(move).__enter__())
+            elif move == "out" and stack:
+                stack.pop().__exit__(None, None, None)
+            elif move == "fail" and stack:
+                error = ValueError("in the part")
+                stack.pop().__exit__(type(error), error, None)
+            elif move == "flush":
+                total += sum(timed.flush(clock.now).values())
+        total += sum(timed.flush(clock.now).values())
+        assert total == pytest.approx(clock.now - begin)
+        while stack:
             stack.pop().__exit__(None, None, None)
-        elif move == "fail" and stack:
-            error = ValueError("in the part")
-            with pytest.raises(ValueError, match="in the part"):
-                stack.pop().gen.throw(error)
-        elif move == "flush":
-            total += sum(watch.flush().values())
-    total += sum(watch.flush().values())
-    assert total == pytest.approx(clock.now - begin)
-    while stack:
-        stack.pop().__exit__(None, None, None)
 
 
 def test_a_flush_in_the_middle_of_a_part_divides_it() -> None:
     clock = Clock()
-    watch = Stopwatch(clock)
-    with watch.part("step"):
-        clock.now += 3
-        assert watch.running() == {"other": 0.0, "step": 3.0}
-        assert watch.flush() == {"other": 0.0, "step": 3.0}
-        clock.now += 4
-    assert watch.flush() == {"step": 4.0, "other": 0.0}
+    with actor(clock) as timed:
+        with part("step"):
+            clock.now += 3
+            assert timed.until(clock.now) == {"step": 3.0}
+            assert timed.flush(clock.now) == {"other": 0.0, "step": 3.0}
+            clock.now += 4
+        assert timed.flush(clock.now) == {"step": 4.0, "other": 0.0}
+
+
+def test_the_parts_of_another_actor_take_no_time_of_this_one() -> None:
+    clock = Clock()
+    with actor(clock) as timed, part("train"):
+        clock.now += 1
+        with acting("sync"), part("sync_transfer"):
+            clock.now += 2
+    assert timed.flush(clock.now) == {"other": 0.0, "train": 3.0}
 
 
 def rows(path: Path) -> list[dict[str, float | None]]:
@@ -227,7 +245,9 @@ def test_a_watcher_with_names_gets_the_events_of_these_names_alone() -> None:
             self.seen.append(event.name)
 
     narrow, wide = Narrow(), list[str]()
-    watch = Watch(watchers=[narrow, lambda event: wide.append(event.name)])
-    for name in ("request", "score", "request"):
-        watch.at("run", name)
-    assert narrow.seen == ["request", "request"] and wide == ["request", "score", "request"]
+    stream = Stream(time.monotonic, lambda event: wide.append(event.name))
+    for watchers in ([], [narrow], []):
+        with stream.watched_by(*watchers):
+            for name in ("request", "score", "request"):
+                stream.at("run", name)
+    assert narrow.seen == ["request", "request"] and wide == 3 * ["request", "score", "request"]

@@ -6,16 +6,15 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from millrace.observe.stopwatch import Stopwatch
 from millrace.observe.timing import TOTALS
-from millrace.observe.watch import Watch, Watcher
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
-from millrace.ports import Agent, StepReport
+from millrace.ports import Agent
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.pool import RolloutPool
@@ -28,6 +27,8 @@ from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
 from millrace.types import Prompt, Sample, SamplingParams, tokens_of
+from millrace.waits.registry import acting, current
+from millrace.waits.stream import Event, Watcher
 
 RUNS = (
     *MODES,
@@ -69,8 +70,9 @@ class LongTail:
 
 @dataclass
 class Record:
-    """An Observer that keeps the events of a run."""
+    """An Observer that keeps the events of a run. It watches local steps."""
 
+    names: ClassVar[frozenset[str]] = frozenset({"stepped"})
     ledger: Ledger
     rows: list[dict[str, float]] = field(default_factory=list)
     retired: list[int] = field(default_factory=list)
@@ -98,8 +100,8 @@ class Record:
         if not self.ledger.count(State.TAKEN, State.TRAINED):
             self.cuts.append(self.ledger.snapshot())
 
-    def stepped(self, samples: list[Sample], report: StepReport) -> None:
-        self.ended.append(asyncio.get_running_loop().time())
+    def __call__(self, event: Event) -> None:
+        self.ended.append(event.time)
 
     def row(self, version: int, row: dict[str, float]) -> None:
         self.rows.append({"version": version, **row})
@@ -162,14 +164,13 @@ async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: in
                     retries: int) -> Outcome:  # fmt: skip
     loop = asyncio.get_running_loop()
     ledger = Ledger.restore(schedule, start, samples) if start else Ledger(schedule, samples)
-    watch = Watch(loop.time, watchers(loop.time(), ledger))
-    queue = SampleQueue(ledger, deadline_s=1e8, watch=watch)
+    queue = SampleQueue(ledger, deadline_s=1e8)
     rollouts = [SimRolloutEngine(cost, slots=slots) for _ in range(replicas)]
     engine = SimTrainEngine(cost)
     record = Record(ledger, retired_before=ledger.retired, save_s=save_s, validation_s=validation_s)
     record.saving = saving
     params = SamplingParams(max_tokens=1000)
-    reward = RetryingReward(SimReward(cost, chance) if chance else SimReward(cost), 0, watch)
+    reward = RetryingReward(SimReward(cost, chance) if chance else SimReward(cost), 0)
     roller = SampleRoller(
         agent,
         reward,
@@ -185,19 +186,20 @@ async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: in
         if chance
         else None
     )
-    pool = RolloutPool(rollouts, watch=watch)
+    pool = RolloutPool(rollouts)
     rollouter = Rollouter(queue, LongTail(), pool, roller, dynamic_sampling=sampling)
     turns = turns_of(schedule.colocated, rollouter.pool, engine)
     sync = SimWeightSync(cost, rollouts)
-    stopwatch = Stopwatch(loop.time, watch, "trainer")
-    trainer = Trainer(queue, rollouter, engine, turns, sync, record, stopwatch)
+    trainer = Trainer(queue, rollouter, engine, turns, sync, record)
     if stop_at is not None:
         loop.call_at(stop_at, queue.stop, 1.0)
     begin = loop.time()
-    await trainer.begin()
-    await run_pipeline(rollouter, trainer)
-    seconds = loop.time() - begin
-    await pool.stats()
+    with current().registry.watched_by(*watchers(begin, ledger), record):
+        with acting("trainer"):
+            await trainer.begin()
+        await run_pipeline(rollouter, trainer)
+        seconds = loop.time() - begin
+        await pool.stats()
     return Outcome(record, ledger, engine, seconds)
 
 

@@ -274,7 +274,7 @@ def test_nothing_is_admitted_for_a_drop_while_rollouts_are_pause_for_sync() -> N
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(rollouter.run())
             await asyncio.sleep(0.1)
-            async with rollouter.pause_for_sync("test"):
+            async with rollouter.pause_for_sync():
                 before = ledger.admitted
                 assert rollouter.unfinished == 0 and ledger.occupied
                 await asyncio.sleep(1.0)  # the scores come

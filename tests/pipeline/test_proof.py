@@ -11,7 +11,6 @@ import pytest
 
 from millrace.errors import GapError, ReplicaLost
 from millrace.observe.gap import DISPLACED, TRUE, Verdict
-from millrace.observe.stopwatch import Stopwatch, no_timer
 from millrace.pipeline.proof import BUDGET_S, Limits, Proof, rising
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
@@ -168,7 +167,7 @@ def test_one_wrong_replica_of_eight_is_found_although_the_mean_of_all_is_within_
         one.engines[3].wrong = lambda version: 4e-5
         with pytest.raises(GapError) as caught:
             await one.proof.run(0)
-        await one.proof.probe(0, one.proof.draws.pause, no_timer)
+        await one.proof.probe(0, one.proof.draws.pause)
         return caught.value
 
     one, error = run(lambda: world(schedule_of("async_partial"), engines=8), act)
@@ -229,7 +228,7 @@ def test_engines_without_a_proof_are_not_called_proven_and_are_probed_once_they_
         else:
             one.engines[0].generate = draw  # type: ignore[method-assign]
         due = one.proof.due()
-        await one.proof.probe(0, one.proof.draws.pause, no_timer)
+        await one.proof.probe(0, one.proof.draws.pause)
         return verdict, due
 
     def few() -> World:
@@ -274,7 +273,7 @@ def test_a_replica_that_draws_nothing_in_a_probe_does_not_cost_a_probe_at_every_
 
         one.engines[1].generate = nothing  # type: ignore[method-assign, assignment]
         one.engines[1].interrupt = interrupt  # type: ignore[method-assign]
-        await one.proof.probe(0, one.proof.draws.pause, no_timer)
+        await one.proof.probe(0, one.proof.draws.pause)
         soon = one.proof.due()
         await asyncio.sleep(36_000)
         return soon, one.proof.due()
@@ -296,7 +295,7 @@ def test_a_replica_that_joins_is_proven_before_the_next_step(mode: str) -> None:
         one.engines[1].wrong = lambda version: 0.1
         drawn = len(one.engines[1].drawn_at)
         pause = one.proof.draws.pause
-        await one.proof.probe(0, pause, no_timer)
+        await one.proof.probe(0, pause)
         return due, one.proof.due(), len(one.engines[1].drawn_at) - drawn
 
     one, (due, after, drawn) = run(lambda: world(schedule_of(mode)), act)
@@ -332,10 +331,7 @@ def test_a_mode_without_tokens_of_the_live_version_draws_some_for_a_small_part_o
         one.proof.floor = 0.0
         turns = turns_of(schedule.colocated, one.pool, one.train)
         sync = SimWeightSync(COST, one.engines)
-        watch = Stopwatch(clock_)
-        trainer = Trainer(
-            queue, rollouter, one.train, turns, sync, Record(ledger), watch, one.proof
-        )
+        trainer = Trainer(queue, rollouter, one.train, turns, sync, Record(ledger), one.proof)
         one.proof.run = _nothing  # type: ignore[method-assign,assignment]
         await trainer.begin()
         since = clock_()

@@ -20,9 +20,9 @@ from millrace.observe.progress import Progress, State
 from millrace.persist.history import History, read
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.validation import Result
-from millrace.ports import StepReport
 from millrace.schedule.ledger import LedgerSnapshot, Slot, Totals
 from millrace.types import Prompt, Sample, Score, Trajectory, tokens_of
+from millrace.waits.stream import Event
 from tests.waiting import HANG_S
 
 PROMPT = Prompt(0, tokens_of([1]), "", "d")
@@ -353,8 +353,8 @@ def test_steps_and_rewards_add_up(tmp_path: Path) -> None:
                 )
                 for _ in range(3)
             ]
-            b.record.stepped(samples, StepReport(2))
-            b.record.stepped(samples[:1], StepReport(1))
+            b.record(Event(0.0, "trainer", "stepped", "at", "", {"samples": samples}))
+            b.record(Event(0.0, "trainer", "stepped", "at", "", {"samples": samples[:1]}))
             progress = b.record._progress.state
             assert progress.samples == 4 and progress.rewards == [0.5, 0.5]
 

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from millrace.errors import RewardError
-from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline import rollouter
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
@@ -95,7 +94,6 @@ async def train(mode: str, samples: int, reward: Reward, max_error_share: float 
         turns_of(ledger.schedule.colocated, rollouter.pool, engine),
         SimWeightSync(COST, [rollout]),
         record,
-        Stopwatch(asyncio.get_running_loop().time),
     )
     await trainer.begin()
     assert await run_pipeline(rollouter, trainer)
@@ -204,7 +202,7 @@ def test_a_request_stays_behind_a_gate_that_opens_and_closes_in_one_turn() -> No
         draw = asyncio.create_task(one.draw(tokens_of([1]), params, "0/0"))
         await asyncio.sleep(1)
         one._gate.set()
-        await one._interrupt("trainer")
+        await one._interrupt()
         await asyncio.sleep(1)
         assert asyncio.get_running_loop().time() < 3 and not one.requests
         draw.cancel()

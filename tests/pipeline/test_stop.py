@@ -16,7 +16,6 @@ import pytest
 
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress, State
-from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
@@ -128,7 +127,7 @@ async def _run(
         )
         sync = SimWeightSync(COST, replicas)
         turns = turns_of(schedule.colocated, pool, engine)
-        trainer = Trainer(queue, rollouter, engine, turns, sync, record, Stopwatch(loop.time))
+        trainer = Trainer(queue, rollouter, engine, turns, sync, record)
         await trainer.begin()
         stop.attach(queue, grace_s, record.abandon_validation)
         if stop_at is not None:

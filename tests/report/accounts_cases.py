@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.observe.watch import Event
 from millrace.report.accounts.devices import DeviceAccount
 from millrace.report.accounts.flow import FlowAccount
 from millrace.report.accounts.tokens import TokenAccount
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, State
 from millrace.schedule.schedule import Schedule
+from millrace.waits.stream import Event
 from tests.pipeline.simulated import Outcome, simulate
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from millrace.config import recipe
 from millrace.config.packaged import find
 from millrace.observe.sinks import JsonLines
-from millrace.observe.watch import Event, Watch
 from millrace.persist.accounts import FILE
 from millrace.persist.history import History
 from millrace.report.accounts.devices import DeviceAccount
@@ -22,7 +21,9 @@ from millrace.report.samples.store import SampleStore
 from millrace.report.trace.writer import TraceWriter
 from millrace.schedule.ledger import Ledger, LedgerSnapshot
 from millrace.types import Sample, Tokens
+from millrace.waits.stream import Event
 from tests.pipeline.simulated import Outcome, mixed, schedule_of, simulate
+from tests.report.runs import Watch
 
 WORDS = ("the", "a", "one", "two", "sum", "of", "is", "so", "then", "we", "add", "take", "digit")
 

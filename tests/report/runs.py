@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from millrace.observe.watch import Watch, Watcher
 from millrace.ports import StepReport
 from millrace.report.samples.store import SampleStore
 from millrace.report.trace.writer import TraceWriter
@@ -21,6 +21,7 @@ from millrace.types import (
     floats_of,
     tokens_of,
 )
+from millrace.waits.stream import Stream, Watcher
 from tests.waiting import HANG_S
 
 
@@ -30,6 +31,23 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class Watch(Stream):
+    """A stream with watchers, of which no actor is a part."""
+
+    def __init__(self, clock: Callable[[], float], watchers: Sequence[Watcher]) -> None:
+        super().__init__(clock, *watchers)
+
+    @contextmanager
+    def span(
+        self, track: str, name: str, key: str = "", /, **facts: Any
+    ) -> Iterator[dict[str, Any]]:
+        """Report the begin and the end of the body, which gets a dict of facts for the end."""
+        ends: dict[str, Any] = {}
+        self.emit(track, name, "begin", key, facts)
+        yield ends
+        self.emit(track, name, "end", key, ends)
 
 
 def segment(version: int, ids: Sequence[int], stop: Stop | None = Stop.EOS) -> Segment:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config import ReportConfig
-from millrace.observe.stopwatch import Stopwatch
 from millrace.persist.run_reader import RunReader
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
@@ -36,6 +35,7 @@ from millrace.simulate.cost import CostModel
 from millrace.simulate.decode_speed import DecodeSpeed
 from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
 from millrace.types import Completion, Prompt, SamplingParams, Score, Segment, Tokens, tokens_of
+from millrace.waits.registry import current
 
 COST = CostModel(token_s=0.01, train_token_s=5e-5, step_s=0.1, transfer_s=0.05, pause_s=0.02)
 
@@ -173,8 +173,6 @@ class Kept:
 
     def published(self, *_: Any) -> None: ...
 
-    def stepped(self, *_: Any) -> None: ...
-
     def row(self, version: int, row: dict[str, float]) -> None:
         self.rows.append(row)
 
@@ -203,8 +201,7 @@ async def simulated_run(case: Case, folder: Path) -> list[dict[str, float]]:
     recorder = EventRecorder(
         folder, 1, ledger, {}, devices, options, loop.time, lambda note: None, lambda tokens: ""
     )
-    watch = recorder.watch
-    queue = SampleQueue(ledger, deadline_s=1e8, watch=watch)
+    queue = SampleQueue(ledger, deadline_s=1e8)
     engines = [
         LossyEngine(cost, slots=case.slots, queue=case.queue)
         if case.queue
@@ -215,7 +212,7 @@ async def simulated_run(case: Case, folder: Path) -> list[dict[str, float]]:
     scorer = Workers(reward, case.workers) if case.workers else reward
     roller = SampleRoller(
         SingleTurn(),
-        RetryingReward(scorer, 0, watch),
+        RetryingReward(scorer, 0),
         lambda tokens: str(tokens[:9]),
         SamplingParams(max_tokens=case.limit),
         case.n,
@@ -227,16 +224,15 @@ async def simulated_run(case: Case, folder: Path) -> list[dict[str, float]]:
         if case.chance
         else None
     )
-    rollouter = Rollouter(
-        queue, Prompts(), RolloutPool(engines, watch=watch), roller, dynamic_sampling=sampling
-    )
+    rollouter = Rollouter(queue, Prompts(), RolloutPool(engines), roller, dynamic_sampling=sampling)
     train = SimTrainEngine(replace(cost, share=case.trainers))
     sync = SimWeightSync(cost, engines)
     kept = Kept(case)
     turns = turns_of(schedule.colocated, rollouter.pool, train)
-    trainer = Trainer(queue, rollouter, train, turns, sync, kept, Stopwatch(loop.time))
-    await trainer.begin()
-    await run_pipeline(rollouter, trainer)
+    trainer = Trainer(queue, rollouter, train, turns, sync, kept)
+    with current().registry.watched_by(*recorder.watchers):
+        await trainer.begin()
+        await run_pipeline(rollouter, trainer)
     return kept.rows
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from millrace.observe.watch import Event, Phase
 from millrace.report.accounts.flow import FlowAccount
 from millrace.report.accounts.pace import StepCost
 from millrace.report.advice.advise import Advice, advise
@@ -15,6 +14,7 @@ from millrace.report.advice.balance import nothing
 from millrace.report.advice.throughput import Throughput
 from millrace.simulate.cost import CostModel
 from millrace.types import Prompt
+from millrace.waits.stream import Event, Phase
 from tests.report.simulated import Case, run
 
 pytestmark = pytest.mark.xdist_group("advice")  # one worker simulates each case once

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from millrace.observe.watch import Event
 from millrace.report.accounts.devices import DeviceAccount
 from millrace.report.accounts.flow import FlowAccount
 from millrace.schedule.schedule import Schedule
+from millrace.waits.stream import Event
 
 
 def test_a_wait_that_is_relabelled_by_more_than_it_lasted_keeps_the_sum() -> None:
-    """The events of a state come a little later than the times of the trainer's stopwatch."""
+    """A wait is measured a little before and after its events."""
     account = DeviceAccount(
         0.0,
         Schedule(ppo_mini_batch_size=1),

@@ -1,4 +1,4 @@
-"""What a trace says of times in which it lost events, and of ends that come late."""
+"""What a trace says of times in which it lost events."""
 
 from __future__ import annotations
 
@@ -8,63 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from millrace.observe.watch import Watch
 from millrace.report.accounts.devices import DeviceAccount
 from millrace.report.accounts.flow import FlowAccount
-from millrace.report.trace.spans import Span, read
+from millrace.report.trace.spans import read
 from millrace.report.trace.writer import TraceWriter
 from millrace.schedule.schedule import Schedule
-from tests.report.runs import Clock
-
-
-def late(tmp_path: Path, *, cut: bool, full: bool = False) -> list[Span]:
-    """Return the spans of a trace in which the end of `scoring` comes after later events."""
-    notes, clock = list[str](), Clock(0.0)
-    released = threading.Event()
-
-    class Held(TraceWriter):
-        def _work(self) -> None:
-            released.wait()
-            super()._work()
-
-    writer = Held(tmp_path, 1, clock, notes.append, file_mb=0 if cut else 128)
-    watch = Watch(clock, [writer])
-    events = [
-        (0.0, "rewards", "score", "begin", "1"),
-        (1.0, "rewards", "score", "end", "1"),
-        (1.0005, "rollout-0", "request", "begin", "7/0"),
-        (1.0006, "samples", "running", "at", "9"),
-    ]
-    for at, track, name, phase, key in events:
-        clock.now = at
-        watch.emit(track, name, phase, key, {})  # type: ignore[arg-type]
-    if full:
-        writer._lost, writer._lost_since = 3, 1.5
-    clock.now = 2.0
-    writer._scoring.settle(clock.now)
-    released.set()
-    while writer._events:
-        time.sleep(0.001)
-    clock.now = 3.0
-    watch.emit("rollout-0", "request", "end", "7/0", {})
-    writer.close()
-    assert not notes
-    return read(tmp_path)
-
-
-def test_a_late_end_cuts_no_file_in_the_past(tmp_path: Path) -> None:
-    spans = late(tmp_path, cut=True)
-    found = {s.name: (s.start, s.end) for s in spans}
-    assert found["request"] == (1.0005, 3.0) and found["scoring"] == (0.0, 1.0)
-    assert len(found) == len(spans), "each slice is there once"
-
-
-def test_a_late_end_ends_no_gap(tmp_path: Path) -> None:
-    """The gap would be before slices that have begun."""
-    spans = late(tmp_path, cut=False, full=True)
-    assert all(s.end >= s.start for s in spans)
-    (gap,) = [s for s in spans if s.name == "gap"]
-    assert gap.start == 1.5
+from tests.report.runs import Clock, Watch
 
 
 @pytest.mark.parametrize("to_the_end", [False, True])

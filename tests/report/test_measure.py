@@ -11,7 +11,6 @@ from random import Random
 import pytest
 
 from millrace.config import recipe
-from millrace.observe.watch import Event, Phase
 from millrace.persist.accounts import FILE
 from millrace.persist.run_reader import RunReader
 from millrace.ports import RolloutStats
@@ -19,6 +18,7 @@ from millrace.report.accounts.pace import LoadAccount, Loads, StepCost, step_cos
 from millrace.report.advice.advise import Advice
 from millrace.report.advice.measure import advise_run, checked, measure
 from millrace.simulate import clock
+from millrace.waits.stream import Event, Phase
 from tests.report.simulated import Case, run, simulated_run
 from tests.report.test_advice import MEASURED
 

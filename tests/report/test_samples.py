@@ -14,13 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.observe.watch import Watch
 from millrace.report.page.samples import read_table
 from millrace.report.samples import store as samples
 from millrace.report.samples.rows import Rows
 from millrace.report.samples.store import SCHEMA, SampleStore, keeps
 from millrace.types import Author, Score, Segment, Thread, Tokens, Trajectory, tokens_of
-from tests.report.runs import Clock, Run, decode, life, sample, segment
+from tests.report.runs import Clock, Run, Watch, decode, life, sample, segment
 
 
 def kept(folder: Path) -> list[tuple[int, int, int, str]]:

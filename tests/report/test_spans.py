@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from millrace.observe.watch import Event, Watch
 from millrace.report.trace import spans
-from millrace.report.trace.scoring import SCORING
 from millrace.report.trace.spans import Span
 from millrace.report.trace.writer import TraceWriter
+from millrace.waits.stream import Event
 from tests.pipeline.simulated import RUNS, schedule_of, simulate
-from tests.report.runs import Run
+from tests.report.runs import Run, Watch
 from tests.report.test_trace import check, files, lines
 
 
@@ -66,7 +65,7 @@ def test_the_spans_of_a_simulated_run_are_its_events(mode: str, tmp_path: Path) 
     found = Counter(
         (s.track, s.name, s.key, round(s.start * 1e6), round(s.end * 1e6))
         for s in spans.read(tmp_path)
-        if not s.facts.get("open") and s.name not in ("relabelled", "published", "step", SCORING)
+        if not s.facts.get("open") and s.name not in ("relabelled", "published", "step")
     )
     relabelled = {"wait_prev_gen", "wait_samples"}
     for counts in (found, reference.spans):

@@ -14,24 +14,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.observe.watch import Event, Watch
 from millrace.persist.run_reader import RunReader
 from millrace.report.accounts.devices import DeviceAccount
 from millrace.report.accounts.flow import FlowAccount
 from millrace.report.page.curves import lengths
-from millrace.report.page.lanes import columns, lanes, union
+from millrace.report.page.lanes import columns, lanes
 from millrace.report.page.timeline import _some_samples
 from millrace.report.query import query
 from millrace.report.trace import writer as writing
 from millrace.report.trace.choice import SampleChoice
 from millrace.report.trace.chrome import Translator
 from millrace.report.trace.lanes import GAP, Line
-from millrace.report.trace.scoring import Scoring
 from millrace.report.trace.spans import Span, read
 from millrace.report.trace.writer import TraceWriter
 from millrace.schedule.schedule import Placement, Schedule
-from tests.report.runs import Clock, Run, life
-from tests.waiting import until
+from millrace.waits.stream import Event
+from tests.report.runs import Clock, Run, Watch, life
 
 Call = tuple[str, str, str, float, float]
 """Track, name, key, begin and end in milliseconds."""
@@ -56,42 +54,18 @@ def of_calls(calls: Sequence[Call]) -> list[Event]:
     return [Event(t, track, name, phase, key, {}) for t, phase, track, name, key in events]  # type: ignore[arg-type]
 
 
-def draw(
-    events: Sequence[Event],
-    thin: dict[int, int] | None = None,
-    batch: int = 5,
-    lost: Sequence[int] = (),
-) -> list[Line]:
-    """Return the lines of events. `thin` has the new number of each batch that changes it.
-
-    The queue is full at the events with the numbers `lost`.
-    """
+def draw(events: Sequence[Event], thin: dict[int, int] | None = None, batch: int = 5) -> list[Line]:
+    """Return the lines of events. `thin` has the new number of each batch that changes it."""
     translator, out, queue = Translator(0.0), list[Line](), list[Event]()
-    full = False
-
-    def put(event: Event) -> None:
-        if not full:
-            queue.append(event)
-
-    choice, scoring, end = SampleChoice(), Scoring(put), events[-1].time if events else 0.0
+    choice, end = SampleChoice(), events[-1].time if events else 0.0
     for i, event in enumerate(events):
         if thin and i % batch == 0 and i // batch in thin:
             choice.draw(thin[i // batch])
-        if full and i not in lost:
-            full = False
-            queue += [Event(event.time, "run", "gap", "at"), *scoring.begun(event.time)]
-        full = i in lost
-        if event.time > scoring.due:
-            scoring.settle(event.time)
-        if event.name == "score":
-            scoring.see(event.phase, event.time)
         if choice.calls_for(event.phase, event.key):
-            put(event)
+            queue.append(event)
         if i % batch == 0:
-            scoring.settle(event.time)
             drain(queue, translator, out)
             translator.write_begun(event.time, out)
-    scoring.close(end)
     drain(queue, translator, out)
     translator.end_all(end, out, GAP)
     return out
@@ -126,17 +100,6 @@ def slices(out: Sequence[Line]) -> list[tuple[str, str, str, float, float, dict[
     return found
 
 
-def joined(rows: Sequence[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
-    """Return the union of intervals, and of gaps up to `gap`. The reference."""
-    made: list[list[float]] = []
-    for begin, end in sorted(rows):
-        if made and (begin <= made[-1][1] or begin - made[-1][1] <= gap):
-            made[-1][1] = max(made[-1][1], end)
-        else:
-            made.append([begin, end])
-    return [(a, b) for a, b in made]
-
-
 CALLS = st.lists(
     st.tuples(
         st.sampled_from(PLACES),
@@ -145,20 +108,6 @@ CALLS = st.lists(
     ).map(lambda c: (*c[0], c[1], c[1] + c[2])),
     max_size=40,
 )
-
-
-@given(CALLS, st.dictionaries(st.integers(0, 8), st.sampled_from([1, 2, 4, 64])), st.integers(1, 9))
-def test_the_times_in_which_any_reward_runs_are_exact_however_few_are_drawn(
-    calls: list[Call], thin: dict[int, int], batch: int
-) -> None:
-    found = slices(draw(of_calls(calls), thin, batch))
-    busy = [s[3:5] for s in found if s[:2] == ("rewards", "scoring")]
-    # A slice may also end at a gap under a millisecond: the thread looked at it in between.
-    assert joined(busy, 1.0) == joined([c[3:5] for c in calls if c[1] == "score"], 1.0)
-    for s in found:
-        if s[1] in ("request", "score"):
-            key = s[2].partition(" ")[2]
-            assert any((c[0], c[2]) == (s[0], key) and c[3] == s[3] for c in calls)
 
 
 @given(CALLS, st.sampled_from([1, 2, 4]))
@@ -193,21 +142,6 @@ def test_a_number_that_grows_draws_some_of_the_same_samples() -> None:
         chosen.append({s[2] for s in found if s[1] == "score"})
     for more, fewer in itertools.pairwise(chosen):
         assert fewer < more
-
-
-@given(CALLS, st.integers(0, 80), st.integers(1, 20), st.sampled_from([1, 64]), st.integers(1, 50))
-def test_the_times_after_a_gap_are_exact_too(
-    calls: list[Call], at: int, lost: int, every: int, batch: int
-) -> None:
-    """Events were lost because the queue was full. Their calls were counted all the same."""
-    events = of_calls(calls)
-    if len(events) <= at + lost or sum(e.time == events[at + lost].time for e in events) > 1:
-        return  # of two events at the time of the gap, one may be lost
-    found = slices(draw(events, {0: every}, batch, range(at, at + lost)))
-    gap = events[at + lost].time * 1000
-    rows = [(max(a, gap), b) for _, name, _, a, b in calls if name == "score" and b >= gap]
-    after = [s[3:5] for s in found if s[1] == "scoring" and s[3] >= gap]
-    assert joined(after, 1.0) == joined(rows, 1.0)
 
 
 def test_a_sample_that_is_drawn_keeps_its_calls_if_fewer_are_chosen_meanwhile() -> None:
@@ -263,7 +197,6 @@ def test_the_lanes_of_a_report_are_the_same_with_few_samples(
     for every in (1, 64):
         spans = columns(spans_of(tmp_path / str(every), every, colocated=colocated))
         found[every] = lanes(spans, colocated=colocated)
-        assert len(union(spans.scores)) == 58, "the reward's times are exact too"
     assert sum(len(r) for r in spans.requests.values()) < 20, "few are drawn"
     assert len(found[1]) == (2 if colocated else 3)
     for one, other in zip(found[1], found[64], strict=True):
@@ -308,25 +241,6 @@ def test_a_thread_that_takes_too_much_draws_fewer_and_says_so_once(
     assert "does not show" in _some_samples(found) and found.every() == 8
     at = [span.start for span in thinned]
     assert found.every(0, at[0]) == 1 and found.every(at[0], at[1]) == 2 == found.every(0, at[1])
-
-
-def test_a_kill_while_the_queue_is_full_loses_no_busy_time(tmp_path: Path) -> None:
-    """The thread draws one batch after the other, and writes what is open for long in between."""
-    clock = Clock()
-    writer = TraceWriter(tmp_path, 1, clock, print, every_s=0.01)
-    watch = Watch(clock, [writer])
-    path = tmp_path / "trace/attempt-001-000.json"
-    writer._choice.draw(64)
-    for i in range(3000):
-        watch.emit("rewards", "score", "begin", f"{i}", {})
-        clock.now += 0.01
-        watch.emit("rewards", "score", "end", f"{i - 1}", {}) if i else None
-    # The begin is in the file before the end.
-    until(lambda: path.exists() and '"scoring"' in path.read_text())
-    writer.close()
-    (busy,) = [s for s in read(tmp_path) if s.name == "scoring"]
-    assert (busy.start, busy.end) == (0.0, pytest.approx(30, abs=0.02))
-    assert busy.facts["open"]
 
 
 def test_few_lengths_of_a_trace_give_no_verdict() -> None:

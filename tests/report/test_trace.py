@@ -18,10 +18,9 @@ from typing import Any
 
 import pytest
 
-from millrace.observe.watch import Watch
 from millrace.report.trace.spans import read
 from millrace.report.trace.writer import TraceWriter
-from tests.report.runs import Clock, Run, life
+from tests.report.runs import Clock, Run, Watch, life
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -128,7 +127,7 @@ def test_a_killed_run_leaves_a_file_that_opens(tmp_path: Path) -> None:
     code = f"""
 import os, time
 from pathlib import Path
-from millrace.observe.watch import Watch
+from tests.report.runs import Watch
 from millrace.report.trace.spans import read
 from millrace.report.trace.writer import TraceWriter
 from tests.report.runs import Clock, life

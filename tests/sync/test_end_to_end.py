@@ -19,7 +19,6 @@ from millrace.decode import engine as torch_rollout
 from millrace.decode.engine import TorchRolloutEngine
 from millrace.errors import SyncError
 from millrace.models.model import eos_ids, load_model, write_shape
-from millrace.observe.stopwatch import Stopwatch
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
@@ -148,8 +147,8 @@ async def train(
     )
     rollouter, record = Rollouter(queue, Prompts(), RolloutPool(replicas), roller), Record(ledger)
     sync = Sync(joined[0], joined[1:])  # type: ignore[arg-type]
-    turns, clock = turns_of(False, rollouter.pool, engine), asyncio.get_running_loop().time
-    trainer = Trainer(queue, rollouter, engine, turns, sync, record, Stopwatch(clock))
+    turns = turns_of(False, rollouter.pool, engine)
+    trainer = Trainer(queue, rollouter, engine, turns, sync, record)
     await trainer.begin()
     try:
         assert await run_pipeline(rollouter, trainer)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from millrace.config import Config, OptimConfig
-from millrace.observe.stopwatch import Stopwatch
+from millrace.observe.timing import ActorClock
 from millrace.ports import TrainBatch
 from millrace.train.experience import Models
 from millrace.train.fsdp import engine as fsdp_train
 from millrace.train.timed import timed
+from millrace.waits.registry import Registry, acting, part, within
 from tests.decode.helpers import folder
 from tests.train.samples import random_samples
 
@@ -79,11 +80,11 @@ class Clocked:
 
 def test_each_model_counts_for_its_own_part_and_suspends_the_one_around_it() -> None:
     now = [0.0]
-    watch = Stopwatch(lambda: now[0])
-    models = timed(Models(*(Clocked(now, seconds) for seconds in (1.0, 2.0, 4.0))), watch.part)
+    registry, clock = Registry("driver", lambda: now[0]), ActorClock(0.0, "step")
+    models = timed(Models(*(Clocked(now, seconds) for seconds in (1.0, 2.0, 4.0))))
     assert models.critic is not None and models.reference is not None
     rows: Any = None
-    with watch.part("adv"):
+    with within(registry.root), acting("step"), registry.watched_by(clock), part("adv"):
         now[0] += 0.5
         outputs = [
             models.policy.tokens(rows, temperature=1.0, squares=True),
@@ -92,7 +93,8 @@ def test_each_model_counts_for_its_own_part_and_suspends_the_one_around_it() -> 
             models.policy.tokens(rows, temperature=1.0),
         ]
     assert [found.item() for (found,) in outputs] == [1.0, 4.0, 2.0, 1.0]
-    assert watch.flush() == {"other": 0, "adv": 0.5, "old_log_prob": 2.0, "ref": 4.0, "values": 2.0}
+    seconds = {"other": 0, "adv": 0.5, "old_log_prob": 2.0, "ref": 4.0, "values": 2.0}
+    assert clock.flush(now[0]) == seconds
     assert models.policy.steps == 3
-    alone = timed(Models(Clocked(now, 1.0), None, None), watch.part)
+    alone = timed(Models(Clocked(now, 1.0), None, None))
     assert alone.critic is None and alone.reference is None

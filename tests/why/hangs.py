@@ -175,8 +175,8 @@ def _wake_up_lost(attempt: Hung) -> Any:
 
 def _gate_stays_closed(attempt: Hung) -> Any:
     def make(interrupt: Any) -> Any:
-        async def planted(self: Rollouter, who: str) -> None:
-            await interrupt(self, who)
+        async def planted(self: Rollouter) -> None:
+            await interrupt(self)
             self._gate.set = lambda: None  # type: ignore[method-assign]
 
         return planted

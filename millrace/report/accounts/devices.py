@@ -22,17 +22,14 @@ All replicas that are idle at a moment wait for the same, so this state has a tr
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 
-from millrace.observe.watch import Event
+from millrace.observe.timing import ActorClock, Seconds, StateClock
 from millrace.report.accounts.flow import FlowAccount
 from millrace.report.accounts.tokens import VALIDATION
 from millrace.schedule.ledger import State
 from millrace.schedule.schedule import Schedule
-
-Seconds = Counter[str]
-"""Seconds by state."""
+from millrace.waits.stream import Event
 
 _ROLLOUTS_TURN = ("wait_samples", "wait_prev_gen")
 """The parts of the trainer's time in which the rollouts have shared devices."""
@@ -46,31 +43,15 @@ _OF_TRAINER = (State.READY, State.TAKEN)
 _OF_SYNC = (State.TRAINED, State.SEALED)
 
 
-class Clock:
-    """The seconds by state of one thing, which is in one state at a time."""
-
-    def __init__(self, now: float, state: str) -> None:
-        self.state = state
-        self._seconds, self._since = Seconds(), now
-
-    def switch(self, now: float, state: str) -> None:
-        if state != self.state:
-            self._seconds.update(Seconds({self.state: now - self._since}))
-            self.state, self._since = state, now
-
-    def until(self, now: float) -> Seconds:
-        return self._seconds + Seconds({self.state: now - self._since})
-
-
 class _Replica:
     """One replica. It works, or it is in the state that all idle replicas share."""
 
     def __init__(self, now: float, idle_before: Seconds) -> None:
         """`idle_before` has the seconds of the shared state until now."""
         self._requests = {"generate": 0, "validate": 0}
-        self._work, self._idle, self._idle_before = Clock(now, IDLE), Seconds(), idle_before
+        self._work, self._idle, self._idle_before = StateClock(now, IDLE), Seconds(), idle_before
 
-    def change(self, event: Event, idle: Clock) -> int | None:
+    def change(self, event: Event, idle: StateClock) -> int | None:
         """Count a request. Return None if the state of the replica stays the same.
 
         If not, return 1 if it becomes idle, -1 if it begins to work, else 0. `idle` is the clock of
@@ -128,8 +109,8 @@ class DeviceAccount:
         self._schedule, self._flow = schedule, flow
         self._trainers, self._devices = trainers, dict(replicas)
         self._limit, self._retired, self._tools = limit, retired, tools
-        self._trainer, self._steps, self._moved = Clock(now, "other"), Seconds(), Seconds()
-        self._idle = Clock(now, "other")
+        self._trainer, self._steps = ActorClock(now, "trainer"), Seconds()
+        self._idle = StateClock(now)
         self._replicas = {track: _Replica(now, Seconds()) for track in replicas}
         self._left: dict[str, Seconds] = {}
         """The seconds of replicas until they left the run."""
@@ -171,10 +152,10 @@ class DeviceAccount:
         elif name == "score":
             if not self._tools:
                 return  # Else it may change what idle replicas wait for.
-        elif event.track == "trainer" and event.phase == "state":
-            self._trainer.switch(event.time, event.name)
-        elif name == "relabelled":
-            self._relabel(event)
+        elif event.track == "samples":
+            pass  # It may, too.
+        elif event.track == "trainer" and (event.phase == "state" or name == "relabelled"):
+            self._trainer(event)
         elif name == "replica_stale" and event.track not in self._replicas:
             self._join(event)
         elif name == "replica_left" and event.track in self._replicas:
@@ -215,16 +196,6 @@ class DeviceAccount:
         self._lost.discard(track)
         self._show(event.time, track, LEFT)
 
-    def _relabel(self, event: Event) -> None:
-        """Move seconds of the trainer to another state, at most as many as the first one has.
-
-        The events come some microseconds after the times of the trainer's own stopwatch.
-        """
-        source, target = event.facts["source"], event.facts["target"]
-        left = self._trainer.until(event.time)[source] + self._moved[source]
-        seconds = min(event.facts["seconds"], max(0.0, left))
-        self._moved.update({source: -seconds, target: seconds})
-
     def _idle_state(self) -> str:
         """Return the state of every replica that has no request."""
         flow, part = self._flow, self._trainer.state
@@ -264,9 +235,7 @@ class DeviceAccount:
                 f"shared-{i}": (count, self._split(seconds))
                 for i, (count, seconds) in enumerate(tracks.values())
             }
-        trainer = self._trainer.until(now)
-        trainer.update(self._moved)
-        return {"trainer": (self._trainers, self._split(+trainer)), **tracks}
+        return {"trainer": (self._trainers, self._split(self._trainer.until(now))), **tracks}
 
     def _split(self, seconds: Seconds) -> Seconds:
         """Divide the state `train` by what the train engine reported of its steps."""

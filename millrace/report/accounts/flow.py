@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from millrace.observe.watch import Event
+from millrace.observe.timing import Integral
 from millrace.report.accounts.tokens import VALIDATION
 from millrace.schedule.ledger import State
-
-
-class Integral:
-    """The integral of a number over time."""
-
-    def __init__(self, now: float) -> None:
-        self.level = 0
-        self._since, self._sum = now, 0.0
-
-    def change(self, now: float, by: int) -> None:
-        self._sum += self.level * (now - self._since)
-        self.level += by
-        self._since = now
-
-    def until(self, now: float) -> float:
-        return self._sum + self.level * (now - self._since)
+from millrace.waits.stream import Event
 
 
 class FlowAccount:

@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 
 from millrace.observe.files import drop_unfinished_line
-from millrace.observe.watch import Event
 from millrace.persist.accounts import Device, Line, Work
 from millrace.report.accounts.devices import DeviceAccount
 from millrace.report.accounts.flow import FlowAccount
 from millrace.report.accounts.pace import LoadAccount
 from millrace.report.accounts.tokens import PREFIX, TokenAccount, tokens_of_slot
 from millrace.schedule.ledger import Slot, State
+from millrace.waits.stream import Event
 
 
 class Accounts:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, pvariance
 from typing import NamedTuple
 
-from millrace.observe.watch import Event
+from millrace.waits.stream import Event
 
 WIDTH = math.log(1.1)
 """Loads that differ by a tenth are in different bins."""

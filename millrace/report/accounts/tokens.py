@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 
-from millrace.observe.watch import Event
 from millrace.ports import RolloutStats
 from millrace.schedule.ledger import LedgerSnapshot, Slot
+from millrace.waits.stream import Event
 
 PREFIX = "tokens/"
 """The buckets have this prefix among the counts of a checkpoint."""

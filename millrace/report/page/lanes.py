@@ -16,7 +16,6 @@ from millrace.report.accounts.tokens import VALIDATION
 from millrace.report.page.figures import Array
 from millrace.report.page.states import PARTS, STATES, state_of
 from millrace.report.trace.choice import SAMPLES
-from millrace.report.trace.scoring import SCORING
 from millrace.report.trace.spans import Span
 
 NAMES = tuple(STATES)
@@ -55,8 +54,6 @@ class Spans:
     """Start, end, and whether it validates, of each replica's requests that were drawn."""
     thinned: list[tuple[float, int]] = field(default_factory=list)
     """From each of these moments on, the trace has one sample in so many."""
-    scores: Array = field(default_factory=lambda: np.empty((0, 2)))
-    """Start and end of the times in which any call of the reward ran."""
     marks: dict[str, list[tuple[float, float, str]]] = field(default_factory=dict)
     """Start, end and key of syncs, validations and checkpoints."""
     lengths: Array = field(default_factory=lambda: np.empty((0, 2)))
@@ -81,7 +78,6 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
     requests: dict[str, list[tuple[float, float, float]]] = {}
     replicas: dict[str, list[tuple[float, float, float]]] = {}
     idle: list[tuple[float, float, float]] = []
-    scores: list[tuple[float, float]] = []
     lengths = _Lengths()
     for span in spans:
         by, track, name = shift[span.attempt], span.track, span.name
@@ -91,8 +87,6 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
             requests.setdefault(track, []).append((start, end, validates))
             if not validates and not (n and _index(span.key) >= n):
                 lengths.add(span)
-        elif name == SCORING:
-            scores.append((start, end))
         elif name == "thinned":
             found.thinned.append((start, _count(span.facts.get("every"))))
         elif track == SAMPLES:
@@ -104,7 +98,7 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
             idle.append((start, end, NAMES.index(state_of(name))))
         elif name in _WORKS and track.startswith("rollout-") and end > start:
             replicas.setdefault(track, []).append((start, end, _WORKS[name]))
-        elif track in ("sync", "validation", "checkpoint"):
+        elif track in ("sync", "validation", "checkpoint") and name not in PARTS:
             found.marks.setdefault(f"{track} {name}", []).append((start, end, span.key))
     found.thinned = sorted([*found.thinned, *((float(start), 1) for start, _ in attempts)])
     found.trainer.sort()
@@ -113,7 +107,7 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
         {track: _sorted(rows, 3) for track, rows in sorted(tracks.items(), key=_by_number)}
         for tracks in (requests, replicas)
     )
-    found.idle, found.scores = _sorted(idle, 3), _sorted(scores, 2)
+    found.idle = _sorted(idle, 3)
     return found
 
 
@@ -199,19 +193,15 @@ def lanes(spans: Spans, *, colocated: bool) -> list[Lane]:
 
 
 def _trainer(spans: Spans) -> Lane | None:
-    """Return the trainer's lane. A wait for samples is one for rewards if nothing is drawn."""
+    """Return the trainer's lane. It waits for rewards or tools while idle replicas do."""
     if not spans.trainer:
         return None
-    busy = np.concatenate(
-        [r[r[:, 2] < len(NAMES), :2] for r in spans.replicas.values()] or [np.empty((0, 2))]
-    )
-    busy, scored = union(busy[np.argsort(busy[:, 0])]), union(spans.scores)
     pieces = np.array([(a, b, NAMES.index(state_of(name))) for a, b, name in spans.trainer])
-    starts, ends, middle = _pieces(pieces[:, :2], busy, scored)
-    states = _states(pieces, middle)
-    waits = states == NAMES.index("wait_trajectories")
-    rewards = waits & ~within(busy, middle) & within(scored, middle)
-    states[rewards] = NAMES.index("wait_rewards")
+    starts, ends, middle = _pieces(pieces[:, :2], spans.idle[:, :2])
+    states, waits = _states(pieces, middle), _states(spans.idle, middle)
+    causes = [NAMES.index("wait_rewards"), NAMES.index("wait_tools")]
+    same = (states == NAMES.index("wait_trajectories")) & np.isin(waits, causes)
+    states = np.where(same, waits, states)
     inside = states >= 0
     return _merged("trainer", starts[inside], ends[inside], states[inside])
 
@@ -238,24 +228,6 @@ def _states(rows: Array, times: Array) -> Array:
     at = np.clip(np.searchsorted(rows[:, 0], times, side="right") - 1, 0, None)
     inside = (times >= rows[at, 0]) & (times < rows[at, 1])
     return np.where(inside, rows[at, 2].astype(np.int64), -1)
-
-
-def union(rows: Array) -> Array:
-    """Return the union of intervals that are sorted by their starts."""
-    if not len(rows):
-        return np.empty((0, 2))
-    latest = np.maximum.accumulate(rows[:, 1])
-    first = np.concatenate([[True], rows[1:, 0] > latest[:-1]])
-    last = np.concatenate([np.flatnonzero(first)[1:] - 1, [len(rows) - 1]])
-    return np.column_stack([rows[first, 0], latest[last]])
-
-
-def within(intervals: Array, times: Array) -> Array:
-    """Return whether each time is in one of the disjoint intervals."""
-    if not len(intervals):
-        return np.zeros(len(times), dtype=bool)
-    at = np.searchsorted(intervals[:, 0], times, side="right") - 1
-    return (at >= 0) & (times < intervals[np.clip(at, 0, None), 1])
 
 
 def _merged(name: str, starts: Array, ends: Array, states: Array) -> Lane:

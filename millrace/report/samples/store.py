@@ -23,10 +23,10 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from millrace.observe.files import files_in, make_folder, size_of
-from millrace.observe.watch import Event
 from millrace.persist.run_reader import SAMPLES, RunReader
 from millrace.report.samples.rows import SCHEMA, Decode, Rows
 from millrace.types import PolicyVersion, Sample
+from millrace.waits.stream import Event
 
 _OURS = re.compile(rf"(superseded-\d+-|\.writing-)?{SAMPLES.pattern}")
 

@@ -24,12 +24,11 @@ from typing import Any
 
 from msgspec import Raw
 
-from millrace.observe.watch import Event
 from millrace.report.trace.arrows import SAMPLE, STEP, VERSION, arrow, number_of
 from millrace.report.trace.choice import CALLS, ENDS, SAMPLES, STATES
 from millrace.report.trace.facts import args_of, as_json, key_of
 from millrace.report.trace.lanes import GAP, Lane, Lanes, Line
-from millrace.report.trace.scoring import SCORING
+from millrace.waits.stream import Event
 
 COUNTERS = (
     "reward/mean",
@@ -116,8 +115,7 @@ class Translator:
             lane, number = self._lanes.take(track, name, out), number_of(key)
             lead, led = None, None if number is None else arrow(SAMPLE, number)
         else:
-            group = "busy" if name == SCORING else track
-            lane, (lead, led) = self._lanes.take(track, group, out), self._arrows(track, name, key)
+            lane, (lead, led) = self._lanes.take(track, track, out), self._arrows(track, name, key)
         self._lanes.begin(lane, name, key, ts, args, lead, led)
         begun = (track, name, key)
         if (lanes := self._begun.get(begun)) is None:

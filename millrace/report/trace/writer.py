@@ -25,11 +25,10 @@ from typing import Any
 import msgspec
 
 from millrace.observe.files import files_in, make_folder, size_of
-from millrace.observe.watch import Event
 from millrace.report.trace.choice import CALLS, MOST_EVERY, SAMPLES, SampleChoice
 from millrace.report.trace.chrome import Translator
 from millrace.report.trace.lanes import OPEN, Line, as_json
-from millrace.report.trace.scoring import SCORING, Scoring
+from millrace.waits.stream import Event
 
 NAME = re.compile(r"attempt-(\d{3,9})-(\d{3,9})\.json")
 HEADER = "clock_zero"
@@ -107,11 +106,7 @@ class TraceWriter:
         self._translator, self._last = Translator(zero), zero
         self._limit, self._full = int(limit_mb * 2**20), int(file_mb * 2**20)
         self._most, self._every_s, self._close_s = most_events, every_s, close_s
-        self._pace, self._choice, self._scoring = (
-            TraceSampler(load),
-            SampleChoice(),
-            Scoring(self.put),
-        )
+        self._pace, self._choice = TraceSampler(load), SampleChoice()
         self._states = states
         self._events: deque[Event] = deque()
         self._lost, self._lost_since = 0, 0.0
@@ -127,12 +122,8 @@ class TraceWriter:
         """Write an event, if it is drawn."""
         if self._ended:
             return
-        time, track, name, phase, key, _ = event
-        if time > self._scoring.due:
-            self._scoring.settle(time)
+        _, track, name, phase, key, _ = event
         if name in CALLS:
-            if name == "score":
-                self._scoring.see(phase, time)
             if not self._choice.calls_for(phase, key):
                 return
         elif track == SAMPLES and not self._choice.moves(name, key):
@@ -146,16 +137,13 @@ class TraceWriter:
         if len(self._events) >= (self._most // 2 if self._lost else self._most):
             self._lose(event.time)
             return
-        late = event.name == SCORING and event.phase == "end"  # a gap may not be in the past
-        if self._lost and not late:
+        if self._lost:
             self._gap()
             self._events.extend(self._states(event.time))
-            self._events.extend(self._scoring.begun(event.time))
         self._events.append(_light(event) if event.name in _HEAVY else event)
 
     def close(self) -> None:
         """Write what waits, and end the file. Waits for at most `close_s`."""
-        self._scoring.close(self._clock())
         if self._lost:
             self._gap()
         self._closing = True
@@ -191,7 +179,6 @@ class TraceWriter:
             while not (closing or self._ended):
                 closing = self._closing  # read before the last events are written
                 self._drain()
-                self._scoring.settle(self._clock())
                 self._write_begun(self._clock())
                 self._thin()
                 if not closing:
@@ -209,7 +196,7 @@ class TraceWriter:
             lines: list[Line] = []
             for _ in range(min(_BATCH, len(events))):
                 event = events.popleft()
-                self._last = max(self._last, event.time)  # The end of `scoring` comes late.
+                self._last = event.time
                 self._translator.add(event, lines)
             self._write(lines)
             self._thin()

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from millrace.errors import MillraceError, NoDevices, WorkerError
 from millrace.observe.progress import Progress
-from millrace.observe.watch import Event, Watch
 from millrace.persist.history import History, audit
 from millrace.pipeline.checkpoint import Checkpoints, read_ledger
 from millrace.pipeline.journal_file import Batch
@@ -43,7 +42,8 @@ from millrace.simulate.faults.scenario import DEADLINE_S, HEARTBEAT_S, SYNC_TIME
 from millrace.simulate.faults.state import World
 from millrace.simulate.faults.wire import Wire
 from millrace.waits.answer import ProcessStatus, Pulse, answer_of
-from millrace.waits.registry import Registry, within
+from millrace.waits.registry import Registry, current, within
+from millrace.waits.stream import Event
 
 BACK_S = 7.0
 """How long a node may be back until the worker of its replica begins to start."""
@@ -103,7 +103,7 @@ class Attempt:
         return [answer_of(self._pulse, stacks=False), *workers]
 
     async def _run(self) -> bool:
-        world, loop = self.world, asyncio.get_running_loop()
+        world = self.world
         self._start_workers()
         self._arm()
         folder = cast("Any", world.path(self.view))
@@ -113,7 +113,6 @@ class Attempt:
                 world.tell(f"skipped a damaged checkpoint: {why}")
             origin = f"resumes from {checkpoint.name}" if checkpoint else "starts"
             world.tell(f"attempt {self.number + 1} {origin}")
-            watch = Watch(loop.time, [self._see])
             session = await self._session(RunDir(folder, checkpoint))
             ledger = await start_state(session)
             snapshot = read_ledger(checkpoint) if checkpoint else None
@@ -122,12 +121,12 @@ class Attempt:
             roster = session.engines.pool.roster
             with roster.subscribe(self._replica):
                 async with session.engines.keeper:
-                    return await self._train(session, ledger, watch)
+                    return await self._train(session, ledger)
         finally:
             for worker in [*self.workers.values(), *self._old]:
                 await worker.close()
 
-    async def _train(self, s: Session, ledger: Ledger, watch: Watch) -> bool:
+    async def _train(self, s: Session, ledger: Ledger) -> bool:
         """Run the loops with their record, as `run_training` does."""
         s.checkpoints.supersede(ledger.version)
         history, c = History(s.run.path, ledger.totals()), s.config.trainer
@@ -136,7 +135,7 @@ class Attempt:
                 history=history,
                 checkpoints=s.checkpoints,
                 engine=s.engines.train,
-                validator=make_validator(s, s.engines.pool, watch),
+                validator=make_validator(s, s.engines.pool),
                 sinks=(),
                 progress=s.progress,
                 save_freq=c.save_freq,
@@ -146,11 +145,10 @@ class Attempt:
                 counts=s.counts,
                 deadline_s=c.wait_deadline_s,
                 tasks=tasks,
-                watch=watch,
             )
             async with s.journal(ledger, history.attempt, tasks, self._synced) as kept:
-                with s.engines.pool.watched_by(watch):
-                    loops = train_to_end(s, ledger, self.stop, record, {}, kept, watch)
+                with current().registry.watched_by(self._see, record):
+                    loops = train_to_end(s, ledger, self.stop, record, {}, kept)
                     complete, *_ = await loops
         history.end(ledger.totals(), complete)
         self._check(self._after, s, ledger, record, complete)

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from millrace.observe.watch import Event
 from millrace.pipeline.journal_file import Batch
 from millrace.rollout.episode import request_seed
 from millrace.rollout.roster import Change, ReplicaState
@@ -28,6 +27,7 @@ from millrace.schedule.schedule import OnSync, Schedule
 from millrace.simulate.engines import target_length
 from millrace.simulate.faults.engines import Lineage, checksum
 from millrace.types import Prompt, Sample, SamplingParams, tokens_of
+from millrace.waits.stream import Event
 
 
 class Violation(Exception):

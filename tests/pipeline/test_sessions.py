@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millrace.pipeline.occupancy import Occupancy
+from millrace.observe.metrics import RunMetrics, Sessions
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.ports import PolicySession
@@ -18,25 +18,22 @@ from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimReward, SimRolloutEngine
 from millrace.types import Ending, Prompt, SamplingParams, Score, tokens_of
+from millrace.waits.registry import current
 from tests.pipeline.simulated import schedule_of
 
 
 def test_averages_are_over_the_time_since_the_last_row() -> None:
-    time = [5.0]
-    one = Occupancy(lambda: time[0])
-
-    def after(seconds: float, **change: int) -> None:
-        time[0] += seconds
-        one.change(**change)
-
-    after(100, live=4)  # Nothing counts before the first change.
-    after(1, drawing=3)
-    after(2, drawing=-2, gate=2)
-    after(1, gate=-1)
-    assert one.row() == {"agents/drawing": 7 / 4, "agents/at_gate": 2 / 4, "agents/waiting": 7 / 4}
-    after(2, live=-4)  # Threads of a session that is over may still draw.
-    after(2, drawing=-1, gate=-1)
-    assert one.row() == {"agents/drawing": 1.0, "agents/at_gate": 1.0, "agents/waiting": 1.0}
+    one = Sessions(100.0)
+    one.change(100, live=4, drawing=0, gate=0)
+    one.change(101, live=4, drawing=3, gate=0)
+    one.change(103, live=4, drawing=1, gate=2)
+    one.change(104, live=4, drawing=1, gate=1)
+    row = {"agents/drawing": 7 / 4, "agents/at_gate": 2 / 4, "agents/waiting": 7 / 4}
+    assert one.row(104) == row
+    one.change(106, live=0, drawing=1, gate=1)  # Threads of a session that is over may still draw.
+    one.change(108, live=0, drawing=0, gate=0)
+    row = {"agents/drawing": 4 / 4, "agents/at_gate": 4 / 4, "agents/waiting": 4 / 4}
+    assert one.row(108) == row
 
 
 class Slow:
@@ -66,13 +63,16 @@ def test_a_session_that_waits_for_a_tool_draws_nothing_and_has_no_slot() -> None
         params = SamplingParams(200, ignore_eos=True)
         roller = SampleRoller(Slow(), SimReward(CostModel()), str, params, 1, 0)
         rollouter = Rollouter(queue, Prompts(), pool, roller)
-        async with asyncio.TaskGroup() as tasks:
-            loop = tasks.create_task(rollouter.run())
-            await asyncio.sleep(2)
-            rollouter._gate.clear()
-            await asyncio.sleep(4)
-            row, stats = rollouter.row(1), await pool.stats()
-            loop.cancel()
+        metrics = RunMetrics(0.0, shared=False, sessions=rollouter.tells_sessions)
+        with current().registry.watched_by(metrics):
+            async with asyncio.TaskGroup() as tasks:
+                loop = tasks.create_task(rollouter.run())
+                await asyncio.sleep(2)
+                rollouter._gate.clear()
+                await asyncio.sleep(4)
+                now = asyncio.get_running_loop().time()
+                row, stats = metrics.synced_row(now, lambda synced: {}), await pool.stats()
+                loop.cancel()
         return row, stats
 
     row, stats = clock.run(main())
