@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from millrace import __version__
-from millrace.cli.bench import bench
+from millrace.cli.commands import Commands
 from millrace.cli.console import (
     Address,
     ConfigName,
@@ -62,6 +62,7 @@ from millrace.observe.panel import shown
 from millrace.run import supervised
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -327,8 +328,7 @@ def doctor(json_: Json = False) -> None:
 
 
 app.command()(simulate)
-app.add_typer(bench, name="bench")
-unwrap_help(app, bench)
+unwrap_help(app)
 
 
 def first_cause(error: BaseException) -> BaseException:

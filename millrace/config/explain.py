@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from millrace.config.keys import Config
+from millrace.config.plugins import Named
 from millrace.config.reward_keys import MixedReward
 from millrace.config.trl import HINTS
 from millrace.errors import ConfigError, bad_value
@@ -114,7 +115,7 @@ def _valid(key: str, value: object, field: Any) -> str:
 
     It names the choice that is most similar to `value`, or else the type and the default.
     """
-    kind, default = _type_name(field.annotation), shown(default_of(key))
+    kind, default = _type_name(field.annotation, field.metadata), shown(default_of(key))
     if kind.startswith("list of"):
         return f"{key}=[...], a {kind}, in brackets"
     if " | " in kind or typing.get_origin(field.annotation) is typing.Literal:
@@ -123,10 +124,13 @@ def _valid(key: str, value: object, field: Any) -> str:
     return f"{key}=<{kind}>" + (f", for example {default}" if default not in ("null", '""') else "")
 
 
-def _type_name(annotation: Any) -> str:
+def _type_name(annotation: Any, metadata: typing.Iterable[Any] = ()) -> str:
+    for named in metadata:
+        if isinstance(named, Named):
+            return " | ".join(named.names)
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return _type_name(args[0])
+        return _type_name(args[0], args[1:])
     if origin is typing.Literal:
         return " | ".join(map(str, args))
     if origin in (typing.Union, types.UnionType):
@@ -152,7 +156,8 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
         if section_of(field.annotation):
             yield key, "", "", meaning
         else:
-            yield key, _type_name(field.annotation), shown(default_of(key)), meaning
+            kind = _type_name(field.annotation, field.metadata)
+            yield key, kind, shown(default_of(key)), meaning
 
 
 def default_of(key: str) -> Any:

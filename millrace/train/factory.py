@@ -1,12 +1,10 @@
-"""The factory of train engines: each has a folder here, with the name of its trainer.engine."""
+"""The factory of train engines."""
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
 from typing import cast
 
-from millrace.config import Config
+from millrace.config import Config, plugins
 from millrace.ports import TrainRank
 
 
@@ -16,10 +14,5 @@ def train_engine(config: Config, model_folder: str, *, rank: int, world_size: in
     With several ranks, the default process group must exist and have a CPU backend. The engine is
     imported here, at first use.
     """
-    engine = imported(config.trainer.engine)
-    return cast(TrainRank, engine.build(config, model_folder, rank=rank, world_size=world_size))
-
-
-def imported(engine: str) -> ModuleType:
-    """Import the module of a train engine, with torch and transformers."""
-    return importlib.import_module(f"millrace.train.{engine}.engine")
+    build = plugins.load("trainer.engine", config.trainer.engine, "train_engines")
+    return cast(TrainRank, build(config, model_folder, rank=rank, world_size=world_size))

@@ -57,7 +57,7 @@ def bench_sync(
     Example: millrace bench sync shapes/qwen2_1.5b --repeats 10
     """
     config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
-    from millrace.bench.sync import bench_sync as work
+    from millrace.extras.bench.sync import bench_sync as work
 
     result = run_async(
         json_,
@@ -96,8 +96,8 @@ def bench_train(
     Example: millrace bench train shapes/qwen2_1.5b --length 2048
     """
     config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
-    from millrace.bench.train import bench_train as work
     from millrace.errors import bad_value
+    from millrace.extras.bench.train import bench_train as work
 
     limit = config.max_tokens
     if length > limit:
@@ -160,8 +160,8 @@ def bench_modes(
     """
     overrides = overrides_on(address, overrides)
     config = configure(path, overrides, json_, dry_run, help_config)
-    from millrace.bench import modes as work
     from millrace.errors import bad_value
+    from millrace.extras.bench import modes as work
 
     assert path is not None
     if folder.exists():
@@ -185,7 +185,7 @@ def bench_modes(
 def _report_modes(
     json_: bool, folder: Path, figures: list[dict[str, Any]], *, planned: int
 ) -> None:
-    from millrace.bench.table import remarks, table
+    from millrace.extras.bench.table import remarks, table
 
     _report_runs(json_, folder, figures, [table(figures), *remarks(figures)], planned=planned)
 
@@ -242,8 +242,8 @@ def bench_agents(
     """
     overrides = overrides_on(address, overrides)
     config = configure(path, overrides, json_, dry_run, help_config)
-    from millrace.bench import agents as work
     from millrace.errors import bad_value
+    from millrace.extras.bench import agents as work
 
     assert path is not None
     if folder.exists():

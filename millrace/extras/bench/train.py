@@ -7,8 +7,8 @@ import statistics
 from time import perf_counter
 from typing import Any
 
-from millrace.bench.flops import shape_of, train_flops
 from millrace.config import Config
+from millrace.extras.bench.flops import shape_of, train_flops
 from millrace.observe.progress import Progress
 from millrace.run.memory import estimate, size_of
 from millrace.run.session import open_session

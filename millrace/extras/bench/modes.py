@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from millrace.bench.flops import shape_of, train_flops
-from millrace.bench.flow import figures_of_flow
 from millrace.config import Config, recipe
 from millrace.errors import bad_value
+from millrace.extras.bench.flops import shape_of, train_flops
+from millrace.extras.bench.flow import figures_of_flow
 from millrace.observe.progress import Progress
 from millrace.persist.run_reader import RunReader
 from millrace.rollout.episode import request_seed

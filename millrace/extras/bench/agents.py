@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from millrace.bench.modes import Arm, Figures, Measure, arms_of, names_of, run_arms, run_once
 from millrace.errors import LimitReached, bad_value
+from millrace.extras.bench.modes import Arm, Figures, Measure, arms_of, names_of, run_arms, run_once
 from millrace.observe.progress import Progress
 from millrace.ports import PolicySession
 from millrace.rollout.lengths import DrawnLengths

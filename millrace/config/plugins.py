@@ -1,0 +1,132 @@
+"""Parts by name: the package has some, and other packages add theirs by entry points.
+
+    [project.entry-points."millrace.trackers"]
+    csv = "my_package:CsvTracker"
+
+| group | named by | the part |
+|---|---|---|
+| commands | the command line | a function of Typer's, or a `typer.Typer` with several |
+| rollout_engines | rollout.engine | `build(sides, model, model_folder)`, a `ports.Replica` |
+| train_engines | trainer.engine | `build(config, model_folder, *, rank, world_size)`, a `ports.TrainRank` |
+| trackers | trainer.logger | a class as in `observe/trackers.py`, made with an `About` |
+| environments | agents.environment | a class as in `path.py:Class`, or `open(value, deadline_s)` |
+
+A part is imported when it is named, and a list of names imports none. The package's own parts stand
+here, so they need no metadata of an installation.
+"""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from millrace.errors import ConfigError, MillraceError, bad_value
+
+OWN: dict[str, dict[str, str]] = {
+    "commands": {
+        "bench": "millrace.extras.bench.command:bench",
+    },
+    "rollout_engines": {
+        "torch": "millrace.decode.engine:build",
+        "vllm": "millrace.vllm.engine:build",
+    },
+    "train_engines": {
+        "fsdp": "millrace.train.fsdp.engine:build",
+        "megatron": "millrace.train.megatron.engine:build",
+    },
+    "trackers": {
+        "mlflow": "millrace.observe.trackers:MLflow",
+        "prometheus": "millrace.observe.trackers:Prometheus",
+        "trackio": "millrace.observe.trackers:Trackio",
+        "wandb": "millrace.observe.trackers:Wandb",
+    },
+    "environments": {},
+}
+"""The parts of the package: `module:attribute` by group and name."""
+
+
+class Named(NamedTuple):
+    """Marks a key, or an element of its list, that names a part of a group."""
+
+    group: str
+    others: tuple[str, ...] = ()
+    """Further values of the key."""
+
+    @property
+    def names(self) -> list[str]:
+        return sorted({*self.others, *names(self.group)})
+
+
+def names(group: str) -> list[str]:
+    """Return the names of a group, without those of a folder that is missing."""
+    return sorted({part.name for part in _parts(group) if not _missing(part)})
+
+
+def package_of(part: EntryPoint) -> str:
+    """Return the name of the package that gives a part."""
+    return part.dist.name if part.dist else "millrace"
+
+
+def find(key: str, name: str, named: Named, form: str = "{}") -> EntryPoint | None:
+    """Return the part of a name, or None for one of `named.others`. This imports nothing.
+
+    Raises ConfigError if no package gives the name, if two do, or if its folder is missing. The fix
+    writes names as `form`.
+    """
+    parts = [part for part in _parts(named.group) if part.name == name]
+    givers = [*(["millrace"] if name in named.others else []), *map(package_of, parts)]
+    if len(givers) > 1:
+        rule = f"the packages {' and '.join(givers)} give this name"
+        raise bad_value(key, name, rule, f"pip uninstall {givers[-1]}, or another name there")
+    if givers and not (parts and _missing(parts[0])):
+        return parts[0] if parts else None
+    known = named.names
+    near = difflib.get_close_matches(name, known, 1, 0.5) or known[:1]
+    fix = f"{form.format(*near)}, one of {' | '.join(known)}" if near else "no package gives one"
+    if givers:
+        rule = f"the folder of {parts[0].module} is missing in this installation of millrace"
+        raise bad_value(
+            key, name, rule, f"install millrace again, with its folder extras; or {fix}"
+        )
+    raise bad_value(key, name, "no installed package gives this name", fix)
+
+
+def load(key: str, name: str, group: str) -> Any:
+    """Import and return the part of a name. Raises ConfigError as `find` does, or if it is broken."""
+    part = find(key, name, Named(group), f"{key}={{}}")
+    assert part is not None
+    if part.dist is None:
+        return part.load()
+    try:
+        return part.load()
+    except MillraceError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise _broken(key, part, error) from error
+
+
+def _broken(key: str, part: EntryPoint, error: BaseException) -> ConfigError:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    rule = f"the package {package_of(part)} gives {part.value}, and importing it raised {text}"
+    return bad_value(key, part.name, rule, f"correct it; try `python -c 'import {part.module}'`")
+
+
+def _missing(part: EntryPoint) -> bool:
+    """Whether the module of a part of the package is deleted."""
+    path = Path(__file__).parents[2].joinpath(*part.module.split(".")).with_suffix(".py")
+    return part.dist is None and not path.is_file()
+
+
+def _parts(group: str) -> list[EntryPoint]:
+    """Return the parts of a group, of the package and of all others."""
+    own = [EntryPoint(name, value, f"millrace.{group}") for name, value in OWN[group].items()]
+    return [*own, *_installed().select(group=f"millrace.{group}")]
+
+
+@cache
+def _installed() -> Any:
+    """Read the entry points of all packages, once in a process."""
+    return entry_points()
