@@ -53,7 +53,6 @@ from millrace.cli.query import query
 from millrace.cli.report import report_page
 from millrace.cli.scale import scale
 from millrace.cli.serve import serve
-from millrace.cli.simulate import simulate
 from millrace.cli.watch import watch
 from millrace.cli.why import why
 from millrace.config import Config
@@ -327,7 +326,6 @@ def doctor(json_: Json = False) -> None:
         raise typer.Exit(1)
 
 
-app.command()(simulate)
 unwrap_help(app)
 
 

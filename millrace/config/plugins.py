@@ -28,6 +28,7 @@ from millrace.errors import ConfigError, MillraceError, bad_value
 OWN: dict[str, dict[str, str]] = {
     "commands": {
         "bench": "millrace.extras.bench.command:bench",
+        "simulate": "millrace.extras.faults.command:simulate",
     },
     "rollout_engines": {
         "torch": "millrace.decode.engine:build",

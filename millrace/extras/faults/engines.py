@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from millrace.errors import CopyGone, SyncError
+from millrace.extras.faults.disk import SimPath, View
+from millrace.extras.faults.wire import Wire
 from millrace.ports import Phase, StepReport, TrainBatch, TransferReport
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimRolloutEngine, SimTrainEngine
-from millrace.simulate.faults.disk import SimPath, View
-from millrace.simulate.faults.wire import Wire
 from millrace.types import PolicyVersion, SamplingParams, Segment, Tokens
 from millrace.waits.registry import count, doing, gauge, waiting
 

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from millrace.simulate.faults.scenario import KINDS, Scenario, draw
-from millrace.simulate.faults.state import Outcome
-from millrace.simulate.faults.world import run_world
+from millrace.extras.faults.scenario import KINDS, Scenario, draw
+from millrace.extras.faults.state import Outcome
+from millrace.extras.faults.world import run_world
 
 _CHUNK = 20
 """Seeds that a process takes at once."""

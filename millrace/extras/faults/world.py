@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from millrace.errors import LedgerError, MillraceError, RewardError, WorkerError
+from millrace.extras.faults.attempt import Attempt
+from millrace.extras.faults.checks import Violation
+from millrace.extras.faults.disk import View, simulated_disk
+from millrace.extras.faults.kinds import ACTS
+from millrace.extras.faults.scenario import LONG_S, Scenario
+from millrace.extras.faults.state import Outcome, World
 from millrace.pipeline.checkpoint import Checkpoints
 from millrace.simulate.clock import Deadlock, VirtualLoop
-from millrace.simulate.faults.attempt import Attempt
-from millrace.simulate.faults.checks import Violation
-from millrace.simulate.faults.disk import View, simulated_disk
-from millrace.simulate.faults.kinds import ACTS
-from millrace.simulate.faults.scenario import LONG_S, Scenario
-from millrace.simulate.faults.state import Outcome, World
 
 ATTEMPT_S = 3 * LONG_S
 """The most virtual seconds of an attempt. Every wait has a deadline, so an attempt is shorter."""

@@ -37,7 +37,7 @@ def simulate(
     Example: millrace simulate --faults --seeds 0..1000
     """
     first, last = _range(seeds)
-    from millrace.simulate.faults.sweep import Found
+    from millrace.extras.faults.sweep import Found
 
     found = Found()
     try:
@@ -59,7 +59,7 @@ def _range(seeds: str) -> tuple[int, int]:
 
 def _sweep(seeds: range, jobs: int, found: Any, json_: bool) -> None:
     """Run all seeds with a progress bar, and add their outcomes to `found`."""
-    from millrace.simulate.faults.sweep import sweep
+    from millrace.extras.faults.sweep import sweep
 
     columns = (
         TextColumn("simulating"),
@@ -82,8 +82,8 @@ def _counted(number: int, noun: str) -> str:
 
 def _report(found: Any, asked: int, json_: bool) -> None:
     """Report what the seeds showed, also after Ctrl-C, and the stories of broken ones."""
-    from millrace.simulate.faults.scenario import draw
-    from millrace.simulate.faults.sweep import shrink, story
+    from millrace.extras.faults.scenario import draw
+    from millrace.extras.faults.sweep import shrink, story
 
     stopped = sys.exc_info()[0] is not None
     stories: dict[int, list[str]] = {}

@@ -7,9 +7,9 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from millrace.simulate.faults.checks import Checks, Expected
-from millrace.simulate.faults.disk import Disk, SimPath, View
-from millrace.simulate.faults.scenario import Scenario
+from millrace.extras.faults.checks import Checks, Expected
+from millrace.extras.faults.disk import Disk, SimPath, View
+from millrace.extras.faults.scenario import Scenario
 from millrace.types import SamplingParams
 
 RUN = "/simulated/run"

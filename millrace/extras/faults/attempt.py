@@ -9,6 +9,22 @@ from functools import partial
 from typing import Any, cast
 
 from millrace.errors import MillraceError, NoDevices, WorkerError
+from millrace.extras.faults.checks import Violation
+from millrace.extras.faults.disk import Died, View
+from millrace.extras.faults.engines import (
+    FaultyRollouts,
+    FaultyTrainer,
+    Ranks,
+    Receiver,
+    RolloutRoot,
+    Sender,
+    TrainerRoot,
+)
+from millrace.extras.faults.inputs import NoView, Problems, Reward
+from millrace.extras.faults.network import Link, SimWorker
+from millrace.extras.faults.scenario import DEADLINE_S, HEARTBEAT_S, SYNC_TIMEOUT_S, Fault
+from millrace.extras.faults.state import World
+from millrace.extras.faults.wire import Wire
 from millrace.observe.progress import Progress
 from millrace.observe.watch import Event, Watch
 from millrace.persist.history import History, audit
@@ -26,22 +42,6 @@ from millrace.run.stop import StopRequest
 from millrace.run.train import train_to_end
 from millrace.runtime.rpc import Limit, Peer
 from millrace.schedule.ledger import Ledger
-from millrace.simulate.faults.checks import Violation
-from millrace.simulate.faults.disk import Died, View
-from millrace.simulate.faults.engines import (
-    FaultyRollouts,
-    FaultyTrainer,
-    Ranks,
-    Receiver,
-    RolloutRoot,
-    Sender,
-    TrainerRoot,
-)
-from millrace.simulate.faults.inputs import NoView, Problems, Reward
-from millrace.simulate.faults.network import Link, SimWorker
-from millrace.simulate.faults.scenario import DEADLINE_S, HEARTBEAT_S, SYNC_TIMEOUT_S, Fault
-from millrace.simulate.faults.state import World
-from millrace.simulate.faults.wire import Wire
 from millrace.waits.answer import ProcessStatus, Pulse, answer_of
 from millrace.waits.registry import Registry, within
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from millrace.errors import RewardError
+from millrace.extras.faults.checks import prompt_at, score_of, text_of
 from millrace.observe.progress import State
-from millrace.simulate.faults.checks import prompt_at, score_of, text_of
 from millrace.types import Completion, Prompt, Score
 
 

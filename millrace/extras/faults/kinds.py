@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from millrace.simulate.faults.attempt import Attempt
-from millrace.simulate.faults.disk import Died
-from millrace.simulate.faults.network import Link
-from millrace.simulate.faults.scenario import Fault
+from millrace.extras.faults.attempt import Attempt
+from millrace.extras.faults.disk import Died
+from millrace.extras.faults.network import Link
+from millrace.extras.faults.scenario import Fault
 
 
 def _later(seconds: float, act: Callable[[], None]) -> None:

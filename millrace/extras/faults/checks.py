@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from millrace.extras.faults.engines import Lineage, checksum
 from millrace.observe.watch import Event
 from millrace.pipeline.journal_file import Batch
 from millrace.rollout.episode import request_seed
@@ -26,7 +27,6 @@ from millrace.rollout.roster import Change, ReplicaState
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, State
 from millrace.schedule.schedule import OnSync, Schedule
 from millrace.simulate.engines import target_length
-from millrace.simulate.faults.engines import Lineage, checksum
 from millrace.types import Prompt, Sample, SamplingParams, tokens_of
 
 
