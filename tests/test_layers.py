@@ -63,8 +63,18 @@ ARROWS: dict[str, set[str]] = {
         *("ports", "report", "rewards", "rollout", "runtime", "schedule", "sync", "tools", "train"),
     },
     "extras": {
-        *("cli", "config", "observe", "persist", "pipeline", "ports", "report", "rollout", "run"),
-        *("runtime", "schedule", "simulate", "train"),
+        *(
+            "cli",
+            "config",
+            "models",
+            "observe",
+            "persist",
+            "pipeline",
+            "ports",
+            "report",
+            "rollout",
+        ),
+        *("run", "runtime", "schedule", "simulate", "train"),
     },
     "cli": {"config", "observe", "persist", "pipeline", "report", "run"},
     "__main__": {"cli"},
@@ -158,7 +168,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 def test_training_works_without_an_optional_room(room: str) -> None:
     """Only the rooms of OPTIONAL import it.
 
-    They import it inside a function when it is needed. `cli` may import it at the head of a file.
+    They import it inside a function when it is needed. `cli` and extras may import it at the head of a file.
     """
     for path in FILES:
         top = tree_of(path)
@@ -169,7 +179,9 @@ def test_training_works_without_an_optional_room(room: str) -> None:
         }
         if room_of(path) != room and room in rooms_imported(path):
             assert room_of(path) in OPTIONAL[room], f"{path} imports {room}"
-            assert room not in at_head or room_of(path) == "cli", f"{path} imports {room}"
+            assert room not in at_head or room_of(path) in ("cli", "extras"), (
+                f"{path} imports {room}"
+            )
 
 
 def test_an_extra_imports_no_other() -> None:
@@ -274,7 +286,7 @@ BUDGETS = {
     "decode": 1600,
     "environments": 2300,
     "errors": 250,
-    "extras": 4000,
+    "extras": 5900,
     "models": 850,
     "observe": 2450,
     "persist": 750,

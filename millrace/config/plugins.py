@@ -8,6 +8,7 @@
 | commands | the command line | a function of Typer's, or a `typer.Typer` with several |
 | rollout_engines | rollout.engine | `build(sides, model, model_folder)`, a `ports.Replica` |
 | train_engines | trainer.engine | `build(config, model_folder, *, rank, world_size)`, a `ports.TrainRank` |
+| train_checks | trainer.engine | a module as `extras/megatron/checks.py` |
 | trackers | trainer.logger | a class as in `observe/trackers.py`, made with an `About` |
 | environments | agents.environment | a class as in `path.py:Class`, or `open(value, deadline_s)` |
 
@@ -36,8 +37,9 @@ OWN: dict[str, dict[str, str]] = {
     },
     "train_engines": {
         "fsdp": "millrace.train.fsdp.engine:build",
-        "megatron": "millrace.train.megatron.engine:build",
+        "megatron": "millrace.extras.megatron.engine:build",
     },
+    "train_checks": {"megatron": "millrace.extras.megatron.checks"},
     "trackers": {
         "mlflow": "millrace.observe.trackers:MLflow",
         "prometheus": "millrace.observe.trackers:Prometheus",
@@ -107,6 +109,11 @@ def load(key: str, name: str, group: str) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise _broken(key, part, error) from error
+
+
+def load_given(key: str, name: str, group: str) -> Any:
+    """Return the part of a name, or None if no package gives one."""
+    return load(key, name, group) if name in names(group) else None
 
 
 def _broken(key: str, part: EntryPoint, error: BaseException) -> ConfigError:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from millrace.extras.megatron.shape import RankCoordinates, Shape
 from millrace.models.mixtures import experts_of
-from millrace.train.megatron.shape import RankCoordinates, Shape
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")

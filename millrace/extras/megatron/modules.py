@@ -26,6 +26,8 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from millrace.extras.megatron.routers import Router, Routers, Routing
+from millrace.extras.megatron.shape import Shape
 from millrace.models.mixtures import experts_of
 from millrace.train.layout import Layout
 from millrace.train.log_probs import (
@@ -34,8 +36,6 @@ from millrace.train.log_probs import (
     sum_of_squares,
     vocabulary_of,
 )
-from millrace.train.megatron.routers import Router, Routers, Routing
-from millrace.train.megatron.shape import Shape
 from millrace.train.packed_attention import packed_attention
 from millrace.train.packing import MicroBatch
 

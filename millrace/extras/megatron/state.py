@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from millrace.config import Config
 from millrace.errors import CheckpointError
+from millrace.extras.megatron.mapping import Box, Kind, names_of
+from millrace.extras.megatron.shape import Shape
+from millrace.extras.megatron.trainable import ForwardRunner, MegatronTrainable
+from millrace.extras.megatron.weights import is_copy, parameters
 from millrace.train.chunks import Chunks
-from millrace.train.megatron.mapping import Box, Kind, names_of
-from millrace.train.megatron.shape import Shape
-from millrace.train.megatron.trainable import ForwardRunner, MegatronTrainable
-from millrace.train.megatron.weights import is_copy, parameters
 from millrace.train.optim import adamw
 from millrace.train.state_reader import load_state
 from millrace.train.state_writer import StateWriter, expect_one_process

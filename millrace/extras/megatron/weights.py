@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from millrace.errors import ConfigError, bad_value
+from millrace.extras.megatron.mapping import Box, Kind, Sizes, boxes, in_files, names_of
+from millrace.extras.megatron.shape import RankCoordinates, Shape
 from millrace.models.model import empty_model
 from millrace.train.hf_folder import write_model
-from millrace.train.megatron.mapping import Box, Kind, Sizes, boxes, in_files, names_of
-from millrace.train.megatron.shape import RankCoordinates, Shape
 
 Shards = Iterator[tuple[str, Sizes, torch.dtype, int, Tensor]]
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from millrace.extras.megatron.shape import Shape
 from millrace.models.mixtures import experts_of
 from millrace.train.balance import Sequences, balance_loss, sequences_of, with_loss
-from millrace.train.megatron.shape import Shape
 from millrace.train.packing import MicroBatch
 from millrace.train.routing import Routed, RouterSums, counts, replayed, room
 

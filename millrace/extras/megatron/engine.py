@@ -15,15 +15,15 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from millrace.config import Config, OptimConfig
+from millrace.extras.megatron import shape as sizes
+from millrace.extras.megatron import state, weights
+from millrace.extras.megatron.checks import check_model
+from millrace.extras.megatron.modules import Policy
+from millrace.extras.megatron.shape import Shape
+from millrace.extras.megatron.trainable import ForwardRunner, MegatronTrainable
 from millrace.models.checks import has_weights
 from millrace.models.device import pick
-from millrace.models.megatron_checks import check_model
 from millrace.models.model import load_model
-from millrace.train.megatron import shape as sizes
-from millrace.train.megatron import state, weights
-from millrace.train.megatron.modules import Policy
-from millrace.train.megatron.shape import Shape
-from millrace.train.megatron.trainable import ForwardRunner, MegatronTrainable
 from millrace.train.step import TrainSteps
 
 
@@ -132,7 +132,7 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> M
     trust = model.trust_remote_code
     hf = AutoConfig.from_pretrained(model_folder, trust_remote_code=trust)
     shape = sizes.shape_of(own, world_size)
-    check_model(hf, own)
+    check_model(hf, config.trainer)
     deadline, seed = config.trainer.wait_deadline_s, config.trainer.seed
     made = sizes.init_parallel(shape, seed=seed, deadline_s=deadline)
 

@@ -20,11 +20,11 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
 from millrace.config import ActorConfig, MegatronConfig, OptimConfig
+from millrace.extras.megatron.modules import Policy
+from millrace.extras.megatron.shape import Shape
 from millrace.train.balance import num_sequences
 from millrace.train.layout import Ints
 from millrace.train.learner import Learner, LossOf
-from millrace.train.megatron.modules import Policy
-from millrace.train.megatron.shape import Shape
 from millrace.train.metrics import Meter
 from millrace.train.optim import clip_, gradients_of
 from millrace.train.packing import MicroBatch, Outputs, pack, split
