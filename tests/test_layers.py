@@ -196,7 +196,7 @@ def test_the_parts_of_the_package_are_there() -> None:
     values = [value for parts in OWN.values() for value in parts.values()]
     for module, _, name in (value.partition(":") for value in values):
         text = NAMES[module].read_text()
-        assert re.search(rf"^((def|class) {name}\b|{name} = )", text, re.MULTILINE), module
+        assert not name or re.search(rf"^(def|class) {name}\b|^{name} = ", text, re.M), module
     extras = {p.name for p in (PACKAGE / "extras").iterdir() if (p / "__init__.py").is_file()}
     assert extras == {v.split(".")[2] for v in values if v.startswith("millrace.extras.")}
 
@@ -281,13 +281,13 @@ BUDGETS = {
     "agents": 4350,
     "algorithms": 2850,
     "cli": 2100,
-    "config": 6100,
+    "config": 4050,
     "data": 1950,
     "decode": 1600,
     "environments": 2300,
     "errors": 250,
-    "extras": 5900,
-    "models": 850,
+    "extras": 8150,
+    "models": 730,
     "observe": 2450,
     "persist": 750,
     "pipeline": 3800,
@@ -303,7 +303,7 @@ BUDGETS = {
     "sync": 2250,
     "testing": 750,
     "tools": 950,
-    "train": 6550,
+    "train": 5000,
     "types": 400,
     "vllm": 1950,
     "waits": 1450,

@@ -47,7 +47,6 @@ from millrace.cli.console import (
     unwrap_help,
 )
 from millrace.cli.get_model import get_model
-from millrace.cli.import_verl import import_verl
 from millrace.cli.keep_going import RESTARTS, KeepGoing, Restarts, keep_going
 from millrace.cli.query import query
 from millrace.cli.report import report_page
@@ -237,7 +236,7 @@ def export(
     )
 
 
-for _command in (import_verl, watch, why, scale, serve):
+for _command in (watch, why, scale, serve):
     app.command()(_command)
 app.command("report")(report_page)
 app.command("get-model")(get_model)

@@ -15,9 +15,8 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from millrace.config.keys import Config
-from millrace.config.plugins import Named
+from millrace.config.plugins import OWN, Named, load, names
 from millrace.config.reward_keys import MixedReward
-from millrace.config.trl import HINTS
 from millrace.errors import ConfigError, bad_value
 
 _ALL_KEYS = "`millrace train --help-config` prints every key"
@@ -79,6 +78,23 @@ def _nearest(wrong: str, right: typing.Iterable[str]) -> str:
     return near[0] if near else ""
 
 
+class Hint(typing.NamedTuple):
+    """The setting that has the meaning of another system's name, and the page of all such names."""
+
+    setting: str
+    system: str
+    page: str
+
+
+def hint_of(name: str) -> Hint | None:
+    """Return the hint for another system's name, or None if nobody knows it."""
+    for part in names("hints"):
+        known = load("key", part, "hints")
+        if name in known.HINTS:
+            return Hint(known.HINTS[name], known.SYSTEM, known.PAGE)
+    return None
+
+
 def explain(error: ErrorDetails) -> str:
     """Return the message for one error of pydantic: key, value, rule and fix."""
     key = ".".join(str(part) for part in error["loc"])
@@ -91,14 +107,18 @@ def explain(error: ErrorDetails) -> str:
         ]
         tail = key.rsplit(".", 1)[-1]
         own = any(name.rsplit(".", 1)[-1] == tail for name in fields)
-        if hint := HINTS.get(key if own else tail):
-            rule = "no such key: it is a name of TRL's"
-            return str(bad_value(key, value, rule, f"{hint}; docs/from_trl.md has all names"))
+        if hint := hint_of(key if own else tail):
+            rule = f"no such key: it is a name of {hint.system}'s"
+            fix = f"{hint.setting}; {hint.page} has all names"
+            return str(bad_value(key, value, rule, fix))
         same = [k for k in known if k.rsplit(".", 1)[-1] == key]
         near = " or ".join(same[:3]) or _nearest(key, known)
-        return str(
-            bad_value(key, value, "no such key", f"{near}; {_ALL_KEYS}" if near else _ALL_KEYS)
-        )
+        fix = f"{near}; {_ALL_KEYS}" if near else _ALL_KEYS
+        if lacking := sorted(OWN["spellings"].keys() - names("spellings")):
+            fix += (
+                f"; for words of {' and '.join(lacking)}, install millrace with its folder extras"
+            )
+        return str(bad_value(key, value, "no such key", fix))
     name = re.sub(r"\.\d+$", "", key)  # without the index of a list's element
     field = fields.get(name)
     if field is None:

@@ -11,6 +11,8 @@
 | train_checks | trainer.engine | a module as `extras/megatron/checks.py` |
 | trackers | trainer.logger | a class as in `observe/trackers.py`, made with an `About` |
 | environments | agents.environment | a class as in `path.py:Class`, or `open(value, deadline_s)` |
+| spellings | every recipe | `translate(layers, is_native)`, as in `extras/verl/translate.py` |
+| hints | a key that nobody knows | a module as `extras/verl/trl.py` |
 
 A part is imported when it is named, and a list of names imports none. The package's own parts stand
 here, so they need no metadata of an installation.
@@ -29,6 +31,7 @@ from millrace.errors import ConfigError, MillraceError, bad_value
 OWN: dict[str, dict[str, str]] = {
     "commands": {
         "bench": "millrace.extras.bench.command:bench",
+        "import-verl": "millrace.extras.verl.command:import_verl",
         "simulate": "millrace.extras.faults.command:simulate",
     },
     "rollout_engines": {
@@ -47,6 +50,8 @@ OWN: dict[str, dict[str, str]] = {
         "wandb": "millrace.observe.trackers:Wandb",
     },
     "environments": {},
+    "spellings": {"verl": "millrace.extras.verl.translate:spelling"},
+    "hints": {"trl": "millrace.extras.verl.trl"},
 }
 """The parts of the package: `module:attribute` by group and name."""
 

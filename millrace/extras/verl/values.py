@@ -9,14 +9,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from millrace.config.layers import Updates
+
 DROP = object()
 """The translation of a value that means millrace's default, whatever earlier layers set."""
 SILENT = object()
 """The translation of a value that decides nothing."""
-
-
-class Updates(int):
-    """A number of updates in verl's sense: all optimizer steps on one batch are one update."""
 
 
 def never(value: Any) -> Any:

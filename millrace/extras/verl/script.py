@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from millrace.config.verl.lines import commands, words_of
-from millrace.config.verl.words import NAME, Variables, expand, unknown
 from millrace.errors import ConfigError, bad_value
+from millrace.extras.verl.lines import commands, words_of
+from millrace.extras.verl.words import NAME, Variables, expand, unknown
 
 _OVERRIDE = re.compile(r"^(?:\+{0,2}[A-Za-z_][\w.]*=|~[A-Za-z_][\w.]*)")
 _ASSIGNMENT = re.compile(rf"^{NAME}\+?=")

@@ -7,16 +7,14 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from millrace.config.verl.absent import ABSENT
-from millrace.config.verl.joined import JOINED, Joined, join
-from millrace.config.verl.kinds import PREFIX, Absent, Mapped
-from millrace.config.verl.mapped import MAPPED, PATTERNS
-from millrace.config.verl.needless import NEEDLESS
-from millrace.config.verl.values import DROP, SILENT
+from millrace.config.layers import Setting
 from millrace.errors import ConfigError, bad_value
-
-Setting = tuple[str, Any]
-"""A dotted key and its value."""
+from millrace.extras.verl.absent import ABSENT
+from millrace.extras.verl.joined import JOINED, Joined, join
+from millrace.extras.verl.kinds import PREFIX, Absent, Mapped
+from millrace.extras.verl.mapped import MAPPED, PATTERNS
+from millrace.extras.verl.needless import NEEDLESS
+from millrace.extras.verl.values import DROP, NO_LOGGERS, SILENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +36,31 @@ class Note:
             return f"{self.theirs} is needless: {self.why}"
         ours = " ".join(text_of(*setting) for setting in self.became)
         return f"{self.theirs} -> {ours}" + (f" ({self.why})" if self.why else "")
+
+
+def spelling(
+    layers: Iterable[Iterable[Setting]], native: Callable[[str], bool]
+) -> tuple[list[list[Setting]], list[str], list[str]]:
+    """Translate each layer. Return also the notes of a run, and a line for each setting of verl's."""
+    ours, notes = translate(layers, native)
+    return ours, _summary(notes), [str(note) for note in notes]
+
+
+def _summary(notes: Sequence[Note]) -> list[str]:
+    """Return the notes of a run on these settings, and on loggers that millrace does not have."""
+    if not notes:
+        return []
+    mapped = sum(bool(note.became) for note in notes)
+    counts = f"translated {mapped}, needless {len(notes) - mapped}"
+    lines = [f"settings in verl's words: {counts}. --dry-run lists them"]
+    for key, value in (note.setting for note in notes):
+        names = [value] if isinstance(value, str) else value
+        if key == "trainer.logger" and (other := sorted({*(names or ())} & NO_LOGGERS)):
+            lines.append(
+                f"trainer.logger: millrace has no {', '.join(other)}. RUN/metrics.jsonl has all "
+                "figures, and trainer.logger=[tensorboard] writes them for TensorBoard"
+            )
+    return lines
 
 
 def entry(key: str, native: Callable[[str], bool]) -> Mapped | Absent | str | None:

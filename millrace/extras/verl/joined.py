@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from millrace.config.layers import Setting
 from millrace.errors import ConfigError, bad_value
 
-Setting = tuple[str, Any]
 Given = dict[str, Any]
 """The last value of each key, over all layers, without verl's prefix. Later settings come last."""
 Joined = tuple[int, list[Setting], str]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.config.verl.kinds import Absent
+from millrace.extras.verl.kinds import Absent
 
 _MEGATRON = Absent("this setting of Megatron's", "leave the key out, or a key of trainer.megatron")
 _CRITIC = Absent("critics in Megatron", "actor_rollout_ref.actor.strategy=fsdp2")

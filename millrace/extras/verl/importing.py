@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.config.layers import Tree, file_layers, is_native, nest, settings_of
+from millrace.config.layers import Tree, Updates, file_layers, is_native, nest, settings_of
 from millrace.config.packaged import find
 from millrace.config.recipe import parse, resolve
 from millrace.config.unused_keys import unread
-from millrace.config.verl.kinds import Absent
-from millrace.config.verl.translate import entry, text_of, translate
-from millrace.config.verl.values import Updates, updates
+from millrace.extras.verl.kinds import Absent
+from millrace.extras.verl.translate import entry, text_of, translate
+from millrace.extras.verl.values import updates
 
 _CRITIC_WARM_UP = "critic.optim.lr_warmup_steps"
 """verl counts updates here. millrace has a key of this name, which counts optimizer steps."""

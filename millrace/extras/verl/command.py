@@ -10,10 +10,10 @@ import typer
 import yaml
 
 from millrace.config import recipe
-from millrace.config.importing import import_layer
 from millrace.config.packaged import packaged
-from millrace.config.verl.script import Script, read
 from millrace.errors import ConfigError, bad_value
+from millrace.extras.verl.importing import import_layer
+from millrace.extras.verl.script import Script, read
 
 ScriptFile = Annotated[
     Path,

@@ -20,6 +20,8 @@ _REFERENCE = "none: the reference policy has the weights that RL started from"
 _TORCH = "rollout.engine=torch always decodes with slots in one KV cache"
 _LOCAL = "rollout.engine=vllm: millrace starts its own replicas"
 
+SYSTEM, PAGE = "TRL", "docs/from_trl.md"
+
 HINTS: dict[str, str] = {
     "beta": "actor.use_kl_loss=true actor.kl_loss_coef=VALUE",
     "bf16": "model.dtype=bfloat16",

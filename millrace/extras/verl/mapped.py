@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from millrace.config.verl.kinds import Mapped
-from millrace.config.verl.values import (
+from millrace.extras.verl.kinds import Mapped
+from millrace.extras.verl.values import (
     DROP,
     all_if_none,
     by_engine,
