@@ -10,7 +10,8 @@
 | train_engines | trainer.engine | `build(config, model_folder, *, rank, world_size)`, a `ports.TrainRank` |
 | train_checks | trainer.engine | a module as `extras/megatron/checks.py` |
 | trackers | trainer.logger | a class as in `observe/trackers.py`, made with an `About` |
-| environments | agents.environment | a class as in `path.py:Class`, or `open(value, deadline_s)` |
+| environments | agents.environment | a class as in `path.py:Class`, or a module as `extras/environments/mcp.py` |
+| tools | agents.tools | a module as `extras/environments/verl_tools.py` |
 | spellings | every recipe | `translate(layers, is_native)`, as in `extras/verl/translate.py` |
 | hints | a key that nobody knows | a module as `extras/verl/trl.py` |
 
@@ -49,7 +50,14 @@ OWN: dict[str, dict[str, str]] = {
         "trackio": "millrace.observe.trackers:Trackio",
         "wandb": "millrace.observe.trackers:Wandb",
     },
-    "environments": {},
+    "environments": {
+        "gymnasium": "millrace.extras.environments.text_games",
+        "mcp": "millrace.extras.environments.mcp",
+        "mcp-shared": "millrace.extras.environments.mcp",
+        "openenv": "millrace.extras.environments.openenv",
+        "textarena": "millrace.extras.environments.text_games",
+    },
+    "tools": {"verl": "millrace.extras.environments.verl_tools"},
     "spellings": {"verl": "millrace.extras.verl.translate:spelling"},
     "hints": {"trl": "millrace.extras.verl.trl"},
 }

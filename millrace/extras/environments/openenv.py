@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 
 from millrace.environments.chat import Start, Step, ToolError
-from millrace.environments.mcp import ServerTool
-from millrace.environments.openenv_socket import OpenEnvOptions, OpenEnvSocket, shown, web
 from millrace.environments.prompts import opening, seed_of
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, bad_value
+from millrace.extras.environments.mcp import ServerTool, check_url
+from millrace.extras.environments.openenv_socket import OpenEnvOptions, OpenEnvSocket, shown, web
 from millrace.types import Message, Prompt, Score
 
 
@@ -190,3 +192,22 @@ def _result_text(result: Any) -> str:
         if len(texts) == len(parts):
             return "\n".join(texts)
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+
+
+def check(value: str) -> OpenEnvOptions:
+    """Return what a value of agents.environment says about a server. Raises ConfigError."""
+    rest = value.partition(":")[2]
+    check_url(value, rest)
+    url, _, query = rest.partition("?")
+    options = parse_qs(query, keep_blank_values=True)
+    if unknown := sorted(options.keys() - {"action", "observation"}):
+        rule = f"{unknown[0]!r} is not an option of openenv"
+        fix = "action=FIELD or observation=FIELD, the fields with the text"
+        raise bad_value("agents.environment", value, rule, fix)
+    action, observation = (options.get(k, [None])[-1] for k in ("action", "observation"))
+    return OpenEnvOptions(url, action or None, observation or None)
+
+
+def open_environments(value: str, deadline_s: float) -> OpenEnvServer:
+    """Return the environments of a server. `deadline_s` bounds each step."""
+    return OpenEnvServer(replace(check(value), deadline_s=deadline_s))

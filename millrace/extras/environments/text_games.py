@@ -201,8 +201,9 @@ def _number(reward: Any) -> float:
 KINDS: dict[str, Callable[[str], Game]] = {"textarena": TextArena, "gymnasium": GymnasiumText}
 
 
-def text_games(kind: str, name: str, deadline_s: float) -> TextGames:
+def open_environments(value: str, deadline_s: float) -> TextGames:
     """Return the games of one of KINDS. Raise ConfigError if none begins."""
+    kind, _, name = value.partition(":")
     make = partial(KINDS[kind], name)
     try:
         with _own_random(random.Random(0)):
@@ -214,5 +215,5 @@ def text_games(kind: str, name: str, deadline_s: float) -> TextGames:
     except Exception as error:
         rule = f"the game does not begin: {type(error).__name__}: {error}"
         fix = f"the name of a game of {kind} for one player, with text in and text out"
-        raise bad_value("agents.environment", f"{kind}:{name}", rule, fix) from error
-    return TextGames(f"{kind}:{name}", make, deadline_s)
+        raise bad_value("agents.environment", value, rule, fix) from error
+    return TextGames(value, make, deadline_s)

@@ -9,13 +9,16 @@ import importlib
 import json
 import logging
 import os
+import shlex
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TextIO
+from urllib.parse import urlsplit
 
 from millrace.environments.chat import OneAnswer, Start, ToolError
 from millrace.environments.prompts import messages_of
-from millrace.errors import EpisodeError, needed
+from millrace.errors import EpisodeError, bad_value, needed
 from millrace.types import Prompt
 
 _CONNECTION_CLOSED, _INVALID_PARAMS, _INTERNAL_ERROR = -32000, -32602, -32603
@@ -349,3 +352,37 @@ class McpEnvironment(OneAnswer):
         if self._connection is not None:
             connection, self._connection = self._connection, None
             await self._servers.release(connection)
+
+
+def check(value: str) -> McpOptions:
+    """Return what a value of agents.environment says about a server. Raises ConfigError."""
+    kind, _, rest = value.partition(":")
+    if rest.startswith(("http://", "https://")):
+        check_url(value, rest)
+        return McpOptions(url=rest, shared=kind == "mcp-shared")
+    try:
+        command = tuple(shlex.split(rest))
+    except ValueError as error:
+        rule = f"the command cannot be split: {error}"
+        raise bad_value("agents.environment", value, rule, "close the quote") from None
+    if not command or shutil.which(command[0]) is None:
+        rule = f"there is no program {command[0] if command else ''!r} on PATH"
+        raise bad_value("agents.environment", value, rule, "such as mcp:python my_server.py")
+    return McpOptions(command=command, shared=kind == "mcp-shared")
+
+
+def open_environments(value: str, deadline_s: float) -> McpServers:
+    """Return the environments of a server. `deadline_s` bounds each call of a tool."""
+    return McpServers(replace(check(value), deadline_s=deadline_s))
+
+
+def check_url(value: str, url: str) -> None:
+    """Raise ConfigError if `url`, a part of agents.environment, is no address of a server."""
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # such as a port that is no number
+        good = False
+    if not good:
+        fix = "an address such as http://127.0.0.1:8000"
+        raise bad_value("agents.environment", value, "has no address of a server", fix)
