@@ -118,7 +118,6 @@ class TrainWorker(Worker):
         resolved = Config.model_validate(config)
         await self.load(resolved.trainer.engine, model_folder)
         from millrace.models.device import join_group, prepare
-        from millrace.train.factory import train_engine
 
         world_size = resolved.trainer_ranks
         prepare(resolved.trainer)
@@ -128,7 +127,8 @@ class TrainWorker(Worker):
                 join_group(store, rank, world_size, resolved.trainer)
         self.config = resolved
         with starting("model"), _moving():
-            self.engine = train_engine(resolved, model_folder, rank=rank, world_size=world_size)
+            build = plugins.load("trainer.engine", resolved.trainer.engine, "train_engines")
+            self.engine = build(resolved, model_folder, rank=rank, world_size=world_size)
             self._leave_to_exit()
         return resolved.model_dump(mode="json")
 
