@@ -1,22 +1,7 @@
 """Parts by name: the package has some, and other packages add theirs by entry points.
 
-    [project.entry-points."millrace.trackers"]
-    csv = "my_package:CsvTracker"
-
-| group | named by | the part |
-|---|---|---|
-| commands | the command line | a function of Typer's, or a `typer.Typer` with several |
-| rollout_engines | rollout.engine | `build(sides, model, model_folder)`, a `ports.Replica` |
-| train_engines | trainer.engine | `build(config, model_folder, *, rank, world_size)`, a `ports.TrainRank` |
-| train_checks | trainer.engine | a module as `extras/megatron/checks.py` |
-| trackers | trainer.logger | a class as in `observe/trackers.py`, made with an `About` |
-| environments | agents.environment | a class as in `path.py:Class`, or a module as `extras/environments/mcp.py` |
-| tools | agents.tools | a module as `extras/environments/verl_tools.py` |
-| spellings | every recipe | `translate(layers, is_native)`, as in `extras/verl/translate.py` |
-| hints | a key that nobody knows | a module as `extras/verl/trl.py` |
-
 A part is imported when it is named, and a list of names imports none. The package's own parts stand
-here, so they need no metadata of an installation.
+here, so they need no metadata of an installation. docs/plugins.md says what each group holds.
 """
 
 from __future__ import annotations
@@ -111,7 +96,7 @@ def find(key: str, name: str, named: Named, form: str = "{}") -> EntryPoint | No
 
 
 def load(key: str, name: str, group: str) -> Any:
-    """Import and return the part of a name. Raises ConfigError as `find` does, or if it is broken."""
+    """Import and return the part of a name. Raises ConfigError, also if its package is broken."""
     part = find(key, name, Named(group), f"{key}={{}}")
     assert part is not None
     if part.dist is None:
@@ -144,10 +129,10 @@ def _missing(part: EntryPoint) -> bool:
 def _parts(group: str) -> list[EntryPoint]:
     """Return the parts of a group, of the package and of all others."""
     own = [EntryPoint(name, value, f"millrace.{group}") for name, value in OWN[group].items()]
-    return [*own, *_installed().select(group=f"millrace.{group}")]
+    return [*own, *installed().select(group=f"millrace.{group}")]
 
 
 @cache
-def _installed() -> Any:
+def installed() -> Any:
     """Read the entry points of all packages, once in a process."""
     return entry_points()

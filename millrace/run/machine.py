@@ -26,6 +26,12 @@ def check_machine(config: Config) -> None:
     _check_judge(config.reward)
     if not config.trainer.ray_address:  # other nodes of a cluster may have what this node lacks
         _check_engine(config.rollout)
+        for key, name, group in (
+            ("rollout.engine", config.rollout.engine, "rollout_engines"),
+            ("trainer.engine", config.trainer.engine, "train_engines"),
+        ):
+            if name not in plugins.OWN[group]:  # a worker would meet a broken package later
+                plugins.load(key, name, group)
         _check_training(config.model, config.trainer)
 
 
