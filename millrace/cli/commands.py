@@ -15,7 +15,7 @@ class Commands(TyperGroup):
     """The group of all commands. A command of another package is imported when it is typed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *plugins.names("commands")]
+        return [*dict.fromkeys([*super().list_commands(ctx), *plugins.names("commands")])]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command, or only the line that `--help` needs of another package's command."""
