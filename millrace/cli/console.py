@@ -160,7 +160,7 @@ def _setting(key: str) -> str:
     """Return the override that sets a key, or that has the meaning of another system's name."""
     if key in {name for name, _ in recipe.all_keys()}:
         return f"{key}=VALUE"
-    return hint.setting if (hint := hint_of(key)) else ""
+    return hint[0] if (hint := hint_of(key)) else ""
 
 
 def base_of(

@@ -78,21 +78,10 @@ def _nearest(wrong: str, right: typing.Iterable[str]) -> str:
     return near[0] if near else ""
 
 
-class Hint(typing.NamedTuple):
-    """The setting that has the meaning of another system's name, and the page of all such names."""
-
-    setting: str
-    system: str
-    page: str
-
-
-def hint_of(name: str) -> Hint | None:
-    """Return the hint for another system's name, or None if nobody knows it."""
-    for part in names("hints"):
-        known = load("key", part, "hints")
-        if name in known.HINTS:
-            return Hint(known.HINTS[name], known.SYSTEM, known.PAGE)
-    return None
+def hint_of(name: str) -> tuple[str, str, str] | None:
+    """Return the setting that another system's name means, the system, and the page of its names."""
+    parts = (load("key", part, "hints") for part in names("hints"))
+    return next(((p.HINTS[name], p.SYSTEM, p.PAGE) for p in parts if name in p.HINTS), None)
 
 
 def explain(error: ErrorDetails) -> str:
@@ -108,9 +97,9 @@ def explain(error: ErrorDetails) -> str:
         tail = key.rsplit(".", 1)[-1]
         own = any(name.rsplit(".", 1)[-1] == tail for name in fields)
         if hint := hint_of(key if own else tail):
-            rule = f"no such key: it is a name of {hint.system}'s"
-            fix = f"{hint.setting}; {hint.page} has all names"
-            return str(bad_value(key, value, rule, fix))
+            setting, system, page = hint
+            rule = f"no such key: it is a name of {system}'s"
+            return str(bad_value(key, value, rule, f"{setting}; {page} has all names"))
         same = [k for k in known if k.rsplit(".", 1)[-1] == key]
         near = " or ".join(same[:3]) or _nearest(key, known)
         fix = f"{near}; {_ALL_KEYS}" if near else _ALL_KEYS

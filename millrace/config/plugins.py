@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from millrace.errors import ConfigError, MillraceError, bad_value
+from millrace.errors import MillraceError, bad_value
 
 OWN: dict[str, dict[str, str]] = {
     "commands": {
@@ -106,18 +106,15 @@ def load(key: str, name: str, group: str) -> Any:
     except MillraceError:
         raise
     except (Exception, SystemExit) as error:
-        raise _broken(key, part, error) from error
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        rule = f"the package {part.dist.name} gives {part.value}, and importing it raised {cause}"
+        fix = f"correct it; try `python -c 'import {part.module}'`"
+        raise bad_value(key, name, rule, fix) from error
 
 
 def load_given(key: str, name: str, group: str) -> Any:
     """Return the part of a name, or None if no package gives one."""
     return load(key, name, group) if name in names(group) else None
-
-
-def _broken(key: str, part: EntryPoint, error: BaseException) -> ConfigError:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    rule = f"the package {package_of(part)} gives {part.value}, and importing it raised {text}"
-    return bad_value(key, part.name, rule, f"correct it; try `python -c 'import {part.module}'`")
 
 
 def _missing(part: EntryPoint) -> bool:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-from millrace.extras.faults.inputs import NoView
+from millrace.extras.faults.attempt import NoView
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import JsonLines

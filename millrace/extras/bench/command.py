@@ -185,7 +185,7 @@ def bench_modes(
 def _report_modes(
     json_: bool, folder: Path, figures: list[dict[str, Any]], *, planned: int
 ) -> None:
-    from millrace.extras.bench.table import remarks, table
+    from millrace.extras.bench.modes import remarks, table
 
     _report_runs(json_, folder, figures, [table(figures), *remarks(figures)], planned=planned)
 

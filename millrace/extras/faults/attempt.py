@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-from millrace.errors import MillraceError, NoDevices, WorkerError
-from millrace.extras.faults.checks import Violation
+from millrace.errors import MillraceError, NoDevices, RewardError, WorkerError
+from millrace.extras.faults.checks import Violation, prompt_at, score_of, text_of
 from millrace.extras.faults.disk import Died, View
 from millrace.extras.faults.engines import (
     FaultyRollouts,
@@ -20,12 +20,11 @@ from millrace.extras.faults.engines import (
     Sender,
     TrainerRoot,
 )
-from millrace.extras.faults.inputs import NoView, Problems, Reward
 from millrace.extras.faults.network import Link, SimWorker
 from millrace.extras.faults.scenario import DEADLINE_S, HEARTBEAT_S, SYNC_TIMEOUT_S, Fault
 from millrace.extras.faults.state import World
 from millrace.extras.faults.wire import Wire
-from millrace.observe.progress import Progress
+from millrace.observe.progress import Progress, State
 from millrace.observe.watch import Event, Watch
 from millrace.persist.history import History, audit
 from millrace.pipeline.checkpoint import Checkpoints, read_ledger
@@ -42,6 +41,7 @@ from millrace.run.stop import StopRequest
 from millrace.run.train import train_to_end
 from millrace.runtime.rpc import Limit, Peer
 from millrace.schedule.ledger import Ledger
+from millrace.types import Completion, Prompt, Score
 from millrace.waits.answer import ProcessStatus, Pulse, answer_of
 from millrace.waits.registry import Registry, within
 
@@ -49,6 +49,73 @@ BACK_S = 7.0
 """How long a node may be back until the worker of its replica begins to start."""
 EVENTS = 20_000
 """The most events of an attempt. Tasks that never wait pass it."""
+
+
+class NoView:
+    """Progress that nobody looks at."""
+
+    def open(self) -> None: ...
+
+    def update(self, state: State, event: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Prompts:
+    """The problems of a simulated run."""
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> Prompt:
+        return prompt_at(index)
+
+    def where(self, index: int) -> str:
+        return f"row {index}"
+
+
+class Problems:
+    """The problems and the tokenizer of a simulated run."""
+
+    def __init__(self) -> None:
+        self.train = Prompts()
+        self.val = [prompt_at(10_000 + i) for i in range(3)]
+        self.chat = self
+
+    @staticmethod
+    def decode(tokens: Any) -> str:
+        return text_of(tokens)
+
+
+class Reward:
+    """The reward of a simulated run. It can fail and hang."""
+
+    whole_group = False
+
+    def __init__(self, seconds: float) -> None:
+        self.failures = 0
+        """How many of the next calls fail."""
+        self.hangs_s = 0.0
+        """The time that the next call takes before it fails at its deadline."""
+        self.failed = False
+        self._seconds = seconds
+
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+        hangs, self.hangs_s = self.hangs_s, 0.0
+        await asyncio.sleep(hangs or self._seconds)
+        if hangs or self.failures:
+            self.failures -= not hangs
+            self.failed = True
+            raise RewardError("timeout" if hangs else "raised", "a simulated fault")
+        return [Score(score_of(prompt, one.text)) for one in completions]
+
+    def take_figures(self) -> dict[str, float]:
+        return {}
+
+    async def close(self) -> None:
+        return None
 
 
 class Attempt:
