@@ -33,8 +33,8 @@ from typing import Any
 
 from rich.console import Console
 
-from millrace.bench import modes
 from millrace.config import recipe
+from millrace.extras.bench import modes
 from millrace.observe.progress import Lines, Progress
 from millrace.persist.run_reader import RunReader
 from millrace.report.advice.sentence import Advice

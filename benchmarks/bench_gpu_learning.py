@@ -57,8 +57,8 @@ from command import ROOT, millrace
 from gpu_learning_summary import MODES, Run, held_out, summarise
 from rich.console import Console
 
-from millrace.bench.modes import folder_of_run
 from millrace.config import recipe
+from millrace.extras.bench.modes import folder_of_run
 from millrace.observe.progress import Progress, make_view
 from millrace.run.session import Session, open_session
 from millrace.run.stop import StopRequest

@@ -36,8 +36,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from millrace.bench.modes import counted
 from millrace.config import recipe
+from millrace.extras.bench.modes import counted
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue

@@ -21,10 +21,10 @@ from millrace.algorithms.correction_plan import RULES
 from millrace.algorithms.modes import AggMode, LossMode
 from millrace.config import Config, GuardConfig, OptimConfig, recipe
 from millrace.config.layers import is_native
-from millrace.config.verl.absent import ABSENT
-from millrace.config.verl.mapped import MAPPED
-from millrace.config.verl.translate import entry
 from millrace.errors import ConfigError
+from millrace.extras.verl.absent import ABSENT
+from millrace.extras.verl.mapped import MAPPED
+from millrace.extras.verl.translate import entry
 from millrace.observe.guard import CAUSES, Guard
 from millrace.observe.metrics import RunCounts
 from millrace.ports import TrainBatch

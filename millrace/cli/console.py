@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from millrace.config import Config, recipe
-from millrace.config.trl import HINTS
+from millrace.config.explain import hint_of
 from millrace.errors import ConfigError, MissingDependency, bad_value
 from millrace.observe.panel import plain
 from millrace.observe.progress import Progress, make_view
@@ -140,7 +140,7 @@ def overrides_on(address: str | None, overrides: list[str] | None) -> list[str]:
 
 
 def refuse_keys(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for a key, or one of TRL's names, that is written as an option."""
+    """Raise ConfigError for a key, or another system's name, that is written as an option."""
     command = next(iter(arguments), "-")
     if command not in ("train", "sft", "eval", "bench") and not command.startswith("-"):
         return  # It takes no keys.
@@ -157,10 +157,10 @@ def refuse_keys(arguments: Sequence[str]) -> None:
 
 
 def _setting(key: str) -> str:
-    """Return the override that sets a key, or that has the meaning of TRL's name. "" for others."""
+    """Return the override that sets a key, or that has the meaning of another system's name."""
     if key in {name for name, _ in recipe.all_keys()}:
         return f"{key}=VALUE"
-    return HINTS.get(key, "")
+    return hint[0] if (hint := hint_of(key)) else ""
 
 
 def base_of(

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from millrace import __version__
-from millrace.cli.bench import bench
+from millrace.cli.commands import Commands
 from millrace.cli.console import (
     Address,
     ConfigName,
@@ -47,13 +47,11 @@ from millrace.cli.console import (
     unwrap_help,
 )
 from millrace.cli.get_model import get_model
-from millrace.cli.import_verl import import_verl
 from millrace.cli.keep_going import RESTARTS, KeepGoing, Restarts, keep_going
 from millrace.cli.query import query
 from millrace.cli.report import report_page
 from millrace.cli.scale import scale
 from millrace.cli.serve import serve
-from millrace.cli.simulate import simulate
 from millrace.cli.watch import watch
 from millrace.cli.why import why
 from millrace.config import Config
@@ -62,6 +60,7 @@ from millrace.observe.panel import shown
 from millrace.run import supervised
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -237,7 +236,7 @@ def export(
     )
 
 
-for _command in (import_verl, watch, why, scale, serve):
+for _command in (watch, why, scale, serve):
     app.command()(_command)
 app.command("report")(report_page)
 app.command("get-model")(get_model)
@@ -326,9 +325,7 @@ def doctor(json_: Json = False) -> None:
         raise typer.Exit(1)
 
 
-app.command()(simulate)
-app.add_typer(bench, name="bench")
-unwrap_help(app, bench)
+unwrap_help(app)
 
 
 def first_cause(error: BaseException) -> BaseException:

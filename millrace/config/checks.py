@@ -9,11 +9,11 @@ from millrace.algorithms.modes import TRUST_REGION, USES_OLD
 from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig
 from millrace.config.data_keys import RewardConfig
 from millrace.config.keys import Config
-from millrace.config.megatron_checks import check_megatron
+from millrace.config.plugins import Named, find, load_given
 from millrace.config.rollout_keys import RolloutConfig
 from millrace.config.schedule_keys import AsyncConfig
 from millrace.config.sides import Sides
-from millrace.config.trainer_keys import TrainerConfig, too_many_devices
+from millrace.config.trainer_keys import LOGGERS, TrainerConfig, too_many_devices
 from millrace.config.vllm_checks import check_vllm
 from millrace.errors import ConfigError, bad_value
 from millrace.schedule.modes import MODES
@@ -37,6 +37,7 @@ GROUP_RELATIVE = frozenset(
 def check(config: Config) -> None:
     """Raise ConfigError at the first check that fails."""
     c, trainer, rollout, algorithm = config, config.trainer, config.rollout, config.algorithm
+    _check_parts(rollout, trainer)
     _check_lengths(rollout, c.actor, c.context_size)
     _check_sequence(c.actor, trainer)
     _check_batches(c)
@@ -44,7 +45,8 @@ def check(config: Config) -> None:
     _check_test_freq(trainer, rollout)
     _check_determinism(trainer, c.schedule)
     check_vllm(rollout, trainer)
-    check_megatron(trainer, c.model, c.actor, algorithm)
+    if checks := load_given("trainer.engine", trainer.engine, "train_checks"):
+        checks.check_keys(trainer, c.model, c.actor, algorithm)
     _check_placement(c.sides)
     _check_groups(algorithm, rollout)
     _check_filter(algorithm, trainer, c.async_training)
@@ -56,6 +58,14 @@ def check(config: Config) -> None:
     _check_replay(c.model.router_replay, rollout, algorithm, c.async_training)
     _check_trust(c)
     _check_kl(algorithm, c.schedule.step_size * rollout.n)
+
+
+def _check_parts(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
+    """Raise ConfigError for a name that no installed package gives."""
+    find("rollout.engine", rollout.engine, Named("rollout_engines"), "rollout.engine={}")
+    find("trainer.engine", trainer.engine, Named("train_engines"), "trainer.engine={}")
+    for name in trainer.logger:
+        find("trainer.logger", name, LOGGERS, "trainer.logger=[{}]")
 
 
 def _check_lengths(rollout: RolloutConfig, actor: ActorConfig, ranks: int) -> None:

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from millrace.config.keys import Config
+from millrace.config.plugins import OWN, Named, load, names
 from millrace.config.reward_keys import MixedReward
-from millrace.config.trl import HINTS
 from millrace.errors import ConfigError, bad_value
 
 _ALL_KEYS = "`millrace train --help-config` prints every key"
@@ -78,6 +78,12 @@ def _nearest(wrong: str, right: typing.Iterable[str]) -> str:
     return near[0] if near else ""
 
 
+def hint_of(name: str) -> tuple[str, str, str] | None:
+    """Return the setting that another system's name means, the system, and the page of its names."""
+    parts = (load("key", part, "hints") for part in names("hints"))
+    return next(((p.HINTS[name], p.SYSTEM, p.PAGE) for p in parts if name in p.HINTS), None)
+
+
 def explain(error: ErrorDetails) -> str:
     """Return the message for one error of pydantic: key, value, rule and fix."""
     key = ".".join(str(part) for part in error["loc"])
@@ -90,14 +96,18 @@ def explain(error: ErrorDetails) -> str:
         ]
         tail = key.rsplit(".", 1)[-1]
         own = any(name.rsplit(".", 1)[-1] == tail for name in fields)
-        if hint := HINTS.get(key if own else tail):
-            rule = "no such key: it is a name of TRL's"
-            return str(bad_value(key, value, rule, f"{hint}; docs/from_trl.md has all names"))
+        if hint := hint_of(key if own else tail):
+            setting, system, page = hint
+            rule = f"no such key: it is a name of {system}'s"
+            return str(bad_value(key, value, rule, f"{setting}; {page} has all names"))
         same = [k for k in known if k.rsplit(".", 1)[-1] == key]
         near = " or ".join(same[:3]) or _nearest(key, known)
-        return str(
-            bad_value(key, value, "no such key", f"{near}; {_ALL_KEYS}" if near else _ALL_KEYS)
-        )
+        fix = f"{near}; {_ALL_KEYS}" if near else _ALL_KEYS
+        if lacking := sorted(OWN["spellings"].keys() - names("spellings")):
+            fix += (
+                f"; for words of {' and '.join(lacking)}, install millrace with its folder extras"
+            )
+        return str(bad_value(key, value, "no such key", fix))
     name = re.sub(r"\.\d+$", "", key)  # without the index of a list's element
     field = fields.get(name)
     if field is None:
@@ -114,7 +124,7 @@ def _valid(key: str, value: object, field: Any) -> str:
 
     It names the choice that is most similar to `value`, or else the type and the default.
     """
-    kind, default = _type_name(field.annotation), shown(default_of(key))
+    kind, default = _type_name(field.annotation, field.metadata), shown(default_of(key))
     if kind.startswith("list of"):
         return f"{key}=[...], a {kind}, in brackets"
     if " | " in kind or typing.get_origin(field.annotation) is typing.Literal:
@@ -123,10 +133,13 @@ def _valid(key: str, value: object, field: Any) -> str:
     return f"{key}=<{kind}>" + (f", for example {default}" if default not in ("null", '""') else "")
 
 
-def _type_name(annotation: Any) -> str:
+def _type_name(annotation: Any, metadata: typing.Iterable[Any] = ()) -> str:
+    for named in metadata:
+        if isinstance(named, Named):
+            return " | ".join(named.names)
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return _type_name(args[0])
+        return _type_name(args[0], args[1:])
     if origin is typing.Literal:
         return " | ".join(map(str, args))
     if origin in (typing.Union, types.UnionType):
@@ -152,7 +165,8 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
         if section_of(field.annotation):
             yield key, "", "", meaning
         else:
-            yield key, _type_name(field.annotation), shown(default_of(key)), meaning
+            kind = _type_name(field.annotation, field.metadata)
+            yield key, kind, shown(default_of(key)), meaning
 
 
 def default_of(key: str) -> Any:

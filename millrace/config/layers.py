@@ -17,10 +17,16 @@ from yaml import MarkedYAMLError, YAMLError
 from millrace.config import cached
 from millrace.config.explain import all_keys, example, section_of
 from millrace.config.packaged import find, hides
-from millrace.config.verl.translate import Note, Setting, translate
+from millrace.config.plugins import load, names
 from millrace.errors import ConfigError, bad_value
 
 Tree = dict[str, Any]
+Setting = tuple[str, Any]
+"""A dotted key and its value."""
+
+
+class Updates(int):
+    """A number of updates in verl's sense: all optimizer steps on one batch are one update."""
 
 
 def file_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[list[Setting]]:
@@ -129,14 +135,17 @@ def _value(text: str) -> Any:
     return text if time or isinstance(value, date) else value
 
 
-def expand(layers: Iterable[Iterable[Setting]], notes: list[Note]) -> list[Tree]:
-    """Return each layer as a tree, with verl's words as millrace's. Later settings win.
+def expand(layers: Iterable[Iterable[Setting]]) -> tuple[list[Tree], list[str], list[str]]:
+    """Return each layer as a tree, with other systems' words as millrace's. Later settings win.
 
-    `notes` gets what became of each setting in verl's words.
+    Return also the notes of a run on such words, and a line for each.
     """
-    ours, translated = translate(layers, is_native)
-    notes += translated
-    return [nest(layer) for layer in ours]
+    notes: list[str] = []
+    lines: list[str] = []
+    for name in names("spellings"):
+        layers, new_notes, new_lines = load("recipe", name, "spellings")(layers, is_native)
+        notes, lines = [*notes, *new_notes], [*lines, *new_lines]
+    return [nest(layer) for layer in layers], notes, lines
 
 
 class Fresh(dict[str, Any]):

@@ -19,12 +19,10 @@ from pydantic import ValidationError
 from millrace.config.checks import check
 from millrace.config.explain import all_keys, describe, explain, no_section, section_of
 from millrace.config.keys import Config
-from millrace.config.layers import Tree, expand, file_layers, merge, settings_of
+from millrace.config.layers import Tree, Updates, expand, file_layers, merge, settings_of
 from millrace.config.packaged import find
 from millrace.config.secrets import check_secrets
 from millrace.config.unused_keys import check_unread
-from millrace.config.verl.translate import Note
-from millrace.config.verl.values import NO_LOGGERS, Updates
 from millrace.config.warm_up import dropped
 from millrace.errors import ConfigError, bad_value
 from millrace.schedule.modes import MODES, update_steps
@@ -41,33 +39,15 @@ def load(recipe: str | Path, *overrides: Sequence[str], keep_warm_up: bool = Fal
     model.path. Raises ConfigError before anything is built.
     """
     path = find(Path(recipe), Path())
-    notes: list[Note] = []
-    layers = expand([*file_layers(path), *map(settings_of, overrides)], notes)
+    layers, notes, translated = expand([*file_layers(path), *map(settings_of, overrides)])
     tree = resolve(layers)
     tree.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem))
     check_secrets(tree)
     note = "" if keep_warm_up else dropped(tree, layers)
     config = parse(tree)
     check_unread(config.value_of)
-    lines = [*([note] if note else []), *_summary(notes)]
-    return config.with_notes(*lines, translated=[str(note) for note in notes]) if lines else config
-
-
-def _summary(notes: Sequence[Note]) -> list[str]:
-    """Return the notes of a run on the settings in verl's words, and on loggers it does not have."""
-    if not notes:
-        return []
-    mapped = sum(bool(note.became) for note in notes)
-    counts = f"translated {mapped}, needless {len(notes) - mapped}"
-    lines = [f"settings in verl's words: {counts}. --dry-run lists them"]
-    for key, value in (note.setting for note in notes):
-        names = [value] if isinstance(value, str) else value
-        if key == "trainer.logger" and (other := sorted({*(names or ())} & NO_LOGGERS)):
-            lines.append(
-                f"trainer.logger: millrace has no {', '.join(other)}. RUN/metrics.jsonl has all "
-                "figures, and trainer.logger=[tensorboard] writes them for TensorBoard"
-            )
-    return lines
+    lines = [*([note] if note else []), *notes]
+    return config.with_notes(*lines, translated=translated) if lines else config
 
 
 def parse(tree: Tree) -> Config:

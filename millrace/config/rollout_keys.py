@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from millrace.config.plugins import Named
 from millrace.config.section import Section
 from millrace.errors import bad_value
 
@@ -47,7 +48,7 @@ class RolloutConfig(Section):
 
     A replica of the engine takes tensor_model_parallel_size devices.
     """
-    engine: Literal["torch", "vllm"] = "torch"
+    engine: Annotated[str, Named("rollout_engines")] = "torch"
     """Rollout engine.
 
     torch decodes with the transformers model and needs nothing else. vllm decodes with vLLM

@@ -8,8 +8,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from millrace.config.megatron_keys import MegatronConfig
+from millrace.config.plugins import Named
 from millrace.config.section import Home, Section
 from millrace.errors import ConfigError, bad_value
+
+LOGGERS = Named("trackers", ("console", "tensorboard"))
+"""The names in trainer.logger: trackers, and sinks in the run's folder."""
 
 
 def _resume_of(value: Any) -> Any:
@@ -25,7 +29,7 @@ class TrainerConfig(Section):
 
     Each is one rank of the train engine.
     """
-    engine: Literal["fsdp", "megatron"] = "fsdp"
+    engine: Annotated[str, Named("train_engines")] = "fsdp"
     """Train engine. megatron needs the extra millrace[megatron]; docs/megatron.md compares them."""
     megatron: MegatronConfig = MegatronConfig()
     """How trainer.engine=megatron divides a model among its ranks."""
@@ -129,9 +133,7 @@ class TrainerConfig(Section):
     """
     run_dir: Annotated[str, Home] = ""
     """Folder of the run. Empty makes a new folder runs/<recipe>-<number>."""
-    logger: tuple[
-        Literal["console", "mlflow", "prometheus", "tensorboard", "trackio", "wandb"], ...
-    ] = ("tensorboard",)
+    logger: tuple[Annotated[str, LOGGERS], ...] = ("tensorboard",)
     """Further sinks of the metrics. metrics.jsonl is always written.
 
     console prints a line for each version if the output is no terminal. Without it, there is a line

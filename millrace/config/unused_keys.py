@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from millrace.config.explain import default_of, example, shown
+from millrace.config.plugins import OWN
 from millrace.errors import ConfigError, bad_value
 
 Choice = dict[str, tuple[Any, ...]]
@@ -30,6 +31,9 @@ SWITCHES = {
 A recipe for vLLM then runs on a CPU with rollout.engine=torch alone: its keys of vLLM change speed
 and memory, and no results.
 """
+
+ENGINES = {"rollout.engine": "rollout_engines", "trainer.engine": "train_engines"}
+"""The group of the names in each key."""
 
 
 def _loss(*modes: str) -> Choice:
@@ -146,7 +150,9 @@ def unread(
     """Yield each key that the run would ignore, the reason, and a choice that reads it."""
 
     def unmet_of(choice: Choice) -> list[tuple[str, tuple[Any, ...]]]:
-        return [(key, values) for key, values in choice.items() if value_of(key) not in values]
+        unmet = [(key, values) for key, values in choice.items() if value_of(key) not in values]
+        # An engine of another package may read each key.
+        return [u for u in unmet if u[0] not in ENGINES or value_of(u[0]) in OWN[ENGINES[u[0]]]]
 
     for section, names, choices in READ:
         for key in (f"{section}.{name}" for name in names.split()):

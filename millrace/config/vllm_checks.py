@@ -48,7 +48,7 @@ def check_vllm(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
     """Raise ConfigError at the first check that fails."""
     given = rollout.engine_kwargs
     if rollout.engine != "vllm":
-        if given:
+        if given and rollout.engine == "torch":
             raise bad_value(
                 "rollout.engine_kwargs",
                 given,

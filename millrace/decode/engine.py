@@ -339,7 +339,12 @@ def _check_staged(live: Mapping[str, torch.Tensor], staged: Mapping[str, torch.T
             )
 
 
-def build(sides: Sides, model: ModelConfig, model_folder: str) -> TorchRolloutEngine:
+def build(
+    sides: Sides,
+    model: ModelConfig,
+    model_folder: str,
+    kind: type[TorchRolloutEngine] = TorchRolloutEngine,
+) -> TorchRolloutEngine:
     """Return the engine of one replica, on this process's device, with the weights of version 0."""
     trainer, rollout, trust = sides.trainer, sides.rollout, model.trust_remote_code
     device = trainer.device
@@ -352,7 +357,7 @@ def build(sides: Sides, model: ModelConfig, model_folder: str) -> TorchRolloutEn
         device=device,
         trust_remote_code=trust,
     )
-    return TorchRolloutEngine(
+    return kind(
         loaded,
         eos_ids=folder_eos_ids(model_folder, trust_remote_code=trust),
         slots=rollout.max_num_seqs,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from millrace.data.user_code import failure
-from millrace.environments.chat import OneAnswer, Start, Tool
+from millrace.environments.chat import OneAnswer, Start
 from millrace.environments.prompts import messages_of
 from millrace.environments.task_tools import selected
 from millrace.environments.threads import in_thread
@@ -72,24 +72,6 @@ class TrlFactory:
         instance = self._kind()
         methods = [FunctionTool(getattr(instance, n), s) for n, s in self._schemas.items()]
         return TrlEnvironment(instance, [*self._functions, *methods])
-
-
-def function_tools(found: Any, key: str, spec: str) -> list[Tool]:
-    """Return a function, or a list of functions and tools, as tools. Raises ConfigError."""
-    items = list(found) if isinstance(found, Sequence) else [found]
-    tools: list[Tool] = []
-    for item in items:
-        if callable(item) and not hasattr(item, "schema"):
-            tools.append(FunctionTool(item))
-        elif hasattr(item, "schema") and hasattr(item, "call"):
-            tools.append(item)
-        else:
-            rule = f"holds a {type(item).__name__}, which is neither a function nor a tool"
-            raise bad_value(key, spec, rule, "functions with types and a docstring")
-    names = [tool.name for tool in tools]
-    if len(set(names)) < len(names):
-        raise bad_value(key, spec, f"has two tools of one name: {', '.join(names)}", "other names")
-    return tools
 
 
 def _row(task: Prompt) -> dict[str, Any]:

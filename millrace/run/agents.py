@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from millrace.config import AgentConfig, RolloutConfig
+from millrace.config import AgentConfig, RolloutConfig, plugins
 from millrace.config.agent_keys import TOOLS
 from millrace.errors import ConfigError, bad_value
 from millrace.ports import Agent, PolicySession
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from millrace.environments.named import Maker
     from millrace.environments.task_tools import Row
     from millrace.environments.tools import FunctionTool
-    from millrace.environments.verl_tools import ToolConfig
 
 MODEL = "policy"
 """The policy's name at the endpoint."""
@@ -51,9 +50,7 @@ def check_player(agents: AgentConfig) -> None:
     if agents.tools:
         check_file("agents.tools", agents.tools, agents.tools)
     if agents.tool_config_path:
-        from millrace.environments.verl_tools import entries_of
-
-        entries_of(agents.tool_config_path)
+        _forms().entries_of(agents.tool_config_path)
     if agents.command:
         from millrace.agents.process import argv_of
 
@@ -86,12 +83,15 @@ def row_check(agents: AgentConfig) -> Callable[[Row, str], None] | None:
     return check
 
 
-def _tools(agents: AgentConfig) -> tuple[ToolConfig | None, list[FunctionTool]]:
-    """Load the tools of agents.tool_config_path and agents.tools. Raises ConfigError."""
-    from millrace.environments.verl_tools import ToolConfig, load_function_tools
+def _forms() -> Any:
+    """Return the module that reads tools in verl's form."""
+    return plugins.load("the form of agents.tools", "verl", "tools")
 
-    own = ToolConfig(agents.tool_config_path) if agents.tool_config_path else None
-    return own, load_function_tools(agents.tools, "agents.tools") if agents.tools else []
+
+def _tools(agents: AgentConfig) -> tuple[Any, list[FunctionTool]]:
+    """Load the tools of agents.tool_config_path and agents.tools. Raises ConfigError."""
+    own = _forms().ToolConfig(agents.tool_config_path) if agents.tool_config_path else None
+    return own, _forms().load_function_tools(agents.tools) if agents.tools else []
 
 
 def limits_of(agents: AgentConfig, rollout: RolloutConfig) -> Limits:

@@ -9,9 +9,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from millrace.config import Config
+from millrace.config import Config, plugins
 from millrace.errors import CheckpointError, bad_value
 from millrace.pipeline.checkpoint import Checkpoints, verify
+from millrace.ports import TrainRank
 from millrace.run.problems import copy_config, weights_folder
 from millrace.types import PolicyVersion
 
@@ -82,8 +83,6 @@ async def _write(config: Config, checkpoint: Path, folder: Path) -> int:
 
     Returns the number of parameters.
     """
-    from millrace.train.factory import train_engine
-
     model = checkpoint / "model"
     # A checkpoint has all weights, except the base weights of a policy with adapters.
     adapted = config.model.lora_rank > 0
@@ -95,7 +94,8 @@ async def _write(config: Config, checkpoint: Path, folder: Path) -> int:
             source = scratch
         elif adapted:
             source = weights_folder(config.model, model)
-        engine = train_engine(config, source, rank=0, world_size=1)
+        build = plugins.load("trainer.engine", config.trainer.engine, "train_engines")
+        engine: TrainRank = build(config, source, rank=0, world_size=1)
         try:
             await engine.begin("rl", 1)
             await engine.load(str(checkpoint / "engine"))

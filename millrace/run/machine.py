@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from importlib import metadata
 from pathlib import Path
 
 from millrace.config import (
@@ -13,6 +12,7 @@ from millrace.config import (
     RewardConfig,
     RolloutConfig,
     TrainerConfig,
+    plugins,
 )
 from millrace.errors import INSTALL, MissingDependency, bad_value
 
@@ -26,6 +26,12 @@ def check_machine(config: Config) -> None:
     _check_judge(config.reward)
     if not config.trainer.ray_address:  # other nodes of a cluster may have what this node lacks
         _check_engine(config.rollout)
+        for key, name, group in (
+            ("rollout.engine", config.rollout.engine, "rollout_engines"),
+            ("trainer.engine", config.trainer.engine, "train_engines"),
+        ):
+            if name not in plugins.OWN[group]:  # a worker would meet a broken package later
+                plugins.load(key, name, group)
         _check_training(config.model, config.trainer)
 
 
@@ -63,30 +69,8 @@ def _check_training(model: ModelConfig, trainer: TrainerConfig) -> None:
     """Raise MissingDependency if train workers on this machine cannot import what they need."""
     if model.lora_rank and importlib.util.find_spec("peft") is None:
         raise MissingDependency(f"model.lora_rank needs peft. Fix: {INSTALL['peft']}.")
-    if trainer.engine != "megatron":
-        return
-    if trainer.device == "cpu" or not NVIDIA.exists():
-        why = "trainer.device is cpu" if trainer.device == "cpu" else "this machine has none"
-        rule = f"Megatron trains on NVIDIA GPUs alone, and {why}"
-        raise bad_value("trainer.engine", "megatron", rule, "trainer.engine=fsdp")
-    # A folder named megatron would be importable too, so this asks for the package.
-    try:
-        found = metadata.version("megatron-core")
-    except metadata.PackageNotFoundError:
-        found = ""
-    if not found or f"=={found}'" not in INSTALL["megatron-core"]:
-        here = f"version {found} is" if found else "it is not"
-        raise MissingDependency(
-            "trainer.engine=megatron needs the extra millrace[megatron], which is megatron-core: "
-            f"{here} installed here. Fix: {INSTALL['megatron-core']}, or trainer.engine=fsdp"
-        )
-    for package in ("transformer_engine", "apex"):
-        if importlib.util.find_spec(package) is not None:
-            rule = (
-                f"{package} is installed here, and its AdamW has states that millrace cannot save"
-            )
-            fix = f"pip uninstall {package}, or trainer.engine=fsdp"
-            raise bad_value("trainer.engine", "megatron", rule, fix)
+    if checks := plugins.load_given("trainer.engine", trainer.engine, "train_checks"):
+        checks.check_machine(trainer)
 
 
 def check_shape(
@@ -96,18 +80,18 @@ def check_shape(
 
     The model is that in `folder`. Without a folder, model.path or model.shape describes it.
     """
-    megatron, shared = trainer.engine == "megatron", actor.ulysses_sequence_parallel_size
+    checks = plugins.load_given("trainer.engine", trainer.engine, "train_checks")
+    shared = actor.ulysses_sequence_parallel_size
     routed = model.router_replay != "disabled" or actor.router_aux_loss_coef
-    if not (megatron or routed or shared > 1):
+    if not (checks or routed or shared > 1):
         return
-    from millrace.models.megatron_checks import check_model
     from millrace.models.mixtures import check_mixture
     from millrace.models.model import shape_config
 
     hf = shape_config(model, folder)
     check_mixture(hf, model.router_replay, actor.router_aux_loss_coef)
-    if megatron:
-        check_model(hf, trainer.megatron)
+    if checks:
+        checks.check_model(hf, trainer)
     elif hf.num_attention_heads % shared:
         raise bad_value(
             "actor.ulysses_sequence_parallel_size",

@@ -266,9 +266,9 @@ def _import(engine: str) -> None:
     gc.disable()  # an import of torch and transformers otherwise takes a sixth longer
     try:
         with starting("imports"):  # forked workers inherit its times
-            from millrace.train.factory import imported
+            from millrace.config import plugins
 
-            imported(engine)
+            plugins.load("trainer.engine", engine, "train_engines")
             import millrace.decode.engine
             import millrace.models.device
             import millrace.runtime.worker

@@ -11,11 +11,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from millrace.config import Config, ModelConfig, Sides
+from millrace.config import Config, ModelConfig, Sides, plugins
 from millrace.runtime.caches import keep_compiled_code
 from millrace.waits.kernel import cpu_s
 from millrace.waits.registry import PROCESS, Start, measuring, starting, take_starts, waiting
@@ -110,9 +108,8 @@ class TrainWorker(Worker):
         with _importing():
             import millrace.models.device
             import millrace.sync.store  # noqa: F401
-            from millrace.train.factory import imported
 
-            imported(engine)
+            plugins.load("trainer.engine", engine, "train_engines")
 
     async def build(
         self, config: dict[str, Any], model_folder: str, rank: int, address: tuple[str, int]
@@ -121,7 +118,6 @@ class TrainWorker(Worker):
         resolved = Config.model_validate(config)
         await self.load(resolved.trainer.engine, model_folder)
         from millrace.models.device import join_group, prepare
-        from millrace.train.factory import train_engine
 
         world_size = resolved.trainer_ranks
         prepare(resolved.trainer)
@@ -131,7 +127,8 @@ class TrainWorker(Worker):
                 join_group(store, rank, world_size, resolved.trainer)
         self.config = resolved
         with starting("model"), _moving():
-            self.engine = train_engine(resolved, model_folder, rank=rank, world_size=world_size)
+            build = plugins.load("trainer.engine", resolved.trainer.engine, "train_engines")
+            self.engine = build(resolved, model_folder, rank=rank, world_size=world_size)
             self._leave_to_exit()
         return resolved.model_dump(mode="json")
 
@@ -189,7 +186,7 @@ class RolloutWorker(Worker):
             _vllm_environment(model_folder)
             import_beside()
         with _importing():
-            _engine_module(engine)
+            plugins.load("rollout.engine", engine, "rollout_engines")
 
     async def starts(self) -> dict[str, list[Start]]:
         found = await super().starts()
@@ -229,18 +226,13 @@ class RolloutWorker(Worker):
 def _rollout_engine(
     sides: Sides, model: ModelConfig, model_folder: str
 ) -> TorchRolloutEngine | VllmRolloutEngine:
-    if sides.rollout.engine == "torch":
+    if sides.rollout.engine != "vllm":
         from millrace.models.device import prepare
 
         prepare(sides.trainer)
-    built: TorchRolloutEngine | VllmRolloutEngine
-    built = _engine_module(sides.rollout.engine).build(sides, model, model_folder)
+    build = plugins.load("rollout.engine", sides.rollout.engine, "rollout_engines")
+    built: TorchRolloutEngine | VllmRolloutEngine = build(sides, model, model_folder)
     return built
-
-
-def _engine_module(engine: str) -> ModuleType:
-    """Import a rollout engine."""
-    return import_module("millrace.vllm.engine" if engine == "vllm" else "millrace.decode.engine")
 
 
 def _moving() -> measuring:

@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench.agents import DrawnAgent, agent_arms, agents_table, drawn_of, workloads_of
-from millrace.bench.modes import Arm
 from millrace.errors import ConfigError
+from millrace.extras.bench.agents import (
+    DrawnAgent,
+    agent_arms,
+    agents_table,
+    drawn_of,
+    workloads_of,
+)
+from millrace.extras.bench.modes import Arm
 from millrace.rollout.session import NO_LIMITS, Limits, Session
 from millrace.simulate import clock
 from millrace.types import (

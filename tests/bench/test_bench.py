@@ -13,11 +13,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config
 
-from millrace.bench.flops import train_flops
-from millrace.bench.modes import Arm, arms_of, bench_modes, check_size
-from millrace.bench.table import remarks, table
 from millrace.config import Config, ModelShape, recipe
 from millrace.errors import ConfigError
+from millrace.extras.bench.flops import train_flops
+from millrace.extras.bench.modes import Arm, arms_of, bench_modes, check_size, remarks, table
 from millrace.models.model import load_model, write_shape
 from millrace.schedule.steady import counted
 from millrace.train.fsdp import lora

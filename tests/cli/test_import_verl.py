@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from millrace.config import recipe
-from millrace.config.importing import import_layer
+from millrace.extras.verl.importing import import_layer
 
 SCRIPT = """
 python3 -m verl.experimental.fully_async_policy.fully_async_main \\

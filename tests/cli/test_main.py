@@ -55,7 +55,7 @@ def test_help_teaches_the_first_command_the_keys_and_the_exit_codes(
         assert part in out
     for command in ("train", "sft", "eval", "export", "ledger", "doctor"):
         assert f" {command} " in out
-    assert out.index(" train ") < out.index(" import-verl ") < out.index(" bench ")
+    assert out.index(" train ") < out.index(" doctor ") < out.index(" bench ")
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "eval", "export", "ledger", "doctor"])

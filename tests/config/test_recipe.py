@@ -374,7 +374,7 @@ def test_whatever_is_written_under_a_key_is_taken_or_refused_by_name(chosen: Any
     try:
         layer: dict = {}
         for key, value in chosen.items():
-            layers.merge(layer, *layers.expand([[(key, value)]], []))
+            layers.merge(layer, *layers.expand([[(key, value)]])[0])
         config = recipe.parse(recipe.resolve([layer]))
     except ConfigError as error:
         for line in str(error).split("\n"):

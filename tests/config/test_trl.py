@@ -9,8 +9,8 @@ import pytest
 
 from millrace.config import recipe
 from millrace.config.layers import is_native
-from millrace.config.trl import HINTS
 from millrace.errors import ConfigError
+from millrace.extras.verl.trl import HINTS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from_trl.md").read_text()
 ROWS = [

@@ -23,9 +23,10 @@ import yaml
 from transformers import Qwen3MoeConfig
 from typer.testing import CliRunner
 
-from millrace.cli import bench, main
+from millrace.cli import main
 from millrace.cli.main import app
 from millrace.config import Config, recipe
+from millrace.extras.bench import command as bench
 from millrace.persist.run_reader import RunReader
 from millrace.report.query import query
 from millrace.rewards.functions import load_function
@@ -103,10 +104,12 @@ def found(words: list[str]) -> tuple[Any, list[str]]:
     """Return the command that the words after `millrace` name, and its arguments."""
     command: Any = ROOT_COMMAND
     rest = list(words)
-    while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
+    while hasattr(command, "list_commands") and rest and not rest[0].startswith("-"):
         names = rest.pop(0).split("|")
-        assert set(names) <= set(command.commands), f"millrace has no command {names}"
-        command = command.commands[names[0]]
+        assert set(names) <= {*command.list_commands(typer.Context(command))}, (
+            f"millrace has no command {names}"
+        )
+        command = command.get_command(typer.Context(command), names[0])
     known = {option for p in command.params for option in p.opts} | {"--help"}
     for word in rest:
         option = word.strip("[]").partition("=")[0]

@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("mcp", reason="the extra mcp is not installed")
 
-from millrace.environments import mcp
 from millrace.environments.chat import Tool, ToolError
-from millrace.environments.mcp import McpOptions, McpServers, function_schema
 from millrace.errors import EpisodeError
+from millrace.extras.environments import mcp
+from millrace.extras.environments.mcp import McpOptions, McpServers, function_schema
 from tests.environments.servers import HERE, allow, mcp_command, prompt, run, started
 from tests.waiting import HANG_S
 

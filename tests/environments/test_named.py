@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.environments.mcp import McpServers
-from millrace.environments.named import named_environments
-from millrace.environments.openenv import OpenEnvServer
+from millrace.config import plugins
+from millrace.environments.named import Environments, check_environment
 from millrace.environments.prompts import messages_of, opening, seed_of
 from millrace.errors import ConfigError
+from millrace.extras.environments.mcp import McpServers
+from millrace.extras.environments.openenv import OpenEnvServer
 from millrace.types import Message, Prompt, tokens_of
 from tests.environments.servers import prompt
+
+
+def named_environments(value: str, deadline_s: float = 60.0) -> Environments:
+    check_environment(value)
+    made = plugins.load("agents.environment", value.partition(":")[0], "environments")
+    opened: Environments = made.open_environments(value, deadline_s)
+    return opened
 
 
 def test_names_become_options() -> None:
@@ -21,7 +29,7 @@ def test_names_become_options() -> None:
     assert server.options.deadline_s == 3
     plain = named_environments("openenv:http://[::1]:8000")
     assert isinstance(plain, OpenEnvServer) and plain.options.action is None
-    tools = named_environments("mcp:ls 'my server.py' --fast", tool_deadline_s=4)
+    tools = named_environments("mcp:ls 'my server.py' --fast", deadline_s=4)
     assert isinstance(tools, McpServers)
     assert tools.options.command == ("ls", "my server.py", "--fast")
     assert not tools.options.shared and tools.options.deadline_s == 4
@@ -51,7 +59,7 @@ def test_names_become_options() -> None:
 )
 def test_a_name_that_is_wrong_is_refused_with_a_fix(value: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        named_environments(value)
+        check_environment(value)
     text = str(caught.value)
     assert (
         text.startswith(f"agents.environment = {value!r}: ") and fix in text.partition("Fix: ")[2]

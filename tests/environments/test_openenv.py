@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("aiohttp", reason="the extra agents is not installed")
 
 from millrace.environments.chat import ToolError
-from millrace.environments.openenv import OpenEnvironment, OpenEnvOptions, OpenEnvServer
 from millrace.errors import ConfigError, EpisodeError
+from millrace.extras.environments.openenv import OpenEnvironment, OpenEnvOptions, OpenEnvServer
 from millrace.types import Score
 from tests.environments.servers import allow, needs_peers, openenv, prompt, run, wire_server
 from tests.waiting import HANG_S

@@ -12,9 +12,9 @@ import pytest
 from millrace.agents.chat_agent import ChatAgent
 from millrace.config import recipe
 from millrace.environments.task_tools import TaskWithTools
-from millrace.environments.trl import TrlFactory, function_tools
-from millrace.environments.verl_tools import ToolConfig, load_function_tools
+from millrace.environments.trl import TrlFactory
 from millrace.errors import ConfigError, DataError
+from millrace.extras.environments.verl_tools import ToolConfig, load_function_tools
 from millrace.run.problems import load
 from millrace.types import Score
 from tests.agents.scripts import agent_of, play, prompt_of
@@ -134,7 +134,7 @@ def test_a_row_with_bad_options_is_refused_before_the_run_loads_anything(
             load(config)
 
 
-MADE = "tools: [{class_name: millrace.environments.verl_tools.BaseTool"
+MADE = "tools: [{class_name: millrace.extras.environments.verl_tools.BaseTool"
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,3 @@ def test_what_is_no_environment_or_tool_is_refused() -> None:
         TrlFactory(object)
     with pytest.raises(ConfigError, match=r"environment = 'Needy': it cannot be made: TypeError"):
         TrlFactory(type("Needy", (), {"__init__": lambda self, url: None}))
-    assert [t.name for t in function_tools([add], "agents.tools", "f.py:tools")] == ["add"]
-    for found, rule in ((7, "holds a int"), ([add, add], "two tools of one name")):
-        with pytest.raises(ConfigError, match=rule):
-            function_tools(found, "agents.tools", "f.py:tools")

@@ -15,9 +15,8 @@ pytest.importorskip("textarena", reason="the extra games is not installed")
 import gymnasium
 
 from millrace.environments.chat import Step
-from millrace.environments.named import named_environments
-from millrace.environments.text_games import TextGames
 from millrace.errors import ConfigError, EpisodeError
+from millrace.extras.environments.text_games import TextGames, open_environments
 from millrace.types import Prompt, Score
 from tests.environments.servers import prompt, run
 from tests.waiting import HANG_S
@@ -47,7 +46,7 @@ async def guess(games: Any, row: Prompt) -> tuple[list[str], Score | None]:
 
 def test_a_game_of_textarena_is_won() -> None:
     async def work() -> None:
-        games = named_environments("textarena:GuessTheNumber-v0")
+        games = open_environments("textarena:GuessTheNumber-v0", 60.0)
         before = random.getstate()
         played = await asyncio.gather(*(guess(games, prompt("", index=i % 5)) for i in range(10)))
         assert random.getstate() == before
@@ -65,7 +64,7 @@ def test_a_game_of_textarena_is_won() -> None:
 
 def test_a_game_that_a_limit_ends_scores_nothing() -> None:
     async def work() -> None:
-        games = named_environments("textarena:GuessTheNumber-v0")
+        games = open_environments("textarena:GuessTheNumber-v0", 60.0)
         game = games.make()
         assert await game.score() is None
         await game.reset(prompt())
@@ -88,7 +87,7 @@ def test_a_game_that_a_limit_ends_scores_nothing() -> None:
 )
 def test_a_game_that_cannot_begin_is_refused(name: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule) as caught:
-        named_environments(name)
+        open_environments(name, 60.0)
     assert f"agents.environment = '{name}'" in str(caught.value)
     assert "Fix: " in str(caught.value)
 
@@ -122,7 +121,7 @@ gymnasium.register("Echo-v0", Echo)  # type: ignore[arg-type]
 
 def test_an_environment_of_gymnasium() -> None:
     async def work() -> None:
-        games = named_environments("gymnasium:Echo-v0")
+        games = open_environments("gymnasium:Echo-v0", 60.0)
         first, second, other = games.make(), games.make(), games.make()
         starts = [await g.reset(prompt(index=i)) for g, i in ((first, 1), (second, 1), (other, 2))]
         assert starts[0] == starts[1] != starts[2]
@@ -144,7 +143,7 @@ def test_an_environment_of_gymnasium() -> None:
 @pytest.mark.parametrize("word", ["raise", "nan", "hang"])
 def test_a_failure_of_a_game_fails_its_episode_alone(word: str) -> None:
     async def work() -> None:
-        games = named_environments("gymnasium:Echo-v0", deadline_s=HANG_S)
+        games = open_environments("gymnasium:Echo-v0", HANG_S)
         assert isinstance(games, TextGames)
         game, other = games.make(), games.make()
         await game.reset(prompt())
@@ -170,7 +169,7 @@ def test_a_failure_of_a_game_fails_its_episode_alone(word: str) -> None:
 def test_an_endless_game_does_not_keep_the_process_alive() -> None:
     code = """
 import asyncio
-from millrace.environments.text_games import TextGames
+from millrace.extras.environments.text_games import TextGames
 
 def endless():
     while True:

@@ -15,6 +15,8 @@ from itertools import count, islice
 from typing import Any
 
 from millrace.errors import WorkerError
+from millrace.extras.faults.scenario import draw
+from millrace.extras.faults.world import run_world
 from millrace.observe import metrics
 from millrace.pipeline import journal_file
 from millrace.pipeline.checkpoint import Checkpoints
@@ -28,8 +30,6 @@ from millrace.runtime.remote import RemoteTrainEngine
 from millrace.runtime.roster_sync import RosterSync
 from millrace.runtime.rpc import Peer
 from millrace.schedule.ledger import Ledger, State
-from millrace.simulate.faults.scenario import draw
-from millrace.simulate.faults.world import run_world
 from tests.faults.planting import patched
 from tests.faults.recoveries import RECOVERIES
 from tests.faults.scalings import SCALINGS

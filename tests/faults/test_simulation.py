@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from millrace.errors import CheckpointError, DiskError
+from millrace.extras.faults.disk import Died, Disk, SimPath, View, simulated_disk
+from millrace.extras.faults.scenario import KINDS, Fault, Trigger, draw
+from millrace.extras.faults.sweep import Found, run_seed, shrink, story, sweep
+from millrace.extras.faults.world import run_world
 from millrace.persist.history import History
 from millrace.pipeline.checkpoint import Checkpoints, read_ledger, read_manifest
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.schedule import Schedule
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimTrainEngine
-from millrace.simulate.faults.disk import Died, Disk, SimPath, View, simulated_disk
-from millrace.simulate.faults.scenario import KINDS, Fault, Trigger, draw
-from millrace.simulate.faults.sweep import Found, run_seed, shrink, story, sweep
-from millrace.simulate.faults.world import run_world
 from tests.faults.finders import likely_first
 from tests.faults.mutants import MUTANTS, first_seed, seeds_of
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from millrace.errors import CheckpointError
+from millrace.extras.faults.disk import Disk, SimPath, View
 from millrace.pipeline import journal, journal_file
 from millrace.pipeline.journal_file import (
     FORMAT,
@@ -23,7 +24,6 @@ from millrace.pipeline.journal_file import (
 )
 from millrace.pipeline.recovery import JournalState, until
 from millrace.schedule.ledger import Ledger, State
-from millrace.simulate.faults.disk import Disk, SimPath, View
 from millrace.types import (
     Author,
     Prompt,

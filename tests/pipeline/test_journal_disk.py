@@ -7,12 +7,12 @@ import random
 from pathlib import Path
 from typing import Any
 
+from millrace.extras.faults.disk import Disk, SimPath, View, simulated_disk
+from millrace.extras.faults.world import WorldLoop
 from millrace.pipeline import journal_file
 from millrace.pipeline.journal import PROBE_S, Journal
 from millrace.pipeline.recovery import JournalState
 from millrace.schedule.ledger import Ledger
-from millrace.simulate.faults.disk import Disk, SimPath, View, simulated_disk
-from millrace.simulate.faults.world import WorldLoop
 from millrace.types import Sample, Trajectory
 from tests.pipeline.journals import HEADER, PROMPT, Said, drawn, ledger_at
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from millrace.config import Config
+from millrace.config import Config, plugins
 from millrace.ports import TrainBatch
 from millrace.train import layout
-from millrace.train.factory import train_engine
 from millrace.types import Sample
 from tests.real.step import config_of
 
@@ -45,9 +44,8 @@ def update(engine: Any, samples: tuple[Sample, ...]) -> Got:
 
 def run(config: Config, folder: str, samples: tuple[Sample, ...], rank: int) -> Any:
     """Build an engine; return it, and what `update` returns."""
-    engine = train_engine(
-        config, folder, rank=rank, world_size=config.sides.trainer.n_gpus_per_node
-    )
+    build = plugins.load("trainer.engine", config.trainer.engine, "train_engines")
+    engine = build(config, folder, rank=rank, world_size=config.sides.trainer.n_gpus_per_node)
     return engine, update(engine, samples)
 
 

@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from millrace.ports import TrainBatch
-from millrace.train.factory import train_engine
+from millrace.train.fsdp.engine import build
 from millrace.types import Sample
 from tests.real import ranks as on_ranks
 from tests.real.model import EXACT, Reference
@@ -139,7 +139,7 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one_with_the_same_log_probs(
     """The second step is the one that a run without the interruption takes."""
     out, (rank, _) = fsdp
     straight, (_, _, after) = alone(smollm2, samples, "sequence")
-    resumed: Any = train_engine(config_of("sequence"), str(smollm2), rank=0, world_size=1)
+    resumed: Any = build(config_of("sequence"), str(smollm2), rank=0, world_size=1)
     asyncio.run(resumed.begin("rl", 10))
     assert distance(asyncio.run(resumed.log_probs(samples)), after) > 100 * EXACT
     asyncio.run(resumed.load(str(out / "checkpoint")))

@@ -9,13 +9,13 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+from millrace.extras.faults.attempt import Attempt
+from millrace.extras.faults.disk import View, simulated_disk
+from millrace.extras.faults.kinds import ACTS
+from millrace.extras.faults.scenario import Scenario, draw
+from millrace.extras.faults.state import World
+from millrace.extras.faults.world import WorldLoop
 from millrace.schedule.modes import MODES
-from millrace.simulate.faults.attempt import Attempt
-from millrace.simulate.faults.disk import View, simulated_disk
-from millrace.simulate.faults.kinds import ACTS
-from millrace.simulate.faults.scenario import Scenario, draw
-from millrace.simulate.faults.state import World
-from millrace.simulate.faults.world import WorldLoop
 from millrace.waits.verdict import Verdict, judge
 
 SEEN_S = 10.0

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
+from millrace.extras.faults.attempt import NoView
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import JsonLines
@@ -18,7 +19,6 @@ from millrace.persist.history import History
 from millrace.pipeline.record import RunRecord
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.schedule import Schedule
-from millrace.simulate.faults.inputs import NoView
 from millrace.waits.registry import as_actor, waiting
 from millrace.waits.wait_server import FOLDER, WaitServer
 

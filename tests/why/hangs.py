@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from millrace.pipeline.rollouter import Rollouter
-from millrace.pipeline.sample_queue import SampleQueue
-from millrace.ports import StepReport
-from millrace.rollout.episode import EnvironmentAgent
-from millrace.schedule.ledger import Ledger, Topic
-from millrace.simulate.faults.engines import (
+from millrace.extras.faults.engines import (
     FaultyRollouts,
     FaultyTrainer,
     Ranks,
     Receiver,
     Sender,
 )
-from millrace.simulate.faults.wire import Wire
-from millrace.simulate.faults.world import WorldLoop
+from millrace.extras.faults.wire import Wire
+from millrace.extras.faults.world import WorldLoop
+from millrace.pipeline.rollouter import Rollouter
+from millrace.pipeline.sample_queue import SampleQueue
+from millrace.ports import StepReport
+from millrace.rollout.episode import EnvironmentAgent
+from millrace.schedule.ledger import Ledger, Topic
 from millrace.types import Ending
 from millrace.waits.verdict import Verdict
 from tests.why.enact import MOST_S, Hung, enact, never, patched, scenario, stuck

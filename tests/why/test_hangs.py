@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from millrace.simulate.faults.scenario import Fault, Trigger
+from millrace.extras.faults.scenario import Fault, Trigger
 from tests.why.enact import MOST_S, Hung, enact, never, scenario
 from tests.why.hangs import HANGS, Hang, at, run
 

@@ -42,7 +42,7 @@ def test_a_quiet_hour_raises_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     made = replace(
         made, cost=slow, write_s=200.0, config=made.config.model_copy(update={"trainer": trainer})
     )
-    monkeypatch.setattr("millrace.simulate.faults.attempt.DEADLINE_S", 1e5)
+    monkeypatch.setattr("millrace.extras.faults.attempt.DEADLINE_S", 1e5)
     verdicts = enact(made, lambda attempt: None, 3600.0, look_s=10.0)
     assert len(verdicts) >= 360 and {v.state for v in verdicts} == {"moving"}
     assert alarms_of(verdicts, 10.0) == []

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from millrace.config import Config, recipe
 from millrace.config.layers import Tree, expand, settings_of
-from millrace.config.verl.translate import Note
 from millrace.errors import ConfigError
 from millrace.observe.timing import TOTALS
 from millrace.persist.accounts import Line
@@ -72,9 +71,9 @@ def checked(advice: Sequence[Advice], tree: Tree) -> list[Advice]:
     """Return the advice, with what the configuration `tree` says against its values, if anything."""
     found = []
     for one in advice:
-        notes: list[Note] = []
         try:
-            recipe.parse(recipe.resolve([tree, *expand([settings_of(one.overrides)], notes)]))
+            layers, *_ = expand([settings_of(one.overrides)])
+            recipe.parse(recipe.resolve([tree, *layers]))
         except ConfigError as error:
             one = replace(one, text=f"{one.text}. Change another key too: {error}")
         found.append(one)

@@ -163,7 +163,14 @@ class FsdpTrainEngine(TrainSteps):
         torch.cuda.empty_cache()
 
 
-def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> FsdpTrainEngine:
+def build(
+    config: Config,
+    model_folder: str,
+    *,
+    rank: int,
+    world_size: int,
+    kind: type[FsdpTrainEngine] = FsdpTrainEngine,
+) -> FsdpTrainEngine:
     """Build the engine of one rank.
 
     With world_size > 1, the default process group must exist and have a CPU backend. Weights come
@@ -198,7 +205,7 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> F
     policy = load(policy_of, *source, on_host=adapted)
     critic = load(PackedCritic, *source) if config.needs_critic else None
     reference = load(frozen, *source) if config.needs_reference and not adapted else None
-    engine = FsdpTrainEngine(
+    engine = kind(
         policy,
         config,
         model_folder=model_folder,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.config.verl.script import read
 from millrace.errors import ConfigError
+from millrace.extras.verl.script import read
 
 SCRIPT = r"""#!/usr/bin/env bash
 set -xeuo pipefail

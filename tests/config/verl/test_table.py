@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from millrace.config import Config, recipe
-from millrace.config.layers import expand, is_native
+from millrace.config.layers import is_native, nest
 from millrace.config.layers import settings_of as settings_of_overrides
-from millrace.config.verl.absent import ABSENT
-from millrace.config.verl.joined import JOINED
-from millrace.config.verl.kinds import PREFIX, Absent, Mapped
-from millrace.config.verl.mapped import MAPPED, PATTERNS
-from millrace.config.verl.needless import NEEDLESS
-from millrace.config.verl.translate import Note, entry, translate
 from millrace.errors import ConfigError
+from millrace.extras.verl.absent import ABSENT
+from millrace.extras.verl.joined import JOINED
+from millrace.extras.verl.kinds import PREFIX, Absent, Mapped
+from millrace.extras.verl.mapped import MAPPED, PATTERNS
+from millrace.extras.verl.needless import NEEDLESS
+from millrace.extras.verl.translate import Note, entry, translate
 
 HERE = Path(__file__).parent
 KEYS = (HERE / "keys.txt").read_text().split()
@@ -65,8 +65,8 @@ def ours_of(*layers: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def settings_of(key: str, value: Any) -> tuple[dict[str, Any], list[Note]]:
-    notes: list[Note] = []
-    return expand([[(key, value)]], notes)[0], notes
+    ours, notes = translate([[(key, value)]], is_native)
+    return nest(ours[0]), notes
 
 
 @pytest.mark.parametrize(

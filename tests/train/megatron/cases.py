@@ -14,14 +14,14 @@ import torch.distributed as dist
 from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from millrace.config import Config, OptimConfig
+from millrace.extras.megatron import engine as megatron
+from millrace.extras.megatron import weights
 from millrace.models.device import prepare
 from millrace.models.model import load_model
 from millrace.ports import TrainBatch
 from millrace.testing import TrainCase, check_sleeping_train_engine
 from millrace.train.fsdp import engine as fsdp
 from millrace.train.log_probs import log_probs_and_entropy, sum_of_squares, vocabulary_of
-from millrace.train.megatron import engine as megatron
-from millrace.train.megatron import weights
 from millrace.train.metrics import Meter
 from millrace.train.packing import Outputs
 from millrace.train.rows import Rows, rows_of_samples

@@ -153,7 +153,7 @@ def _serve(rank: int, folder: str, device: str, pipe: Connection, log: str) -> N
         from tests.train.megatron import shim
 
         shim.install()
-    import millrace.train.megatron.engine  # noqa: F401 - before the first deadline
+    import millrace.extras.megatron.engine  # noqa: F401 - before the first deadline
 
     pipe.send(None)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"

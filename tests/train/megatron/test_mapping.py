@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from millrace.extras.megatron.mapping import Kind, boxes, in_files, names_of
+from millrace.extras.megatron.shape import RankCoordinates, Shape
 from millrace.models.mixtures import experts_of
-from millrace.train.megatron.mapping import Kind, boxes, in_files, names_of
-from millrace.train.megatron.shape import RankCoordinates, Shape
 from tests.train.megatron.cases import MODELS
 
 SHAPES = {

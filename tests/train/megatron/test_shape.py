@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.config import Config, MegatronConfig, ModelConfig
+from millrace.config import Config, MegatronConfig, ModelConfig, TrainerConfig
 from millrace.config.checks import check
 from millrace.config.unused_keys import check_unread
 from millrace.errors import ConfigError
@@ -17,8 +17,8 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.parallel_state import RankGenerator
 
-from millrace.models.megatron_checks import check_model
-from millrace.train.megatron.shape import Shape, transformer_config
+from millrace.extras.megatron.checks import check_model
+from millrace.extras.megatron.shape import Shape, transformer_config
 from tests.train.megatron.cases import EP, MODELS, PP, SP, TP
 
 ORDER = "tp-cp-ep-dp-pp"
@@ -153,7 +153,7 @@ def test_a_model_that_megatron_cannot_divide_is_refused(
     for name, value in change.items():
         setattr(hf, name, value)
     with pytest.raises(ConfigError, match=said):
-        check_model(hf, MegatronConfig(**sizes))
+        check_model(hf, TrainerConfig(megatron=MegatronConfig(**sizes)))
 
 
 def test_weights_are_marked_and_tokens_are_exchanged() -> None:

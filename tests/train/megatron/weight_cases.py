@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
 from millrace.decode import engine as rollout
+from millrace.extras.megatron import engine as megatron
 from millrace.models.model import load_model
 from millrace.sync.buckets import Spec
 from millrace.sync.collective import Receiver, join_sender
 from millrace.sync.options import SyncOptions
 from millrace.sync.table import check_cover
 from millrace.train.fsdp import engine as fsdp
-from millrace.train.megatron import engine as megatron
 from tests.train.megatron import shim
 from tests.train.megatron.cases import (
     CP,

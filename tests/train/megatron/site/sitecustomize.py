@@ -23,7 +23,7 @@ class Shimmed(MetaPathFinder):
             from millrace.run import machine
 
             machine.NVIDIA = Path(os.devnull)  # the run then expects a GPU here
-        if name == "millrace.train.megatron.engine":
+        if name == "millrace.extras.megatron.engine":
             sys.meta_path.remove(self)
             from tests.train.megatron import shim
 

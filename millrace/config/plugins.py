@@ -1,0 +1,135 @@
+"""Parts by name: the package has some, and other packages add theirs by entry points.
+
+A part is imported when it is named, and a list of names imports none. The package's own parts stand
+here, so they need no metadata of an installation. docs/plugins.md says what each group holds.
+"""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from millrace.errors import MillraceError, bad_value
+
+OWN: dict[str, dict[str, str]] = {
+    "commands": {
+        "bench": "millrace.extras.bench.command:bench",
+        "import-verl": "millrace.extras.verl.command:import_verl",
+        "simulate": "millrace.extras.faults.command:simulate",
+    },
+    "rollout_engines": {
+        "torch": "millrace.decode.engine:build",
+        "vllm": "millrace.vllm.engine:build",
+    },
+    "train_engines": {
+        "fsdp": "millrace.train.fsdp.engine:build",
+        "megatron": "millrace.extras.megatron.engine:build",
+    },
+    "train_checks": {"megatron": "millrace.extras.megatron.checks"},
+    "trackers": {
+        "mlflow": "millrace.observe.trackers:MLflow",
+        "prometheus": "millrace.observe.trackers:Prometheus",
+        "trackio": "millrace.observe.trackers:Trackio",
+        "wandb": "millrace.observe.trackers:Wandb",
+    },
+    "environments": {
+        "gymnasium": "millrace.extras.environments.text_games",
+        "mcp": "millrace.extras.environments.mcp",
+        "mcp-shared": "millrace.extras.environments.mcp",
+        "openenv": "millrace.extras.environments.openenv",
+        "textarena": "millrace.extras.environments.text_games",
+    },
+    "tools": {"verl": "millrace.extras.environments.verl_tools"},
+    "spellings": {"verl": "millrace.extras.verl.translate:spelling"},
+    "hints": {"trl": "millrace.extras.verl.trl"},
+}
+"""The parts of the package: `module:attribute` by group and name."""
+
+
+class Named(NamedTuple):
+    """Marks a key, or an element of its list, that names a part of a group."""
+
+    group: str
+    others: tuple[str, ...] = ()
+    """Further values of the key."""
+
+    @property
+    def names(self) -> list[str]:
+        return sorted({*self.others, *names(self.group)})
+
+
+def names(group: str) -> list[str]:
+    """Return the names of a group, without those of a folder that is missing."""
+    return sorted({part.name for part in _parts(group) if not _missing(part)})
+
+
+def package_of(part: EntryPoint) -> str:
+    """Return the name of the package that gives a part."""
+    return part.dist.name if part.dist else "millrace"
+
+
+def find(key: str, name: str, named: Named, form: str = "{}") -> EntryPoint | None:
+    """Return the part of a name, or None for one of `named.others`. This imports nothing.
+
+    Raises ConfigError if no package gives the name, if two do, or if its folder is missing. The fix
+    writes names as `form`.
+    """
+    parts = [part for part in _parts(named.group) if part.name == name]
+    givers = [*(["millrace"] if name in named.others else []), *map(package_of, parts)]
+    if len(givers) > 1:
+        rule = f"the packages {' and '.join(givers)} give this name"
+        raise bad_value(key, name, rule, f"pip uninstall {givers[-1]}, or another name there")
+    if givers and not (parts and _missing(parts[0])):
+        return parts[0] if parts else None
+    known = named.names
+    near = difflib.get_close_matches(name, known, 1, 0.5) or known[:1]
+    fix = f"{form.format(*near)}, one of {' | '.join(known)}" if near else "no package gives one"
+    if givers:
+        rule = f"the folder of {parts[0].module} is missing in this installation of millrace"
+        raise bad_value(
+            key, name, rule, f"install millrace again, with its folder extras; or {fix}"
+        )
+    raise bad_value(key, name, "no installed package gives this name", fix)
+
+
+def load(key: str, name: str, group: str) -> Any:
+    """Import and return the part of a name. Raises ConfigError, also if its package is broken."""
+    part = find(key, name, Named(group), f"{key}={{}}")
+    assert part is not None
+    if part.dist is None:
+        return part.load()
+    try:
+        return part.load()
+    except MillraceError:
+        raise
+    except (Exception, SystemExit) as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        rule = f"the package {part.dist.name} gives {part.value}, and importing it raised {cause}"
+        fix = f"correct it; try `python -c 'import {part.module}'`"
+        raise bad_value(key, name, rule, fix) from error
+
+
+def load_given(key: str, name: str, group: str) -> Any:
+    """Return the part of a name, or None if no package gives one."""
+    return load(key, name, group) if name in names(group) else None
+
+
+def _missing(part: EntryPoint) -> bool:
+    """Whether the module of a part of the package is deleted."""
+    path = Path(__file__).parents[2].joinpath(*part.module.split(".")).with_suffix(".py")
+    return part.dist is None and not path.is_file()
+
+
+def _parts(group: str) -> list[EntryPoint]:
+    """Return the parts of a group, of the package and of all others."""
+    own = [EntryPoint(name, value, f"millrace.{group}") for name, value in OWN[group].items()]
+    return [*own, *installed().select(group=f"millrace.{group}")]
+
+
+@cache
+def installed() -> Any:
+    """Read the entry points of all packages, once in a process."""
+    return entry_points()

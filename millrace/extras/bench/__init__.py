@@ -1,0 +1,1 @@
+"""The measurements of modes, agents, training and the weight sync."""

@@ -1,0 +1,1 @@
+"""Environments and tools of other systems: MCP, OpenEnv, textarena, gymnasium and verl."""

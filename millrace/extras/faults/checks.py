@@ -1,0 +1,357 @@
+"""The invariants of a run, checked after every event, from what happened and not from the Ledger.
+
+| name | invariant |
+|---|---|
+| I1 | every admitted prompt is trained once or dropped once with a reason; nothing else is trained |
+| I2 | versions grow; a replica serves only proven weights, and never older ones than the live |
+| I3 | no sample and no token is older than the bound when it is trained |
+| I5 | after any faults, the run trains the same samples and tokens as without them |
+| I6 | an attempt completes, or ends in a bounded time with a typed error that a fault explains |
+| I7 | a resume starts from the last checkpoint that was written, if nothing damaged it |
+| I8 | a finished sample that the journal has synced is not drawn again |
+| I9 | nothing runs after the end of an attempt |
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from millrace.extras.faults.engines import Lineage, checksum
+from millrace.pipeline.journal_file import Batch
+from millrace.rollout.episode import request_seed
+from millrace.rollout.roster import Change, ReplicaState
+from millrace.schedule.ledger import Ledger, LedgerSnapshot, State
+from millrace.schedule.schedule import OnSync, Schedule
+from millrace.simulate.engines import target_length
+from millrace.types import Prompt, Sample, SamplingParams, tokens_of
+from millrace.waits.stream import Event
+
+
+class Violation(Exception):
+    """An invariant does not hold. The bug is in millrace."""
+
+
+def prompt_at(index: int) -> Prompt:
+    """Return the i-th prompt. Its first token is the length of its responses."""
+    length = 4 + zlib.crc32(b"length/%d" % index) % 40
+    return Prompt(index, tokens_of([length]), str(index), "sim")
+
+
+def score_of(prompt: Prompt, text: str) -> float:
+    """Return the score of a response. Every response to every fourth prompt scores 0."""
+    if prompt.index % 4 == 0:
+        return 0.0
+    return zlib.crc32(f"{prompt.index}/{text}".encode()) % 7 / 7
+
+
+def text_of(tokens: Any) -> str:
+    return str(tokens[:6].tolist())
+
+
+class Expected:
+    """The draws and steps of a run without faults, as a pure function of its numbers."""
+
+    def __init__(self, seed: int, n: int, limit: int, params: SamplingParams, filters: bool):
+        self._seed, self._n, self._limit, self._params = seed, n, limit, params
+        self._filters = filters
+        self._drawn: dict[tuple[int, int], list[int]] = {}
+
+    def tokens(self, index: int, k: int) -> list[int]:
+        """Return the tokens of the k-th response to a prompt."""
+        found = self._drawn.get((index, k))
+        if found is None:
+            seed = request_seed(self._seed, index, k)
+            size = self._params.max_tokens
+            length = target_length(prompt_at(index).tokens, SamplingParams(size, seed=seed))
+            found = [1 + (seed * 31 + place * 17) % 97 for place in range(length)]
+            self._drawn[index, k] = found
+        return found
+
+    def kept(self, index: int) -> bool:
+        """Whether dynamic sampling keeps the sample of a prompt."""
+        if not self._filters:
+            return True
+        prompt = prompt_at(index)
+        texts = (text_of(tokens_of(self.tokens(index, k))) for k in range(self._n))
+        return len({score_of(prompt, text) for text in texts}) > 1
+
+    def lineage(self) -> Lineage:
+        """Return the samples that the whole run trains, in strict order of admission."""
+        kept: Lineage = []
+        index = 0
+        while len(kept) < self._limit:
+            if self.kept(index):
+                kept.append(index)
+            index += 1
+        return kept
+
+
+class Checks:
+    """Follows one run over all of its attempts."""
+
+    def __init__(self, schedule: Schedule, expected: Expected, filters: bool) -> None:
+        self._schedule, self._expected, self._filters = schedule, expected, filters
+        self.digest = 0
+        """A checksum of all events: two runs of one seed have the same."""
+        self.lag = 0
+        """The largest lag of a sample."""
+        self.early_syncs = 0
+        """Windows that a stop cut short. Each may add one version to the lag of a sample."""
+        self._weights: dict[int, int] = {}
+        """The checksum of the weights of each version of this attempt."""
+        self._published = -1
+        self._written = -1
+        """The version of the last checkpoint that was written, and is not damaged."""
+        self._begun: dict[tuple[str, str], int] = {}
+        self._stale: dict[str, int] = {}
+        """The replicas that are STALE, and the versions that went live meanwhile."""
+        self._lost: Counter[str] = Counter()
+        """How often each replica was lost in this attempt."""
+        self._ever_dropped: set[int] = set()
+        self._running: set[int] = set()
+        self._live: set[int] = set()
+        self._trained: Lineage = []
+        self._steps: list[Sample] = []
+        self._finished: Counter[int] = Counter()
+        self._equal: Counter[int] = Counter()
+        self._durable: dict[int, int] = {}
+        """Finished samples that the journal has synced, and the newest version in each."""
+        self._made: dict[int, list[int]] = {}
+        """The samples of each version of any attempt."""
+        self._ledger: Ledger
+        self._next = 0
+
+    def begin(self, ledger: Ledger, snapshot: LedgerSnapshot | None, lineage: Lineage) -> None:
+        """Begin an attempt from a checkpoint, or from the start."""
+        self._ledger = ledger
+        self._published = ledger.version
+        self._weights = {ledger.version: checksum(lineage)}
+        self._trained, self._steps = list(lineage), []
+        self._begun.clear()
+        self._stale.clear()
+        self._lost.clear()
+        self._running.clear()
+        self._finished.clear()
+        self._equal.clear()
+        slots = [i for i, _ in snapshot.slots] if snapshot else []
+        self._live, self._next = set(slots), snapshot.admitted if snapshot else 0
+        gone = set(range(self._next)) - self._live - set(lineage)
+        self._true("I1", len(slots) == len(self._live), "a checkpoint has a sample twice")
+        self._true("I1", not self._live & set(lineage), "a checkpoint has a trained sample")
+        self._true("I1", len(set(lineage)) == len(lineage), "the weights have a sample twice")
+        self._true("I1", gone <= self._ever_dropped, f"a checkpoint lost {gone}")
+        self._true("I1", ledger.retired == len(lineage), "retired and trained samples differ")
+        lost = f"version {self._written} was saved, and the run resumes from {ledger.version}"
+        self._true("I7", ledger.version >= self._written, lost)
+        self._written = ledger.version if snapshot else -1
+        self._agree()
+        self._agree_on_slots()
+
+    def damaged(self) -> None:
+        """Note that the newest checkpoint is damaged. Older ones may be gone."""
+        self._written = -1
+        self.forgets()
+
+    def forgets(self) -> None:
+        """Note that the disk may have lost or refused a part of the journal."""
+        self._durable.clear()
+
+    def synced(self, batch: Batch) -> None:
+        """Note what the journal has synced."""
+        for one in batch.finished:
+            versions = [v for t in one.trajectories for v in t.versions]
+            self._durable[one.sample_id] = max(versions, default=0)
+
+    def see(self, event: Event) -> None:
+        """Check what an event changes."""
+        told = f"{event.time:.6f}/{event.track}/{event.name}/{event.phase}/{event.key}"
+        self.digest = zlib.crc32(told.encode(), self.digest)
+        if event.track == "samples" and event.phase == "at":
+            self._move(event)
+            return
+        self._agree()  # Moves of several samples are several events, so not after each of them.
+        if event.name == "request":
+            self._request(event)
+        elif (act := self._ACTS.get((event.track, event.name))) is not None:
+            act(self, event)
+
+    def _move(self, event: Event) -> None:
+        if event.name == "equal_outcomes":
+            self._equal[self._ledger.version] += 1
+            return
+        i = int(event.key)
+        if event.name == State.WAITING and i not in self._live:
+            self._true("I1", i == self._next, f"sample {i} was admitted, expected {self._next}")
+            self._next += 1
+            self._live.add(i)
+            most = int((1 + self._schedule.staleness_threshold) * self._schedule.window + 1e-9)
+            self._true("I3", len(self._live) <= most, f"{len(self._live)} of {most} slots in use")
+        elif event.name == "dropped":
+            self._live.discard(i)
+            self._ever_dropped.add(i)
+        elif event.name == "retired":
+            self._true("I1", i in self._live, f"sample {i} was retired without a slot")
+            self._live.discard(i)
+        elif event.name == State.SEALED:
+            self._sealed(self._ledger.version + 1, self._ledger.ids(State.SEALED))
+        elif event.name == State.RUNNING:
+            self._running.add(i)
+        elif event.name == State.READY and i in self._running:
+            self._finished[self._ledger.version] += 1
+
+    def _sealed(self, version: int, ids: list[int]) -> None:
+        if self._made.setdefault(version, ids) != ids:
+            # Tokens of the version before the restart are of other weights.
+            self._made = {v: made for v, made in self._made.items() if v < version}
+            self._made[version] = ids
+            self._durable = {i: v for i, v in self._durable.items() if v < version}
+
+    def _agree(self) -> None:
+        """Compare the Ledger's slots with the samples that must have one."""
+        ledger = self._ledger
+        ledger.check()
+        equal = ledger.occupied == len(self._live)
+        self._true("I1", equal and ledger.admitted == self._next, "a sample came or went unseen")
+
+    def _agree_on_slots(self) -> None:
+        slots = set(self._ledger.totals().slots)
+        if slots != self._live:
+            raise Violation(f"I1: slots {slots}, expected {self._live}")
+
+    def _stepped(self, event: Event) -> None:
+        samples: Sequence[Sample] = event.facts["samples"]
+        version: int = event.facts["version"]
+        bound = self._schedule.lag_bound + self.early_syncs
+        for sample in samples:
+            i = sample.prompt.index
+            self._true("I1", i not in self._trained, f"sample {i} was trained twice")
+            self._trained.append(i)
+            lag = version - sample.admitted_version
+            self.lag = max(self.lag, lag)
+            self._true("I3", lag <= bound, f"sample {i} has lag {lag}, the bound is {bound}")
+            scores = {t.score.value for t in sample.trajectories if t.score is not None}
+            equal = self._filters and len(scores) == 1
+            self._true("I5", not equal, f"sample {i} has equal outcomes and is trained")
+            for k, trajectory in enumerate(sample.trajectories):
+                self._trajectory(i, k, trajectory.versions, version, bound)
+                same = trajectory.tokens.tolist() == self._expected.tokens(i, k)
+                self._true("I5", same, f"trajectory {i}/{k} has other tokens than it should")
+        self._steps += samples
+
+    def _trajectory(
+        self, i: int, k: int, versions: Sequence[int], version: int, bound: int
+    ) -> None:
+        ordered = list(versions) == sorted(versions)
+        self._true("I2", ordered, f"trajectory {i}/{k} goes back in versions: {versions}")
+        if versions:
+            lag = version - versions[0]
+            self._true("I3", 0 <= lag <= bound, f"trajectory {i}/{k} has a token of lag {lag}")
+        if self._schedule.on_sync is OnSync.DRAIN:
+            one = len(set(versions)) <= 1
+            self._true("I2", one, f"trajectory {i}/{k} spans {versions} in drain mode")
+
+    def sealed(self, version: int, lineage: Lineage) -> None:
+        """Note the weights that the trainer sends as `version`."""
+        self._weights.setdefault(version, checksum(lineage))
+
+    def serves(self, name: str, version: int, weights: int) -> None:
+        """Check the weights that a replica serves with."""
+        known = self._weights.get(version)
+        wrong = f"{name} serves version {version}, which nobody sent"
+        self._true("I2", known is not None, wrong)
+        wrong = f"{name} serves other weights as version {version}"
+        self._true("I2", weights == known, wrong)
+
+    def _publish(self, event: Event) -> None:
+        version = event.facts["version"]
+        follows = version == self._published + 1
+        self._true("I2", follows, f"version {version} after {self._published}")
+        self._published = version
+        self._agree_on_slots()
+        for name in self._stale:
+            self._stale[name] += 1
+            idle = self._stale[name] > 1
+            self._true("I6", not idle, f"{name} runs again, and does not serve after two versions")
+        ids = event.facts["ids"]
+        if len(ids) < self._schedule.window and self._ledger.remaining():
+            self.early_syncs += 1
+
+    def _request(self, event: Event) -> None:
+        key = event.track, event.key
+        if event.phase == "begin":
+            self._begun[key] = self._ledger.version
+            i = event.key.partition("/")[0]
+            again = i.isdecimal() and int(i) in self._durable
+            self._true("I8", not again, f"sample {i} was finished and synced, and is drawn again")
+            return
+        live = self._begun.pop(key, -1)
+        versions = [version for version, _ in event.facts.get("versions", ())]
+        if versions:
+            text = f"{event.track} drew {event.key} with versions {versions}, live was {live}"
+            self._true("I2", versions[0] >= live, text)
+            self._true("I2", versions[-1] <= self._ledger.version + 1, text)
+
+    def _row(self, event: Event) -> None:
+        """Compute the figures of a version's row again."""
+        row, version = event.facts["row"], int(event.key)
+        if (size := int(row["train/samples"])) and size <= len(self._steps):
+            mine, self._steps = self._steps[:size], self._steps[size:]
+            values = [t.score.value for s in mine for t in s.trajectories if t.score is not None]
+            mean = sum(values) / len(values)
+            self._near("reward/mean", row, mean)
+        dropped, kept = self._equal.pop(version - 1, 0), self._finished.pop(version - 1, 0)
+        if self._filters:
+            share = dropped / max(1, dropped + kept)
+            self._near("filter_groups/drop_share", row, share)
+
+    def _near(self, name: str, row: dict[str, float], value: float) -> None:
+        said = row.get(name, float("nan"))
+        self._true("I5", abs(said - value) < 1e-9, f"{name} is {said}, expected {value}")
+
+    def _wrote(self, event: Event) -> None:
+        if "folder" in event.facts:  # A save that fails has none.
+            self._written = int(event.key)
+
+    def replica(self, change: Change, faults: Counter[str]) -> None:
+        """Check the move of a replica. `faults` has the faults of each that may cost it."""
+        name = f"rollout-{change.replica}"
+        self._stale.pop(name, None)
+        if change.to is ReplicaState.STALE:
+            self._stale[name] = 0
+        elif change.to in (ReplicaState.LOST, ReplicaState.RETIRED):
+            self._lost[name] += 1
+            explained = self._lost[name] <= faults[name]
+            self._true("I6", explained, f"{name} was lost without a fault: {change.why}")
+
+    def saved(self) -> None:
+        """Check that an attempt that ends without an error has saved its last version."""
+        version = self._ledger.version
+        text = f"the attempt ends at version {version}, and saved {self._written}"
+        self._true("I7", self._written == version, text)
+
+    def complete(self, lineage: Lineage, *, drops: bool) -> None:
+        """Check a run that says it is complete. `drops` says whether rewards failed."""
+        trained, limit = set(lineage), self._ledger.limit
+        self._true("I1", len(trained) == len(lineage), "the weights have a sample twice")
+        self._true("I1", len(lineage) == limit, f"{len(lineage)} samples of {limit} are trained")
+        self._true("I1", not self._live, f"slots {self._live} are left at the end")
+        missing = set(range(self._next)) - trained - self._ever_dropped
+        self._true("I1", not missing, f"nothing happened to {missing}")
+        if self._schedule.lookahead == 1 and not drops:
+            expected = self._expected.lineage()
+            self._true("I5", lineage == expected, f"trained {lineage}, expected {expected}")
+
+    @staticmethod
+    def _true(name: str, fact: bool, text: str) -> None:
+        if not fact:
+            raise Violation(f"{name}: {text}")
+
+    _ACTS: ClassVar[dict[tuple[str, str], Callable[[Checks, Event], None]]] = {
+        ("trainer", "stepped"): _stepped,
+        ("run", "published"): _publish,
+        ("run", "row"): _row,
+        ("checkpoint", "write"): _wrote,
+    }

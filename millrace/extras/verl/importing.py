@@ -1,0 +1,86 @@
+"""A list of overrides in verl's words becomes the layer of a recipe, with verl's words beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.config.layers import Tree, Updates, file_layers, is_native, nest, settings_of
+from millrace.config.packaged import find
+from millrace.config.recipe import parse, resolve
+from millrace.config.unused_keys import unread
+from millrace.extras.verl.kinds import Absent
+from millrace.extras.verl.translate import entry, text_of, translate
+from millrace.extras.verl.values import updates
+
+_CRITIC_WARM_UP = "critic.optim.lr_warmup_steps"
+"""verl counts updates here. millrace has a key of this name, which counts optimizer steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """The layer of a recipe, and what its author should know."""
+
+    tree: Tree
+    comments: dict[str, str]
+    """verl's spelling, by the dotted key of millrace."""
+    needless: list[str]
+    absent: list[str]
+    """Settings that were left out because millrace lacks their feature."""
+
+
+def import_layer(base: str, overrides: Sequence[str], *, drop: bool) -> Imported:
+    """Translate `overrides` into a layer over the recipe `base`, and check the result.
+
+    `drop` leaves out settings of features that millrace does not have. Without it, they raise
+    ConfigError, and so does a result that is not a valid configuration.
+    """
+    settings = [
+        (key, updates(value) if key == _CRITIC_WARM_UP else value)
+        for key, value in settings_of(overrides)
+    ]
+    absent = []
+    if drop:
+        for key, value in settings:
+            row = entry(key, is_native)
+            if isinstance(row, Absent) and not row.allows(value):
+                absent.append((key, value))
+    below = file_layers(find(Path(base), Path(), "--base"))
+    kept = [setting for setting in settings if setting not in absent]
+    layers, notes = translate([*below, kept], is_native)
+    trees = [nest(layer) for layer in layers]
+    merged, tree = resolve(trees), trees[-1]
+    config = parse({"name": "imported", **merged})
+    comments = {
+        key: f"{note.theirs}; {note.why}" if note.why else note.theirs
+        for note in notes
+        for key, _ in note.became
+    }
+    needless = [f"{note.theirs}: {note.why}" for note in notes if not note.became]
+    for key, why, _ in unread(
+        config.value_of
+    ):  # verl ignores such a key, and `millrace train` refuses it
+        if _removed(tree, key):
+            needless.append(f"{comments.pop(key, text_of(key, config.value_of(key)))}: {why}")
+    for side in ("actor", "critic"):
+        optim = tree.get(side, {}).get("optim", {})
+        if isinstance(optim.get("lr_warmup_steps"), Updates):
+            optim["lr_warmup_steps"] = merged[side]["optim"]["lr_warmup_steps"]
+    return Imported(
+        tree,
+        comments,
+        needless,
+        [text_of(*setting) for setting in absent],
+    )
+
+
+def _removed(tree: Tree, key: str) -> bool:
+    """Remove a dotted key from a tree, with sections that become empty. Return whether it was there."""
+    first, _, rest = key.partition(".")
+    if not rest:
+        return tree.pop(first, tree) is not tree
+    found = first in tree and _removed(tree[first], rest)
+    if found and not tree[first]:
+        del tree[first]
+    return found

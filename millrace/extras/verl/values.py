@@ -1,0 +1,149 @@
+"""Translations of verl's values. Each raises ValueError for a value that has no equal here.
+
+The text of a ValueError has two parts, the rule and the fix, with "; " between them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from millrace.config.layers import Updates
+
+DROP = object()
+"""The translation of a value that means millrace's default, whatever earlier layers set."""
+SILENT = object()
+"""The translation of a value that decides nothing."""
+
+
+def never(value: Any) -> Any:
+    """Translate -1 or null, which mean never, no limit or all, to 0."""
+    return 0 if value is None or value == -1 else value
+
+
+def not_none(value: Any) -> Any:
+    """Translate null to millrace's default."""
+    return DROP if value is None else value
+
+
+def if_set(value: Any) -> Any:
+    """Accept null and 0, which decide nothing."""
+    return value or SILENT
+
+
+def one_by_one(value: Any) -> Any:
+    """Translate every number of samples to 1. null decides nothing."""
+    return SILENT if value is None else 1 if isinstance(value, int) and value > 0 else value
+
+
+def all_if_none(value: Any) -> Any:
+    """Translate null, which keeps all checkpoints, to a number that no run reaches."""
+    return 1_000_000 if value is None else value
+
+
+def sampled(value: Any) -> Any:
+    """Accept true: rollouts in training are sampled."""
+    if value in (True, None):
+        return SILENT
+    raise ValueError("rollouts in training are always sampled; leave the key out")
+
+
+def everything(value: Any) -> Any:
+    """Accept the contents of a checkpoint that a resume needs."""
+    needed = ("model", "optimizer", "extra")
+    if value is None or (isinstance(value, list) and all(name in value for name in needed)):
+        return SILENT
+    raise ValueError(
+        "a resume always loads the model, the optimizer and the random state; leave the key out; "
+        "for a new run from a trained model, set model.path to its export"
+    )
+
+
+def without(feature: str) -> Callable[[Any], Any]:
+    """Return a translation that accepts false alone."""
+
+    def translate(value: Any) -> Any:
+        if value in (False, None):
+            return SILENT
+        raise ValueError(f"AdamW has no {feature} here; leave the key out")
+
+    return translate
+
+
+def flag(on: Any, off: Any) -> Callable[[Any], Any]:
+    """Return a translation of true to `on` and of all else to `off`."""
+    return lambda value: on if value is True else off
+
+
+def one_of(**names: Any) -> Callable[[Any], Any]:
+    """Return a translation of names."""
+
+    def translate(value: Any) -> Any:
+        if str(value) not in names:
+            raise ValueError(f"must be one of {', '.join(names)}; {next(iter(names))}")
+        return names[str(value)]
+
+    return translate
+
+
+def renamed(names: Mapping[str | None, str]) -> Callable[[Any], Any]:
+    """Return a translation of some names, which leaves every other value as it is."""
+    return lambda value: names.get(value, value) if isinstance(value, str | None) else value
+
+
+def by_engine(value: Any) -> Any:
+    """Translate the name of a rollout engine."""
+    if value in ("vllm", "hf"):
+        return "torch" if value == "hf" else value
+    raise ValueError(
+        f"millrace has no {value} engine; actor_rollout_ref.rollout.name=vllm, or hf for the torch "
+        "engine"
+    )
+
+
+NO_LOGGERS = frozenset({"swanlab", "vemlp_wandb", "clearml"})
+OTHER_LOGGERS = NO_LOGGERS | {"file"}
+
+
+def loggers(value: Any) -> Any:
+    """Leave out the sinks of verl that millrace lacks. metrics.jsonl, its file, is always there."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return value  # the check of types reports it
+    return [name for name in names if name not in OTHER_LOGGERS]
+
+
+def name_of_run(value: Any) -> Any:
+    """Translate the name of an experiment, which becomes a part of a folder's name."""
+    return re.sub(r"[^\w.-]+", "-", str(value)).lstrip(".-") or "run" if value else DROP
+
+
+def resume_mode(value: Any) -> Any:
+    """Translate disable to never. resume_path takes the folder from trainer.resume_from_path."""
+    return SILENT if value == "resume_path" else "never" if value == "disable" else value
+
+
+def trainer_mode(value: Any) -> Any:
+    """Translate the mode of verl's V1 trainer."""
+    modes = {
+        "sync": "colocate_sync",
+        "colocate_async": "colocate_partial",
+        "separate_async": "async_partial",
+    }
+    return one_of(**modes)(value)
+
+
+def lr_shape(value: Any) -> Any:
+    """Check the shape of a learning rate schedule. null decides nothing."""
+    return (
+        SILENT
+        if value is None
+        else one_of(constant="constant", linear="linear", cosine="cosine")(value)
+    )
+
+
+def updates(value: Any) -> Any:
+    """Mark a number of verl's updates, which becomes a number of optimizer steps. -1 means 0."""
+    count = never(value)
+    return Updates(count) if isinstance(count, int) else count
