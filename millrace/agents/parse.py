@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -112,14 +113,18 @@ _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def _made(name: str, arguments: dict[str, Any]) -> Call:
-    """Return a call. Raises ValueError for infinity, NaN and broken Unicode."""
-    text = _JSON.encode(arguments)
+    """Return a call. Raises ValueError for infinity, NaN, broken Unicode and what JSON lacks."""
+    try:
+        text = _JSON.encode(arguments)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
     (name + text).encode()
     return Call(name, text)
 
 
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
+"""A value ends at its closing tag. Without one, it ends at the next value, or at the function's end."""
 
 
 def _qwen_calls(text: str, tools: Sequence[ToolSchema]) -> list[Call]:
@@ -143,13 +148,28 @@ def _parameters(name: str, tools: Sequence[ToolSchema]) -> dict[str, Any]:
 
 
 def _typed(value: str, schema: Any) -> Any:
-    """Return text as a value of the schema's type. Raises ValueError if it is none."""
+    """Return text as a value of the schema's type. Raises ValueError if it is none.
+
+    Values in Python's spelling are read too, and null is a value of every type, as in vLLM.
+    """
     kind = schema.get("type", "string") if isinstance(schema, dict) else "string"
+    if isinstance(kind, list):
+        kind = next((k for k in kind if k != "null"), "null")
+    if (word := value.strip().lower()) in ("null", "none"):
+        return None if word == "null" or kind != "string" else value
     if kind == "string" or not isinstance(kind, str):
         return value
     if kind in ("integer", "number"):
         return int(value) if kind == "integer" else float(value)
-    return json.loads(value)
+    if kind == "boolean" and word in ("true", "false"):
+        return word == "true"
+    try:
+        return json.loads(value)
+    except ValueError:
+        try:
+            return ast.literal_eval(value.strip())
+        except (SyntaxError, MemoryError, RecursionError) as error:
+            raise ValueError(f"no {kind}") from error
 
 
 def _line_calls(text: str, tools: Sequence[ToolSchema]) -> list[Call]:

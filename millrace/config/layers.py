@@ -112,15 +112,37 @@ def settings_of(overrides: Sequence[str]) -> list[Setting]:
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
             rule = "must be of the form key=value, without spaces"
             raise bad_value("override", item, rule, f"for example {example(key)}")
-        settings += _leaves({key: _value(cached.resolved(text))}, "")
+        text = cached.resolved(text)
+        value = text if key in _texts() and text[:1] not in ("'", '"') else _value(text)
+        settings += _leaves({key: _interpolated(item, value)}, "")
     return settings
+
+
+def _interpolated(item: str, value: Any) -> Any:
+    """Return a value with what its `${...}` mean. Raise ConfigError if one names a key."""
+    if "${" not in item:
+        return value
+    try:
+        return OmegaConf.to_container(OmegaConf.create({"value": value}), resolve=True)["value"]  # type: ignore[call-overload, index]
+    except OmegaConfBaseException as error:
+        rule = f"cannot be resolved: {str(error).splitlines()[0]}"
+        fix = "the value itself, or \\${ for the text; only a recipe file can name its own keys"
+        raise bad_value("override", item, rule, fix) from None
+
+
+@cache
+def _texts() -> set[str]:
+    """Return the keys whose values are texts. An override of one is that text as it is."""
+    return {key for key, field in all_keys() if field.annotation is str}
 
 
 def _value(text: str) -> Any:
     """Return the value of an override, as YAML reads it, with the numbers that YAML 1.1 misses.
 
-    As in Hydra, `{a:1}` is a mapping, and dates and times are texts.
+    As in Hydra, `{a:1}` is a mapping, dates and times are texts, and nothing is a comment.
     """
+    if re.search(r"\s#", text) and text[:1] not in "{['\"":
+        return text
     spaced = re.sub(r"([{,]\s*[\w.]+):(?=[^\s:/])", r"\1: ", text) if text[:1] == "{" else text
     try:
         value = yaml.safe_load(spaced) if text.strip() else ""

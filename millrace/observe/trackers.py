@@ -11,6 +11,7 @@ import secrets
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -169,8 +170,13 @@ class MLflow:
 
 
 def _mlflow_name(name: str) -> str:
-    """Return a name that MLflow accepts, as verl does: @ becomes _at_."""
-    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"), flags=re.ASCII)
+    """Return a name that MLflow accepts: @ becomes _at_, as in verl.
+
+    If another character is lost, the name gets a checksum. So no two names become one.
+    """
+    known = name.replace("@", "_at_")
+    kept = re.sub(r"[^\w\-. :/]", "_", known)
+    return kept if kept == known else f"{kept}_{zlib.crc32(name.encode()):08x}"
 
 
 def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:

@@ -22,7 +22,7 @@ from millrace.rollout.session import Session
 from millrace.types import Prompt, SamplingParams, Segment, Stop, Tokens, floats_of, tokens_of
 
 
-def tool(name: str, **types: str) -> dict[str, Any]:
+def tool(name: str, **types: Any) -> dict[str, Any]:
     properties = {key: {"type": kind} for key, kind in types.items()}
     parameters = {"type": "object", "properties": properties}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
@@ -78,6 +78,9 @@ def test_calls(form: str, text: str, content: str, calls: list[tuple[str, Any]])
         ("qwen", "<tool_call>now</tool_call>"),
         ("qwen", function("follow", key="seven")),
         ("qwen", "<tool_call><function=now>words</function></tool_call>"),
+        ("qwen", function("put", x="{1, 2}")),
+        ("qwen", function("put", x="1j")),
+        ("qwen", function("put", x="(" * 5000)),
         ("line", "?7."),  # four tools, and none is named
         ("line", "?follow seven."),
         ("line", "?add 1."),
@@ -178,3 +181,35 @@ def test_a_made_model_chases_through_the_line_format() -> None:
     report = check_template(tokenizer)
     assert report.tool_results and report.parallel_calls and report.user_bridge == "exact"
     assert not report.tools
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        ("boolean", "True", True),
+        ("boolean", " false ", False),
+        ("integer", "null", None),
+        ("string", "null", None),
+        ("string", "None", "None"),
+        (["string", "null"], "null", None),
+        (["null", "integer"], "3", 3),
+        ("array", "['a', True, None]", ["a", True, None]),
+        ("object", '{"a": true}', {"a": True}),
+    ],
+)
+def test_qwen_values_as_models_write_them(kind: Any, text: str, value: Any) -> None:
+    (call,) = tool_format("qwen").parse(function("f", x=text), (tool("f", x=kind),)).calls
+    assert json.loads(call.arguments) == {"x": value}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<function=add><parameter=a>\n1\n<parameter=b>\n2\n</parameter></function>",
+        "<function=add><parameter=a>1</parameter><parameter=b>2</function>",
+        "<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n",
+    ],
+)
+def test_qwen_calls_without_a_closing_tag(text: str) -> None:
+    (call,) = tool_format("qwen").parse(f"<tool_call>{text}</tool_call>", MANY).calls
+    assert json.loads(call.arguments) == {"a": 1.0, "b": 2.0}

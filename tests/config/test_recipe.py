@@ -351,6 +351,42 @@ def test_the_quickstart_dumps_to_itself(write: Callable[..., Any]) -> None:
     assert recipe.load(write(recipe.dump(c := recipe.load(QUICKSTART)))) == c
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("Rate it # of 3. SCORE: <n>", "Rate it # of 3. SCORE: <n>"),
+        ("exp #3", "exp #3"),
+        ("'exp: #3'", "exp: #3"),
+        ("20251103", "20251103"),
+        ("010", "010"),
+        ("1.10", "1.10"),
+        ("null", "null"),
+        ("^x", "^x"),
+        ("", ""),
+    ],
+)
+def test_an_override_of_a_text_is_that_text(text: str, value: str) -> None:
+    for key in ("name", "trainer.project_name"):
+        assert layers.settings_of([f"{key}={text}"]) == [(key, value)]
+
+
+def test_no_override_has_a_comment() -> None:
+    assert layers.settings_of(["data.train_files=a b #3.jsonl"]) == [
+        ("data.train_files", "a b #3.jsonl")
+    ]
+
+
+def test_an_override_is_resolved_as_a_recipe_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACE", "/data")
+    assert layers.settings_of(["trainer.run_dir=${oc.env:PLACE}/x"]) == [
+        ("trainer.run_dir", "/data/x")
+    ]
+    assert layers.settings_of(["trainer.run_dir=\\${a}"]) == [("trainer.run_dir", "${a}")]
+    for bad in ("trainer.run_dir=out/${name}", "trainer.run_dir=${oc.env:NOT_SET_AT_ALL}"):
+        with pytest.raises(ConfigError, match=r"cannot be resolved.*Fix: the value itself"):
+            layers.settings_of([bad])
+
+
 # -- errors without a folder in tests/bad_inputs
 
 junk = st.recursive(
@@ -385,7 +421,7 @@ def test_whatever_is_written_under_a_key_is_taken_or_refused_by_name(chosen: Any
 
 def test_a_default_of_several_lines_is_shown_in_one() -> None:
     with pytest.raises(ConfigError, match=r'for example "Grade the .*\\n') as caught:
-        recipe.load("quickstart", ["reward.judge.template=null"])
+        recipe.parse({"reward": {"judge": {"template": None}}})
     assert "\n" not in str(caught.value)
 
 

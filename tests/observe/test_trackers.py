@@ -274,3 +274,9 @@ def test_a_missing_library_is_an_error_with_its_command(
     with pytest.raises(MissingDependency, match=rf"trainer.logger={name} .*Fix: pip install '"):
         trackers.check(["tensorboard", name])
     trackers.check(["console", "tensorboard"])
+
+
+def test_mlflow_keeps_unicode_and_never_two_names_as_one() -> None:
+    assert trackers._mlflow_name("val/数学/mean@1") == "val/数学/mean_at_1"
+    names = ["a%b", "a&b", "a_b", "a@b", "a\tb", "数%", "数&"]
+    assert len({trackers._mlflow_name(name) for name in names}) == len(names)
