@@ -220,6 +220,9 @@ def export(
         Path, typer.Argument(metavar="CHECKPOINT", help="Or a run folder, for its newest one")
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder for the model")],
+    dtype: Annotated[
+        str, typer.Option(help="float32 or bfloat16; without it, that of the start model")
+    ] = "",
     json_: Json = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face model folder that transformers can load.
@@ -228,11 +231,12 @@ def export(
     """
     from millrace.run import export as exporting
 
-    result = exporting.export(checkpoint, folder)
+    result = exporting.export(checkpoint, folder, dtype)
     report(
         json_,
         result,
-        f"{result['model']}: {result['parameters']:,} parameters of version {result['version']}",
+        f"{result['model']}: {result['parameters']:,} parameters of version {result['version']}, "
+        f"{result['dtype']}",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -46,3 +47,27 @@ def text_of(folder: str | Path, trust_remote_code: bool) -> Callable[[Tokens], s
         return str(tokenizer().decode(tokens.tolist()))
 
     return decode
+
+
+SKIPPED_FILES = ("config.json", "generation_config.json")
+"""Files of a model folder that save_pretrained writes itself."""
+SKIPPED_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+"""Suffixes of weight files in the source folder. An export replaces these weights."""
+
+
+def copy_tokenizer(source: str, folder: str) -> None:
+    """Copy the tokenizer's files of a model folder: all files but weights and configs.
+
+    The folder of further chat templates is copied too.
+
+    Files that already exist in `folder` are not replaced.
+    """
+    if not Path(source).is_dir():
+        return
+    for file in Path(source).iterdir():
+        target = Path(folder) / file.name
+        skipped = file.name in SKIPPED_FILES or file.name.endswith(SKIPPED_SUFFIXES)
+        if file.is_file() and not skipped and not target.exists():
+            shutil.copy(file, target)
+        elif file.name == "additional_chat_templates" and file.is_dir():
+            shutil.copytree(file, target, dirs_exist_ok=True)

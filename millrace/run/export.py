@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import shutil
 import tempfile
@@ -11,18 +12,23 @@ from typing import Any
 
 from millrace.config import Config, plugins
 from millrace.errors import CheckpointError, bad_value
+from millrace.models.model import DTYPES
+from millrace.models.tokenizer import copy_tokenizer
 from millrace.pipeline.checkpoint import Checkpoints, verify
 from millrace.ports import TrainRank
 from millrace.run.problems import copy_config, weights_folder
 from millrace.types import PolicyVersion
 
 
-def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
+def export(checkpoint: Path, folder: Path, dtype: str = "") -> dict[str, Any]:
     """Write a checkpoint's policy as a model folder.
 
-    The checkpoint may come from any number of ranks. Raises ConfigError if `checkpoint` is not
-    whole or `folder` is not empty.
+    The checkpoint may come from any number of ranks. `dtype` is float32 or bfloat16. Without it,
+    the weights have the dtype of the start model, or that of training if it is neither. Raises
+    ConfigError if `checkpoint` is not whole or `folder` is not empty.
     """
+    if dtype and dtype not in DTYPES:
+        raise bad_value("--dtype", dtype, f"must be one of {', '.join(DTYPES)}", "bfloat16")
     checkpoint, version = _whole(checkpoint)
     _make_empty(folder)
     import yaml
@@ -33,14 +39,19 @@ def export(checkpoint: Path, folder: Path) -> dict[str, Any]:
     # One process without a GPU. The FSDP engine loads the states of every engine.
     alone = {"device": "cpu", "fsdp_size": 0, "engine": "fsdp"}
     on_cpu = config.trainer.model_copy(update=alone)
-    config = config.model_copy(update={"trainer": on_cpu})
+    start = json.loads((checkpoint / "model" / "config.json").read_text())
+    known = dtype or start.get("dtype") or start.get("torch_dtype")
+    dtype = known if known in DTYPES else config.model.dtype
+    weights = config.model.model_copy(update={"dtype": dtype})
+    config = config.model_copy(update={"trainer": on_cpu, "model": weights})
     parameters = asyncio.run(_write(config, checkpoint, folder))
-    for file in (checkpoint / "model").iterdir():
-        if file.is_file() and not (folder / file.name).exists():
-            shutil.copy(file, folder / file.name)
+    copy_tokenizer(str(checkpoint / "model"), str(folder))
+    if config.model.path:  # a license, and whatever else stands there
+        copy_tokenizer(config.model.path, str(folder))
     return {
         "model": str(folder),
         "version": version,
+        "dtype": dtype,
         "parameters": parameters,
         "complete": True,
     }

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-SKIPPED_FILES = ("config.json", "generation_config.json")
-"""Files of a model folder that save_pretrained writes itself."""
-SKIPPED_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Suffixes of weight files in the source folder. An export replaces these weights."""
+from millrace.models.tokenizer import copy_tokenizer
 
 
 def write_model(model: Any, weights: Mapping[str, Tensor], source: str, folder: str) -> None:
@@ -22,18 +19,8 @@ def write_model(model: Any, weights: Mapping[str, Tensor], source: str, folder: 
     `source` of the start model.
     """
     model.save_pretrained(folder, state_dict=dict(weights))
+    # transformers writes the dtype of the master weights, by which engines choose theirs.
+    file = Path(folder) / "config.json"
+    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": dtype}, indent=2) + "\n")
     copy_tokenizer(source, folder)
-
-
-def copy_tokenizer(source: str, folder: str) -> None:
-    """Copy the tokenizer's files of a model folder: all files but weights and configs.
-
-    Files that already exist in `folder` are not replaced.
-    """
-    if not Path(source).is_dir():
-        return
-    for file in Path(source).iterdir():
-        target = Path(folder) / file.name
-        skipped = file.name in SKIPPED_FILES or file.name.endswith(SKIPPED_SUFFIXES)
-        if file.is_file() and not skipped and not target.exists():
-            shutil.copy(file, target)

@@ -319,7 +319,6 @@ def test_with_json_a_failure_is_an_object_too(run: Callable[..., Any]) -> None:
         ("rollout.n", "Fix: for example rollout.n=8"),
         ("mode", "Fix: for example mode=VALUE"),
         ("trainer.megatron.tp=2", "no such key. Fix: `millrace train --help-config`"),
-        ("agents.command=[a]", "Fix: agents.command=<str>."),
         ("--address=--json", "trainer.ray_address = '--json': must be HOST:PORT or auto"),
         ("actor.optim.betas=[2,0.9]", "actor.optim.betas.0 = 2: must be less than 1"),
         ("trainer.seed=99999999999999999999", "trainer.seed = 99999999999999999999"),
@@ -394,6 +393,13 @@ def test_an_export_to_where_nothing_can_be_written_is_refused(
     monkeypatch.setattr(exporting, "_whole", lambda path: (path, 0))
     code, _, err = run("export", str(tmp_path), "/proc/x")
     assert code == 2 and "FOLDER = '/proc/x': cannot be written" in err
+
+
+def test_an_export_has_a_dtype_that_a_train_engine_has(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    code, _, err = run("export", str(tmp_path), str(tmp_path / "new"), "--dtype", "fp16")
+    assert code == 2 and "--dtype = 'fp16': must be one of float32, bfloat16. Fix: bfloat16" in err
 
 
 def test_a_run_that_validates_alone_needs_problems_to_validate_on(run: Callable[..., Any]) -> None:

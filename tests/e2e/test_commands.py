@@ -207,6 +207,7 @@ def test_an_exported_checkpoint_has_the_checkpoints_logits_in_transformers(
     assert found == {
         "model": str(folder),
         "version": 4,
+        "dtype": "float32",
         "parameters": sum(p.numel() for p in model.parameters()),
         "complete": True,
     }

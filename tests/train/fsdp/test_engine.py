@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from millrace.config import Config, ModelShape, OptimConfig
 from millrace.errors import CheckpointError, ConfigError, MillraceError, NotFinite
@@ -410,10 +412,25 @@ def test_models_with_other_heads_are_refused(folder: str) -> None:
         fsdp_train.PackedPolicy(model)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_export_names_the_dtype_of_its_weights(folder: str, tmp_path: Path, dtype: str) -> None:
+    engine = built(folder, model={"dtype": dtype})
+    asyncio.run(engine.export(str(tmp_path)))
+    asyncio.run(engine.close())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)  # by the dtype of config.json
+    assert model.dtype == getattr(torch, dtype)
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        assert weight.dtype == model.dtype
+        assert torch.equal(weight, model.state_dict()[name])
+
+
 def test_the_tokenizer_goes_along_with_an_export(folder: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
     write_shape(source, ModelShape(hidden_size=32, num_hidden_layers=1), vocab_size=VOCAB)
     (source / "tokenizer.json").write_text("{}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
     engine = fsdp_train.build(Config(trainer={"device": "cpu"}), str(source), rank=0, world_size=1)
     asyncio.run(engine.export(str(tmp_path / "export")))
     assert (tmp_path / "export" / "tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "export" / "additional_chat_templates" / "tool_use.jinja").is_file()
