@@ -9,6 +9,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from millrace.cli.console import unwrap_help
 from millrace.config import plugins
+from millrace.errors import ConfigError
 
 
 class Commands(TyperGroup):
@@ -23,7 +24,10 @@ class Commands(TyperGroup):
             return super().get_command(ctx, cmd_name)
         if cmd_name in plugins.OWN["commands"]:
             return _command(cmd_name)
-        part = plugins.find("COMMAND", cmd_name, plugins.Named("commands"))
+        try:
+            part = plugins.find("COMMAND", cmd_name, plugins.Named("commands"))
+        except ConfigError as error:  # `--help` still lists the other commands
+            return TyperCommand(cmd_name, help=str(error))
         return part and TyperCommand(cmd_name, help=f"From {plugins.package_of(part)}.")
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -68,20 +68,23 @@ def names(group: str) -> list[str]:
 
 def package_of(part: EntryPoint) -> str:
     """Return the name of the package that gives a part."""
-    return part.dist.name if part.dist else "millrace"
+    return (part.dist.name or part.value) if part.dist else "millrace"
 
 
 def find(key: str, name: str, named: Named, form: str = "{}") -> EntryPoint | None:
     """Return the part of a name, or None for one of `named.others`. This imports nothing.
 
-    Raises ConfigError if no package gives the name, if two do, or if its folder is missing. The fix
-    writes names as `form`.
+    Raises ConfigError if no package gives the name, if two do, if its folder is missing, or if its
+    entry point is malformed. The fix writes names as `form`.
     """
     parts = [part for part in _parts(named.group) if part.name == name]
     givers = [*(["millrace"] if name in named.others else []), *map(package_of, parts)]
     if len(givers) > 1:
         rule = f"the packages {' and '.join(givers)} give this name"
         raise bad_value(key, name, rule, f"pip uninstall {givers[-1]}, or another name there")
+    if parts and EntryPoint.pattern.match(parts[0].value) is None:
+        rule = f"the package {givers[0]} gives {parts[0].value!r}, which is not module:attribute"
+        raise bad_value(key, name, rule, "correct its entry point, and install it again")
     if givers and not (parts and _missing(parts[0])):
         return parts[0] if parts else None
     known = named.names
@@ -107,7 +110,7 @@ def load(key: str, name: str, group: str) -> Any:
         raise
     except (Exception, SystemExit) as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
-        rule = f"the package {part.dist.name} gives {part.value}, and importing it raised {cause}"
+        rule = f"the package {package_of(part)} gives {part.value}, and importing it raised {cause}"
         fix = f"correct it; try `python -c 'import {part.module}'`"
         raise bad_value(key, name, rule, fix) from error
 
@@ -119,8 +122,10 @@ def load_given(key: str, name: str, group: str) -> Any:
 
 def _missing(part: EntryPoint) -> bool:
     """Whether the module of a part of the package is deleted."""
+    if part.dist is not None:  # its value may be malformed
+        return False
     path = Path(__file__).parents[2].joinpath(*part.module.split(".")).with_suffix(".py")
-    return part.dist is None and not path.is_file()
+    return not path.is_file()
 
 
 def _parts(group: str) -> list[EntryPoint]:

@@ -100,6 +100,23 @@ def test_a_broken_package_is_refused_by_its_name(give: Give, module: str, cause:
         assert cause in text and "Fix: " in text
 
 
+def test_a_malformed_entry_point_is_refused_where_it_is_named(give: Give) -> None:
+    part = "bad = not a module!"
+    give("broken", "", trackers=part, commands=part, environments=part, train_engines=part)
+    for override in ("trainer.logger=[bad]", "trainer.engine=bad", "agents.environment=bad"):
+        with pytest.raises(ConfigError) as caught:
+            recipe.load("quickstart", [override])
+            check_environment("bad")
+        text = str(caught.value)
+        assert text.startswith(override.partition("=")[0])
+        assert "package broken" in text and "'not a module!'" in text and "Fix: " in text
+    recipe.load("quickstart", [])
+    shown = CliRunner().invoke(app, ["--help"])
+    assert shown.exit_code == 0 and "broken" in shown.stdout
+    typed = CliRunner().invoke(app, ["bad"])
+    assert isinstance(typed.exception, ConfigError) and "broken" in str(typed.exception)
+
+
 def test_keys_of_an_engine_are_left_to_it(give: Give) -> None:
     give("mine", "", rollout_engines="mine = mine:build")
     keys = ["rollout.enforce_eager=true", "rollout.engine_kwargs.depth=3"]
