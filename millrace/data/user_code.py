@@ -15,6 +15,9 @@ from millrace.codec import sendable
 from millrace.data.spec import nearest
 from millrace.errors import bad_value
 
+_sources: dict[str, bytes] = {}
+"""The source of each file of a user that ran, by its module's name."""
+
 
 def check_name(key: str, spec: str) -> None:
     """Raise ConfigError if `spec` is not path.py:name or module:name, or names no file.
@@ -65,35 +68,54 @@ def load_module(key: str, spec: str, where: str) -> ModuleType:
     # The file's folder is on the path, as when Python runs the file. It can import helpers there.
     # Processes that the file starts inherit the path, and find its functions by the file's name.
     sys.path.insert(0, str(path.parent))
-    name = path.stem if _is_free(path) else f"millrace_user_{path.stem}"
-    loaded = importlib.util.spec_from_file_location(name, path)
-    if loaded is None or loaded.loader is None:
-        raise bad_value(key, spec, "is not a Python file", "path.py:name")
-    module = importlib.util.module_from_spec(loaded)
-    sys.modules[name] = module
-    run = loaded.loader.exec_module
 
     def imported() -> ModuleType:
         try:
-            run(module)
+            return _run(path.stem, path)
         except ImportError as error:
             if "no known parent package" not in str(error) or not _in_package(path):
                 raise
-            return importlib.import_module(_package_name(path))
-        return module
+            return _run_in_package(path)
 
     return _import(key, spec, imported)
 
 
-def _is_free(path: Path) -> bool:
-    """Return whether `import` finds this file by its own name, and no other module."""
-    if not path.stem.isidentifier() or path.stem in sys.stdlib_module_names:
+def _run(name: str, path: Path) -> ModuleType:
+    """Run a file as a module, again if it changed. Its name is `name` if no other module has it.
+
+    So all functions of a file share its state, and processes that it starts find each of them.
+    """
+    if not _is_free(name, path):
+        name = f"millrace_user_{name}"
+        while not _is_file(sys.modules.get(name), path) and name in sys.modules:
+            name += "_"
+    source = path.read_bytes()
+    if name in sys.modules and _sources.get(name, source) == source:
+        return sys.modules[name]
+    loaded = importlib.util.spec_from_file_location(name, path)
+    assert loaded is not None and loaded.loader is not None  # the name ends with .py
+    module = sys.modules[name] = importlib.util.module_from_spec(loaded)
+    try:
+        loaded.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    _sources[name] = source
+    return sys.modules[name]
+
+
+def _is_file(module: ModuleType | None, path: Path) -> bool:
+    return getattr(module, "__file__", None) == str(path)
+
+
+def _is_free(name: str, path: Path) -> bool:
+    """Return whether `import` finds this file by `name`, and no other module."""
+    if not name.isidentifier() or name in sys.stdlib_module_names:
         return False
-    known = sys.modules.get(path.stem)
-    if known is not None:
-        return getattr(known, "__file__", None) == str(path)
+    if name in sys.modules:
+        return _is_file(sys.modules[name], path)
     importlib.invalidate_caches()
-    found = importlib.util.find_spec(path.stem)
+    found = importlib.util.find_spec(name)
     return found is not None and found.origin == str(path)
 
 
@@ -101,14 +123,16 @@ def _in_package(path: Path) -> bool:
     return (path.parent / "__init__.py").is_file()
 
 
-def _package_name(path: Path) -> str:
-    """Return the name of a package's module. The folder of the package is then on the path."""
+def _run_in_package(path: Path) -> ModuleType:
+    """Import a module of a package. The folder of the package is then on the path."""
     parts = [path.stem]
-    while _in_package(path):
+    while _in_package(path.parent):
         path = path.parent
         parts.insert(0, path.name)
-    sys.path.insert(0, str(path.parent))
-    return ".".join(parts)
+    package = path.parent
+    sys.path.insert(0, str(package.parent))
+    outer = _run(package.name, package / "__init__.py")
+    return importlib.import_module(".".join([outer.__name__, *parts]))
 
 
 def _import(key: str, spec: str, run: Callable[[], ModuleType]) -> ModuleType:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import pickle
 import sys
 from decimal import Decimal
 from fractions import Fraction
@@ -298,3 +299,44 @@ def test_a_file_of_a_package_may_import_its_neighbours(tmp_path: Path) -> None:
     lone.write_text("from .helper import HALF\ndef f(solution_str): return HALF")
     with pytest.raises(ConfigError, match="no known parent package"):
         load_function(f"{lone}:f")
+
+
+def test_all_functions_of_a_file_are_of_one_module(tmp_path: Path) -> None:
+    file = tmp_path / "two_scorers.py"
+    file.write_text(
+        "seen = []\n"
+        "def f(solution_str): return len(seen)\n"
+        "def g(solution_str): seen.append(solution_str); return 0\n"
+    )
+    f, g = (load_function(f"{file}:{name}") for name in "fg")
+    g.run(call("a"))
+    assert f.run(call("a"))[0].value == 1
+    assert pickle.loads(pickle.dumps(f.call)) is f.call
+    file.write_text("def f(solution_str): return 25 + 25\n")  # a changed file runs again
+    assert load_function(f"{file}:f").run(call("a"))[0].value == 50
+
+
+def test_files_of_one_name_stay_apart(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "same_name.py").write_text(f"def f(solution_str): return {ord(name)}")
+    functions = [load_function(f"{tmp_path}/{name}/same_name.py:f") for name in "abc"]
+    assert [pickle.loads(pickle.dumps(f.call))("") for f in functions] == [97, 98, 99]
+
+
+def test_a_package_may_have_the_name_of_another(tmp_path: Path) -> None:
+    package = tmp_path / "msgspec"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "helper.py").write_text("HALF = 0.5")
+    (package / "score.py").write_text("from .helper import HALF\ndef f(solution_str): return HALF")
+    before = sys.modules["msgspec"]
+    assert load_function(f"{package}/score.py:f").run(call("a"))[0].value == 0.5
+    assert sys.modules["msgspec"] is before
+
+
+def test_a_file_that_fails_leaves_no_module(tmp_path: Path) -> None:
+    (tmp_path / "half_scorer.py").write_text("x = 1\nraise ValueError('no')")
+    with pytest.raises(ConfigError, match="ValueError: no"):
+        load_function(f"{tmp_path}/half_scorer.py:f")
+    assert "half_scorer" not in sys.modules
