@@ -7,6 +7,7 @@ here, so they need no metadata of an installation. docs/plugins.md says what eac
 from __future__ import annotations
 
 import difflib
+import inspect
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -113,6 +114,21 @@ def load(key: str, name: str, group: str) -> Any:
         rule = f"the package {package_of(part)} gives {part.value}, and importing it raised {cause}"
         fix = f"correct it; try `python -c 'import {part.module}'`"
         raise bad_value(key, name, rule, fix) from error
+
+
+def load_factory(key: str, name: str, group: str, *given: str, **named: Any) -> Any:
+    """Return the factory of a name. Raises ConfigError unless it takes these arguments."""
+    factory = load(key, name, group)
+    try:
+        inspect.signature(factory).bind(*given, **named)
+    except TypeError as error:  # also if it cannot be called
+        form = ", ".join([*given, *(["*", *named] if named else [])])
+        part = find(key, name, Named(group))
+        rule = f"{part and part.value} cannot be called: {error}"
+        raise bad_value(
+            key, name, rule, f"a function build({form}), as in docs/plugins.md"
+        ) from None
+    return factory
 
 
 def load_given(key: str, name: str, group: str) -> Any:

@@ -26,13 +26,18 @@ def check_machine(config: Config) -> None:
     _check_judge(config.reward)
     if not config.trainer.ray_address:  # other nodes of a cluster may have what this node lacks
         _check_engine(config.rollout)
-        for key, name, group in (
-            ("rollout.engine", config.rollout.engine, "rollout_engines"),
-            ("trainer.engine", config.trainer.engine, "train_engines"),
-        ):
-            if name not in plugins.OWN[group]:  # a worker would meet a broken package later
-                plugins.load(key, name, group)
+        _check_factories(config)
         _check_training(config.model, config.trainer)
+
+
+def _check_factories(config: Config) -> None:
+    """Raise ConfigError if an engine of another package cannot be built, before a worker tries."""
+    if (name := config.rollout.engine) not in plugins.OWN["rollout_engines"]:
+        sides = ("sides", "model", "model_folder")
+        plugins.load_factory("rollout.engine", name, "rollout_engines", *sides)
+    if (name := config.trainer.engine) not in plugins.OWN["train_engines"]:
+        given = ("config", "model_folder")
+        plugins.load_factory("trainer.engine", name, "train_engines", *given, rank=0, world_size=1)
 
 
 def _check_device(trainer: TrainerConfig) -> None:

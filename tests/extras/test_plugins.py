@@ -100,6 +100,22 @@ def test_a_broken_package_is_refused_by_its_name(give: Give, module: str, cause:
         assert cause in text and "Fix: " in text
 
 
+def test_a_factory_with_another_signature_is_refused(give: Give) -> None:
+    module = "def build(config): ...\nnumber = 5"
+    for name in ("build", "number"):
+        part = f"{name} = wrong:{name}"
+        give(f"wrong_{name}", "", rollout_engines=part, train_engines=part)
+    give("wrong", module)
+    for key, argument in (("rollout.engine", "model_folder"), ("trainer.engine", "world_size")):
+        section = key.partition(".")[0]
+        for name in ("build", "number"):
+            with pytest.raises(ConfigError) as caught:
+                check_machine(Config(**{section: {"engine": name}}))
+            text = str(caught.value)
+            assert text.startswith(f"{key} = '{name}'") and f"wrong:{name}" in text
+            assert argument in text.partition("Fix: ")[2]
+
+
 def test_a_malformed_entry_point_is_refused_where_it_is_named(give: Give) -> None:
     part = "bad = not a module!"
     give("broken", "", trackers=part, commands=part, environments=part, train_engines=part)
