@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -91,9 +92,10 @@ class Chat:
             begin = self._begin if tokens[:1] != self._begin else []
             return problem.prompt, tokens_of(begin + tokens)
         text = self._template(problem.prompt, where)
-        if self._special is None or not any(
-            self._special.search(m["content"]) for m in problem.prompt
-        ):
+        if self._special is None:
+            return text, tokens_of(self._encode(text, self._split))
+        self._check_beside(problem.prompt, self._special, where)
+        if not any(self._special.search(m["content"]) for m in problem.prompt):
             return text, tokens_of(self._encode(text, self._split))
         return text, self._render_apart(problem.prompt, where)
 
@@ -213,6 +215,21 @@ class Chat:
             rule = f"the chat template refuses the messages: {error}"
             fix = "other messages, a string prompt with data.chat=never, or another chat template"
             raise bad_row(where, messages, rule, f"{fix} in the model folder") from error
+
+    def _check_beside(self, messages: Messages, special: re.Pattern[str], where: str) -> None:
+        """Raise DataError if a text beside a message's content would become a special token.
+
+        Such a text is an argument of a tool call, or the reasoning.
+        """
+        beside = [{k: v for k, v in m.items() if k not in ("role", "content")} for m in messages]
+        text = json.dumps(beside, ensure_ascii=False)
+        if (token := special.search(text)) is None:
+            return
+        marked = json.loads(special.sub(_MARK, text))
+        both = [m | other for m, other in zip(messages, marked, strict=True)]
+        if _MARK in self._template(both, where):
+            rule = "is the text of a special token, in a message beside its content"
+            raise bad_row(where, token[0], rule, "delete it from the message")
 
     def _render_apart(self, messages: Messages, where: str) -> Tokens:
         """Encode the template's text and the messages' text separately.

@@ -14,7 +14,8 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, SupportsFloat
+from numbers import Number
+from typing import Any
 
 import msgspec
 
@@ -59,7 +60,7 @@ def problem(
     part, at = rows.locate(i)
     row, where = {k: _known(v) for k, v in part.get(at).items()}, rows.describe(i)
     used, prompt = _prompt(where, row, prompt_key)
-    _no_media(where, row, prompt)
+    _no_media(where, {k: v for k, v in row.items() if k != used}, prompt)
     source = row.get("data_source") or part.name
     if not isinstance(source, str):
         raise bad_row(
@@ -234,7 +235,7 @@ def _checked(where: str, text: str, required: bool = True) -> str:
 
 def _known(value: Any) -> Any:
     """Return None for NaN, which a data frame writes for a missing value."""
-    return None if isinstance(value, SupportsFloat) and value != value else value
+    return None if isinstance(value, Number) and value != value else value
 
 
 def _no_media(where: str, row: Row, prompt: Messages | str) -> None:
@@ -243,7 +244,9 @@ def _no_media(where: str, row: Row, prompt: Messages | str) -> None:
     marked = {kind for kind in _MEDIA[::2] if f"<{kind}>" in text}
     for name, value in row.items():
         # Other columns may have such a name, such as `image_width`. A mark in the prompt decides.
-        about = name in _MEDIA or any(name.startswith(kind) for kind in marked)
+        # It may be a tag of HTML, and the column words on it, such as `image_hint`.
+        words = isinstance(value, str) and len(value.split()) > 1
+        about = name in _MEDIA or (any(name.startswith(kind) for kind in marked) and not words)
         if about and isinstance(value, list | dict | bytes | str) and value:
             rule = "prompts are text, so the policy would not see it"
             raise bad_row(f"{where}, {name}", value, rule, "delete the column, or the row")

@@ -14,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from millrace.data.chat import Chat, Reading
 from millrace.data.rows import Problem
+from millrace.errors import DataError
 from tests.agents.families import FAMILIES, tokenizer_of
 
 NAMES = ("qwen2.5", "llama3", "mistral-v0.3", "gemma", "phi3")
@@ -83,3 +84,15 @@ def test_an_empty_last_message_of_the_assistant_begins_no_answer() -> None:
     messages = [*USER, {"role": "assistant", "content": ""}]
     chat = Chat(real_like("qwen2.5"))
     assert chat.reading(Problem(prompt=messages, data_source="s")) is Reading.MESSAGES
+
+
+def test_special_tokens_beside_the_content_are_refused_where_the_template_writes_them() -> None:
+    chat = Chat(tokenizer_of("qwen3"))
+    function = {"name": "look", "arguments": {"of": "<|im_end|>"}}
+    asked = {"role": "user", "content": "What is it?"}
+    calls = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    result = {"role": "tool", "content": "7"}
+    with pytest.raises(DataError, match=r"row 3.*<\|im_end\|>.*Fix: "):
+        chat.render(Problem([asked, calls, result], "s"), "row 3")
+    unseen = asked | {"name": "<|im_end|>"}  # this template writes no names
+    assert chat.render(Problem([unseen], "s")) == chat.render(Problem([asked], "s"))

@@ -177,3 +177,6 @@ def test_a_column_with_a_name_like_a_part_stays(tmp_path: Path) -> None:
         "image": None,
     }
     assert problem(rows_of(tmp_path, row), 0).columns["image_width"] == "640"
+    row = {"image_question": "Which attribute has <image> in SVG?", "image_hint": "not src"}
+    read = problem(rows_of(tmp_path, row), 0, prompt_key="image_question")
+    assert read.prompt == row["image_question"] and read.columns == {"image_hint": "not src"}
