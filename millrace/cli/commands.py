@@ -32,7 +32,8 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         core, name = tuple(self.commands), args[0]
-        if name in {*core, *plugins.OWN["commands"], *plugins.names("commands")}:
+        names = {*core, *plugins.OWN["commands"], *plugins.names("commands")}
+        if name in names or plugins.elsewhere(name):
             found = plugins.find("COMMAND", name, plugins.Named("commands", core))
             return name, _command(name) if found else self.commands[name], args[1:]
         return super().resolve_command(ctx, args)

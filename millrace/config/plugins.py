@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -50,6 +51,46 @@ OWN: dict[str, dict[str, str]] = {
 """The parts of the package: `module:attribute` by group and name."""
 
 
+def _takes(part: Any, *arguments: Any, **keywords: Any) -> bool:
+    """Whether a part can be called with these arguments."""
+    try:
+        inspect.signature(part).bind(*arguments, **keywords)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C has no signature
+        return True
+    return True
+
+
+def _has(part: Any, *methods: str) -> bool:
+    return all(callable(getattr(part, method, None)) for method in methods)
+
+
+FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "commands": (
+        lambda part: callable(part) and not isinstance(part, type),
+        "a function or a typer.Typer",
+    ),
+    "rollout_engines": (
+        lambda part: _takes(part, None, None, ""),
+        "a function build(sides, model, model_folder)",
+    ),
+    "train_engines": (
+        lambda part: _takes(part, None, "", rank=0, world_size=1),
+        "a function build(config, model_folder, *, rank, world_size)",
+    ),
+    "trackers": (
+        lambda part: isinstance(part, type) and _has(part, "write", "close") and _takes(part, None),
+        "a class that takes `about` and has write and close",
+    ),
+    "environments": (
+        lambda part: _has(part, "reset" if isinstance(part, type) else "open_environments"),
+        "a class with reset, or a module with open_environments(value, deadline_s)",
+    ),
+}
+"""The form of a part of another package by group: a check of it, and its words."""
+
+
 class Named(NamedTuple):
     """Marks a key, or an element of its list, that names a part of a group."""
 
@@ -89,14 +130,24 @@ def find(key: str, name: str, named: Named, form: str = "{}") -> EntryPoint | No
     if givers and not (parts and _missing(parts[0])):
         return parts[0] if parts else None
     known = named.names
-    near = difflib.get_close_matches(name, known, 1, 0.5) or known[:1]
-    fix = f"{form.format(*near)}, one of {' | '.join(known)}" if near else "no package gives one"
+    near = [form.format(name) for name in difflib.get_close_matches(name, known, 1, 0.5)]
+    fix = ", ".join([*near, f"one of {' | '.join(known)}"] if known else ["no package gives one"])
     if givers:
         rule = f"the folder of {parts[0].module} is missing in this installation of millrace"
         raise bad_value(
             key, name, rule, f"install millrace again, with its folder extras; or {fix}"
         )
+    if part := elsewhere(name):
+        rule = f"the package {package_of(part)} gives this name in the group {part.group}"
+        raise bad_value(key, name, rule, f"the group millrace.{named.group} there; or {fix}")
+    fix += "" if near else "; or pip install the package that gives it"
     raise bad_value(key, name, "no installed package gives this name", fix)
+
+
+def elsewhere(name: str) -> EntryPoint | None:
+    """Return the part of another package with this name, of any group, also a mistyped one."""
+    given = installed().select(name=name)
+    return next((part for part in given if part.group.startswith("millrace.")), None)
 
 
 def load(key: str, name: str, group: str) -> Any:
@@ -106,7 +157,7 @@ def load(key: str, name: str, group: str) -> Any:
     if part.dist is None:
         return part.load()
     try:
-        return part.load()
+        found = part.load()
     except MillraceError:
         raise
     except (Exception, SystemExit) as error:
@@ -114,21 +165,11 @@ def load(key: str, name: str, group: str) -> Any:
         rule = f"the package {package_of(part)} gives {part.value}, and importing it raised {cause}"
         fix = f"correct it; try `python -c 'import {part.module}'`"
         raise bad_value(key, name, rule, fix) from error
-
-
-def load_factory(key: str, name: str, group: str, *given: str, **named: Any) -> Any:
-    """Return the factory of a name. Raises ConfigError unless it takes these arguments."""
-    factory = load(key, name, group)
-    try:
-        inspect.signature(factory).bind(*given, **named)
-    except TypeError as error:  # also if it cannot be called
-        form = ", ".join([*given, *(["*", *named] if named else [])])
-        part = find(key, name, Named(group))
-        rule = f"{part and part.value} cannot be called: {error}"
-        raise bad_value(
-            key, name, rule, f"a function build({form}), as in docs/plugins.md"
-        ) from None
-    return factory
+    fits, needed = FORMS.get(group, (lambda _: True, ""))
+    if not fits(found):
+        rule = f"the package {package_of(part)} gives {part.value}, which is not {needed}"
+        raise bad_value(key, name, rule, f"name {needed} there")
+    return found
 
 
 def load_given(key: str, name: str, group: str) -> Any:

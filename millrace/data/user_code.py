@@ -29,6 +29,10 @@ def check_name(key: str, spec: str) -> None:
         is_file = spec.rstrip(":").endswith(".py")
         fix = f"{spec.rstrip(':')}:NAME of the function" if is_file else "one of these forms"
         raise bad_value(key, spec, "must be path.py:name or module:name", fix)
+    if "/" in where and not where.endswith(".py"):
+        is_file = Path(f"{where}.py").expanduser().is_file()
+        fix = f"{where}.py:{name}" if is_file else "a path that ends with .py"
+        raise bad_value(key, spec, "must be path.py:name or module:name", fix)
     check_file(key, spec, where, f":{name}")
 
 

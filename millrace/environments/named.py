@@ -88,11 +88,15 @@ def check_environment(value: str) -> None:
     kind, colon, rest = value.partition(":")
     names = plugins.names("environments")
     forms = {name: name for name in (*OWN, *names)} | KINDS
-    if value in OWN or kind in {*names, *plugins.OWN["environments"]}:
+    given = value in OWN or kind in {*names, *plugins.OWN["environments"]}
+    if given or plugins.elsewhere(kind):
         plugins.find(KEY, kind, plugins.Named("environments", tuple(OWN)), f"{KEY}={{}}")
         if kind in KINDS and not rest.strip():
             raise bad_value(KEY, value, "is not the name of an environment", KINDS[kind])
-        if value not in OWN and (check := getattr(_part(kind), "check", None)):
+        part = None if value in OWN else _part(kind)
+        if colon and isinstance(part, type):
+            raise bad_value(KEY, value, f"{kind} is a class, and takes no value", f"{KEY}={kind}")
+        if check := getattr(part, "check", None):
             check(value)
     elif not colon or not (value.rpartition(":")[0].endswith(".py") or "." in value):
         near = difflib.get_close_matches(kind, forms, 1)

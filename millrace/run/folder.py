@@ -152,8 +152,11 @@ def open_eval_dir(config: Config, root: Path = Path("runs")) -> RunDir:
     if resume == "auto":
         run, checkpoint, notes = _newest(Path(run_dir) if run_dir else None, root, config.name)
         if checkpoint is None:
+            if run is None:
+                rule = f"no run of {config.name} in {root} has a whole checkpoint"
+                raise bad_value("trainer.resume", resume, rule, "trainer.run_dir=RUN names the run")
             raise bad_value(
-                "trainer.run_dir", str(run or ""), "has no whole checkpoint", "another run folder"
+                "trainer.run_dir", str(run), "has no whole checkpoint", "another run folder"
             )
     elif resume not in ("never", "auto"):
         checkpoint = _checkpoint(resume)

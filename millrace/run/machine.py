@@ -32,12 +32,12 @@ def check_machine(config: Config) -> None:
 
 def _check_factories(config: Config) -> None:
     """Raise ConfigError if an engine of another package cannot be built, before a worker tries."""
-    if (name := config.rollout.engine) not in plugins.OWN["rollout_engines"]:
-        sides = ("sides", "model", "model_folder")
-        plugins.load_factory("rollout.engine", name, "rollout_engines", *sides)
-    if (name := config.trainer.engine) not in plugins.OWN["train_engines"]:
-        given = ("config", "model_folder")
-        plugins.load_factory("trainer.engine", name, "train_engines", *given, rank=0, world_size=1)
+    for section, engine, group in (
+        ("rollout", config.rollout.engine, "rollout_engines"),
+        ("trainer", config.trainer.engine, "train_engines"),
+    ):
+        if engine not in plugins.OWN[group]:
+            plugins.load(f"{section}.engine", engine, group)
 
 
 def _check_device(trainer: TrainerConfig) -> None:

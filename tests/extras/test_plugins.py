@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -131,6 +132,51 @@ def test_a_malformed_entry_point_is_refused_where_it_is_named(give: Give) -> Non
     assert shown.exit_code == 0 and "broken" in shown.stdout
     typed = CliRunner().invoke(app, ["bad"])
     assert isinstance(typed.exception, ConfigError) and "broken" in str(typed.exception)
+
+
+CODE = """
+class Thing: ...
+class Game:
+    def reset(self, **row): ...
+def act(): ...
+"""
+
+
+@pytest.mark.parametrize("part", ["parts", "parts:Thing", "parts:act"])
+def test_a_part_of_another_form_is_refused_with_the_form(give: Give, part: str) -> None:
+    groups = ["environments", "rollout_engines", "train_engines", "trackers"]
+    groups += [] if part == "parts:act" else ["commands"]  # a function is a command
+    give("parts", CODE, **dict.fromkeys(groups, f"thing = {part}"))
+    for group in groups:
+        with pytest.raises(ConfigError) as caught:
+            plugins.load("KEY", "thing", group)
+        text = str(caught.value)
+        assert text.startswith(f"KEY = 'thing': the package parts gives {part}")
+        assert plugins.FORMS[group][1] in text.partition("Fix: ")[2]
+
+
+def test_a_name_of_another_group_is_refused_with_both_groups(give: Give) -> None:
+    give("parts", CODE, tracker="csv = parts:Thing", train_engines="big = parts:act")
+    for override, given in (
+        ("trainer.logger=[csv]", "tracker"),
+        ("rollout.engine=big", "train_engines"),
+        ("agents.environment=big", "train_engines"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            recipe.load("quickstart", [override])
+            check_environment(override.partition("=")[2])
+        rule, _, fix = str(caught.value).partition("Fix: ")
+        assert rule.startswith(override.partition("=")[0])
+        assert re.search(rf"millrace\.{given}\b", rule) and "millrace." in fix
+    refused = CliRunner().invoke(app, ["big"])
+    assert "millrace.commands" in str(refused.exception)
+
+
+def test_a_class_takes_no_value(give: Give) -> None:
+    give("parts", CODE, environments="game = parts:Game")
+    check_environment("game")
+    with pytest.raises(ConfigError, match=r"'game:hard'.*Fix: agents.environment=game\b"):
+        check_environment("game:hard")
 
 
 def test_keys_of_an_engine_are_left_to_it(give: Give) -> None:

@@ -240,3 +240,8 @@ def test_a_path_that_cannot_be_looked_at_is_refused_by_its_key(
     path = tmp_path / ("x" * 300)
     with pytest.raises(ConfigError, match=f"{key} = "):
         open_run_dir(config_of(f"trainer.resume={resume}", f"{key}={path}"))
+
+
+def test_an_evaluation_of_no_run_asks_for_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer.resume = 'auto'.*Fix: trainer.run_dir="):
+        open_eval_dir(config_of("trainer.resume=auto"), tmp_path / "runs")

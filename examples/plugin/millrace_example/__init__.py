@@ -11,7 +11,7 @@ import typer
 from millrace.environments.chat import OneAnswer, Start
 from millrace.environments.prompts import messages_of
 from millrace.observe.trackers import About
-from millrace.persist.run_reader import RunReader
+from millrace.persist.run_reader import METRICS, RunReader, check
 from millrace.types import Prompt, Score
 
 
@@ -47,5 +47,6 @@ class PartlySorted(OneAnswer):
 
 def rewards(run: Annotated[Path, typer.Argument(metavar="RUN")]) -> None:
     """Print the mean reward of each version: `millrace rewards RUN`."""
+    check(run, METRICS)
     for version, row in RunReader(run).read().rows.items():
         typer.echo(f"{version:4} {row['reward/mean']:.3f}")
