@@ -24,8 +24,8 @@ def export(checkpoint: Path, folder: Path, dtype: str = "") -> dict[str, Any]:
     """Write a checkpoint's policy as a model folder.
 
     The checkpoint may come from any number of ranks. `dtype` is float32 or bfloat16. Without it,
-    the weights have the dtype of the start model, or that of training if it is neither. Raises
-    ConfigError if `checkpoint` is not whole or `folder` is not empty.
+    the weights have the dtype of the user's start model, or that of training if there is none or it
+    is neither. Raises ConfigError if `checkpoint` is not whole or `folder` is not empty.
     """
     if dtype and dtype not in DTYPES:
         raise bad_value("--dtype", dtype, f"must be one of {', '.join(DTYPES)}", "bfloat16")
@@ -40,7 +40,8 @@ def export(checkpoint: Path, folder: Path, dtype: str = "") -> dict[str, Any]:
     alone = {"device": "cpu", "fsdp_size": 0, "engine": "fsdp"}
     on_cpu = config.trainer.model_copy(update=alone)
     start = json.loads((checkpoint / "model" / "config.json").read_text())
-    known = dtype or start.get("dtype") or start.get("torch_dtype")
+    own = (start.get("dtype") or start.get("torch_dtype")) if config.model.path else None
+    known = dtype or own
     dtype = known if known in DTYPES else config.model.dtype
     weights = config.model.model_copy(update={"dtype": dtype})
     config = config.model_copy(update={"trainer": on_cpu, "model": weights})
