@@ -131,7 +131,7 @@ def paced(name: str, folder: Path, seconds: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trackers", default=",".join(trackers.TRACKERS))
+    parser.add_argument("--trackers", default=",".join(trackers.NEEDS))
     parser.add_argument("--version-s", type=float, default=1.0)
     parser.add_argument("--versions", type=int, default=5)
     parser.add_argument("--repetitions", type=int, default=5)

@@ -222,6 +222,8 @@ class Chat:
         Such a text is an argument of a tool call, or the reasoning.
         """
         beside = [{k: v for k, v in m.items() if k not in ("role", "content")} for m in messages]
+        if not any(beside):
+            return
         text = json.dumps(beside, ensure_ascii=False)
         if (token := special.search(text)) is None:
             return

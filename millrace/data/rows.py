@@ -244,9 +244,10 @@ def _no_media(where: str, row: Row, prompt: Messages | str) -> None:
     marked = {kind for kind in _MEDIA[::2] if f"<{kind}>" in text}
     for name, value in row.items():
         # Other columns may have such a name, such as `image_width`. A mark in the prompt decides.
-        # It may be a tag of HTML, and the column words on it, such as `image_hint`.
-        words = isinstance(value, str) and len(value.split()) > 1
-        about = name in _MEDIA or (any(name.startswith(kind) for kind in marked) and not words)
+        about = name in _MEDIA
+        if not about and any(name.startswith(kind) for kind in marked):
+            # The mark may be a tag of HTML, and the column words on it, such as `image_hint`.
+            about = not (isinstance(value, str) and len(value.split()) > 1)
         if about and isinstance(value, list | dict | bytes | str) and value:
             rule = "prompts are text, so the policy would not see it"
             raise bad_row(f"{where}, {name}", value, rule, "delete the column, or the row")

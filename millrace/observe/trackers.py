@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+from millrace.config import plugins
+from millrace.config.trainer_keys import LOGGERS
 from millrace.errors import INSTALL, MissingDependency, bad_value
 from millrace.observe.background import Background, Row, Tracker, text_of
 from millrace.process.files import replace_file
@@ -254,18 +256,28 @@ class Prometheus:
         self._server.server_close()
 
 
-TRACKERS: dict[str, tuple[Callable[[About], Tracker], str, str]] = {
-    "mlflow": (MLflow, "mlflow", "mlflow-skinny"),
-    "prometheus": (Prometheus, "prometheus_client", "prometheus_client"),
-    "trackio": (Trackio, "trackio", "trackio"),
-    "wandb": (Wandb, "wandb", "wandb"),
+NEEDS = {
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "prometheus": ("prometheus_client", "prometheus_client"),
+    "trackio": ("trackio", "trackio"),
+    "wandb": ("wandb", "wandb"),
 }
-"""The class of each name in trainer.logger, the module that it needs, and its name in INSTALL."""
+"""The module that each tracker of the package needs, and its name in INSTALL."""
+
+
+def _makers(loggers: Sequence[str]) -> dict[str, Callable[[About], Tracker]]:
+    """Return the class of each tracker that `loggers` names. Raises ConfigError."""
+    names = [name for name in dict.fromkeys(loggers) if name not in LOGGERS.others]
+    return {name: plugins.load("trainer.logger", name, LOGGERS.group) for name in names}
 
 
 def check(loggers: Sequence[str]) -> None:
-    """Raise MissingDependency without a library, and ConfigError without the key of wandb."""
-    for name, (_, module, package) in TRACKERS.items():
+    """Raise MissingDependency without a library, and ConfigError without the key of wandb.
+
+    Raise ConfigError too for a tracker of another package that cannot be used.
+    """
+    _makers(loggers)
+    for name, (module, package) in NEEDS.items():
         if name in loggers and importlib.util.find_spec(module) is None:
             raise MissingDependency(
                 f"trainer.logger={name} needs {package}, which is not installed here. "
@@ -317,8 +329,7 @@ def start(loggers: Sequence[str], about: About, note: Callable[[str], None]) -> 
             pause_s=PAUSE_S,
             abandon=_end_wandb if name == "wandb" else lambda: None,
         )
-        for name, (make, *_) in TRACKERS.items()
-        if name in loggers
+        for name, make in _makers(loggers).items()
     ]
 
 

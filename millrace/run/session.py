@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from millrace.config import Config, plugins
+from millrace.config import Config
 from millrace.config.keys import NO_PROGRESS, Derived, ResumeProgress
-from millrace.config.trainer_keys import LOGGERS
 from millrace.errors import MillraceError, bad_value
 from millrace.observe import trackers
 from millrace.observe.metrics import RunCounts
@@ -127,15 +126,6 @@ class Session:
         )
 
 
-def _add_trackers(loggers: Sequence[str]) -> None:
-    """Add the trackers of other packages to the table of all. Raises ConfigError."""
-    for name in loggers:
-        part = plugins.find("trainer.logger", name, LOGGERS)
-        if part is not None and part.dist is not None:
-            tracker = plugins.load("trainer.logger", name, "trackers")
-            trackers.TRACKERS[name] = (tracker, part.module, name)
-
-
 @asynccontextmanager
 async def open_session(
     config: Config,
@@ -153,7 +143,6 @@ async def open_session(
     trains = open_dir is open_run_dir
     run: RunDir | None = None
     if trains and rollout:
-        _add_trackers(config.trainer.logger)
         trackers.check(config.trainer.logger)
     # A long load runs in a thread, so that Ctrl-C reaches the event loop and ends it at once.
     with starting("data"):

@@ -266,7 +266,7 @@ def test_wandb_needs_a_key_or_its_offline_mode(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-@pytest.mark.parametrize("name", trackers.TRACKERS)
+@pytest.mark.parametrize("name", trackers.NEEDS)
 def test_a_missing_library_is_an_error_with_its_command(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,7 +153,7 @@ class DeviceAccount:
             if not self._tools:
                 return  # Else it may change what idle replicas wait for.
         elif event.track == "samples":
-            pass  # It may, too.
+            pass  # Samples say nothing of devices.
         elif event.track == "trainer" and (event.phase == "state" or name == "relabelled"):
             self._trainer(event)
         elif name == "replica_stale" and event.track not in self._replicas:

@@ -77,7 +77,10 @@ class Trainable(Learner):
 
     def warm_up(self) -> None:
         """Let torch compile both passes, on a few rows. The weights stay, and no gradient is left."""
-        rows = rows_of_examples([(WARM_UP, WARM_UP), (WARM_UP, WARM_UP[1:])])
+        # A long and a short row for each rank. One without rows would compile for one token alone.
+        each = self.world_size // self.division.ranks
+        rows = rows_of_examples([(WARM_UP, WARM_UP), (WARM_UP, WARM_UP[1:])] * each)
+        members = np.arange(2 * each)
 
         def loss_of(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
             loss = 0.0 * outputs[0].sum()
@@ -85,10 +88,10 @@ class Trainable(Learner):
 
         with doing(f"compiling the {self.name}"):
             with torch.no_grad():
-                for micro, _ in self.micro_batches(rows, np.arange(2)):
+                for micro, _ in self.micro_batches(rows, members):
                     self.module(micro, 1.0)
             if self.parameters:
-                self.accumulate(rows, np.arange(2), 1.0, loss_of, Meter(("loss",)))
+                self.accumulate(rows, members, 1.0, loss_of, Meter(("loss",)))
                 self.module.zero_grad()
             if isinstance(self.module, FSDPModule):
                 reshard(self.module)

@@ -434,3 +434,22 @@ def test_the_tokenizer_goes_along_with_an_export(folder: str, tmp_path: Path) ->
     asyncio.run(engine.export(str(tmp_path / "export")))
     assert (tmp_path / "export" / "tokenizer.json").read_text() == "{}"
     assert (tmp_path / "export" / "additional_chat_templates" / "tool_use.jinja").is_file()
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_a_warm_up_has_rows_for_every_rank(folder: str, ranks: int) -> None:
+    """A rank without rows reads one token, and torch compiles a graph for that size alone."""
+    engine = built(folder)
+    engine.actor.world_size, seen = ranks, list[tuple[int, int]]()
+    real = engine.actor.micro_batches
+
+    def micro_batches(rows: Any, members: Any) -> Any:
+        for rank in range(ranks):
+            engine.actor.data_rank = rank
+            seen.extend((rank, len(micro.input_ids)) for micro, _ in real(rows, members))
+        return iter(())
+
+    engine.actor.micro_batches = micro_batches  # type: ignore[method-assign]
+    engine.actor.warm_up()
+    assert {rank for rank, _ in seen} == set(range(ranks))
+    assert all(size > 1 for _, size in seen)
