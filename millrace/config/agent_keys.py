@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from millrace.config.facts import Fixed
 from millrace.config.section import Section
 from millrace.errors import bad_value
 
@@ -30,21 +31,38 @@ READ = (
 """Any other key is read by all of them."""
 
 
+def _same_server_elsewhere(now: Any, before: Any, key: str) -> bool:
+    """Return whether only the address of an environment's server differs."""
+    values = now.agents.environment, before.agents.environment
+    kinds = {value.partition(":http")[0] for value in values}
+    return all(":http" in value for value in values) and len(kinds) == 1
+
+
+_PLAYED = "its episodes in flight were played with it"
+_NO_PROGRAM = Fixed(
+    "its episodes in flight have no program",
+    lambda now, before, key: now.agents.served and before.agents.served,
+    "a change between a program and none",
+)
+
+
 class AgentConfig(Section):
-    program: str = ""
+    program: Annotated[str, _NO_PROGRAM] = ""
     """An agent program: `path.py:function` with `async def function(client, task) -> float`.
 
     It runs in the driver. `client` is an `openai.AsyncOpenAI`, and `task` a dict.
     """
-    command: str = ""
+    command: Annotated[str, _NO_PROGRAM] = ""
     """An agent program with a process of its own for each episode, such as `python my_agent.py`.
 
     It gets OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and
     MILLRACE_TASK, the path of a JSON file. Its last line of output is `{"reward": 1.0}`.
     """
-    remote: bool = False
+    remote: Annotated[bool, _NO_PROGRAM] = False
     """Let workers elsewhere claim episodes at the endpoint, as docs/programs.md says."""
-    environment: str = ""
+    environment: Annotated[
+        str, Fixed(_PLAYED, _same_server_elsewhere, "another one, but not another address")
+    ] = ""
     """An environment by name, such as `chase`, `openenv:http://HOST:PORT` or `path.py:Class`.
 
     A class is a chat environment of millrace, or one in TRL's form.
@@ -54,13 +72,18 @@ class AgentConfig(Section):
 
     `process` sets limits alone. It guards against accidents, and is no boundary.
     """
-    tools: str = ""
+    tools: Annotated[str, Fixed(_PLAYED)] = ""
     """Function tools for the policy: a Python file, as verl's function_tool_path."""
-    tool_config_path: str = ""
+    tool_config_path: Annotated[str, Fixed(_PLAYED)] = ""
     """Tools in verl's form: a YAML file."""
-    tool_format: Literal["hermes", "json", "qwen", "line"] = "hermes"
+    tool_format: Annotated[
+        Literal["hermes", "json", "qwen", "line"],
+        Fixed("its turns in flight were drawn and kept by it"),
+    ] = "hermes"
     """How the model writes tool calls."""
-    history: Literal["keep", "template"] = "keep"
+    history: Annotated[
+        Literal["keep", "template"], Fixed("its turns in flight were drawn and kept by it")
+    ] = "keep"
     """What happens where the chat template rewrites history, for example drops earlier thinking.
 
     `keep` extends the drawn tokens as they are. `template` opens a new thread, as a server that
@@ -106,7 +129,9 @@ class AgentConfig(Section):
     """Seconds after the last sign of life in which a remote worker loses its episode."""
     env: tuple[str, ...] = ()
     """Names of the user's environment variables that agents.command gets too."""
-    train_models: tuple[str, ...] = ()
+    train_models: Annotated[
+        tuple[str, ...], Fixed("its turns in flight were drawn and kept by it")
+    ] = ()
     """Model names whose turns are trained. Empty trains all. Other turns are served and counted."""
 
     @property

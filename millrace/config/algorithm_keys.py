@@ -9,6 +9,7 @@ from pydantic import Field
 from millrace.algorithms.modes import JOINT, SEQUENCE_LEVEL, AggMode, LossMode
 from millrace.algorithms.norm_options import Level, NormOptions
 from millrace.config.correction_keys import CorrectionConfig
+from millrace.config.facts import Compared, Past, ReadWith, Switch
 from millrace.config.optim_keys import OptimConfig
 from millrace.config.section import Section
 from millrace.errors import bad_value
@@ -17,13 +18,25 @@ KlType = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "abs+", "k2+", "k3+", "low_var_kl+"
 ]
 
+_NO_REFERENCE = Compared("a change that adds or removes the reference policy")
+_GAE = {"algorithm.adv_estimator": ("gae",)}
+_BY_STD = {".adv_estimator": ("grpo", "grpo_passk", "gdpo")}
+
+
+def _loss(*modes: str) -> ReadWith:
+    return ReadWith({".loss_mode": modes})
+
+
+def _estimator(*names: str) -> ReadWith:
+    return ReadWith({".adv_estimator": names})
+
 
 class PolicyLossConfig(Section):
     loss_mode: LossMode = "vanilla"
     """Policy loss. docs/algorithms.md has the formulas."""
-    tau_pos: float = Field(1.0, gt=0)
+    tau_pos: Annotated[float, _loss("sapo")] = Field(1.0, gt=0)
     """sapo: temperature of the gate for positive advantages."""
-    tau_neg: float = Field(1.05, gt=0)
+    tau_neg: Annotated[float, _loss("sapo")] = Field(1.05, gt=0)
     """sapo: temperature of the gate for zero and negative advantages."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """vanilla, cispo, sapo: the ratio of each token, or that of its whole response (as in gspo).
@@ -31,35 +44,35 @@ class PolicyLossConfig(Section):
     The ratio of a response is the geometric mean of its tokens' ratios. vanilla with sequence is
     gspo with dual clip.
     """
-    vespo_k_pos: float = Field(2.0, ge=0)
+    vespo_k_pos: Annotated[float, _loss("vespo")] = Field(2.0, ge=0)
     """vespo: exponent of the response's ratio for positive advantages."""
-    vespo_lambda_pos: float = Field(3.0, gt=0)
+    vespo_lambda_pos: Annotated[float, _loss("vespo")] = Field(3.0, gt=0)
     """vespo: decay by the response's ratio for positive advantages."""
-    vespo_k_neg: float = Field(3.0, ge=0)
+    vespo_k_neg: Annotated[float, _loss("vespo")] = Field(3.0, ge=0)
     """vespo: exponent of the response's ratio for zero and negative advantages."""
-    vespo_lambda_neg: float = Field(2.0, gt=0)
+    vespo_lambda_neg: Annotated[float, _loss("vespo")] = Field(2.0, gt=0)
     """vespo: decay by the response's ratio for zero and negative advantages."""
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
     """Share of the mini-batch's tokens that have a policy loss: those of highest entropy.
 
     1 means all. The others still count in denominators.
     """
-    clip_cov_ratio: float = Field(2e-4, gt=0, le=1)
+    clip_cov_ratio: Annotated[float, _loss("clip_cov")] = Field(2e-4, gt=0, le=1)
     """clip_cov: share of the mini-batch's tokens that are detached."""
-    clip_cov_lb: float = 1.0
+    clip_cov_lb: Annotated[float, _loss("clip_cov")] = 1.0
     """clip_cov: a token may be detached only if its covariance is at least this."""
-    clip_cov_ub: float = 5.0
+    clip_cov_ub: Annotated[float, _loss("clip_cov")] = 5.0
     """clip_cov: a token may be detached only if its covariance is at most this."""
-    kl_cov_ratio: float = Field(2e-4, gt=0, le=1)
+    kl_cov_ratio: Annotated[float, _loss("kl_cov")] = Field(2e-4, gt=0, le=1)
     """kl_cov: share of the mini-batch's tokens that get a KL penalty.
 
     The tokens with the largest covariance are chosen.
     """
-    ppo_kl_coef: float = Field(0.1, ge=0)
+    ppo_kl_coef: Annotated[float, _loss("kl_cov")] = Field(0.1, ge=0)
     """kl_cov: weight of that penalty."""
-    dppo_clip_c: float = Field(20.0, gt=1)
+    dppo_clip_c: Annotated[float, _loss("dppo_tv", "dppo_kl")] = Field(20.0, gt=1)
     """dppo_tv, dppo_kl: upper bound on the ratio that weights a token."""
-    dro_beta: float = Field(0.05, gt=0)
+    dro_beta: Annotated[float, _loss("dro")] = Field(0.05, gt=0)
     """dro: weight of the squared log-ratio, on the scale of the advantages."""
 
     def check(self) -> None:
@@ -115,18 +128,20 @@ class ActorConfig(Section):
     seq-mean-token-mean for gspo, sapo, geo_mean and importance_sampling_level=sequence, and
     token-mean for all others.
     """
-    loss_scale_factor: float = Field(0.0, ge=0)
+    loss_scale_factor: Annotated[
+        float, ReadWith({".loss_agg_mode": ("seq-mean-token-sum-norm",)})
+    ] = Field(0.0, ge=0)
     """Divisor of seq-mean-token-sum-norm. 0 means rollout.max_response_length."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
-    use_kl_loss: bool = False
+    use_kl_loss: Annotated[bool, Switch(), _NO_REFERENCE] = False
     """Add the KL to the reference policy to the loss.
 
     The reference policy has the weights that RL started from.
     """
-    kl_loss_coef: float = Field(0.001, ge=0)
+    kl_loss_coef: Annotated[float, ReadWith({".use_kl_loss": (True,)})] = Field(0.001, ge=0)
     """Weight of that KL."""
-    kl_loss_type: KlType = "low_var_kl"
+    kl_loss_type: Annotated[KlType, ReadWith({".use_kl_loss": (True,)})] = "low_var_kl"
     """Estimator of that KL.
 
     A name with + has the value of the named estimator and the gradient of k2, which is the gradient
@@ -165,14 +180,16 @@ class ActorConfig(Section):
 class CriticConfig(Section):
     optim: OptimConfig = OptimConfig(lr=1e-5)
     """The critic's optimizer. Its schedule ends at the same step as the policy's."""
-    cliprange_value: float = Field(0.5, gt=0)
+    cliprange_value: Annotated[float, ReadWith(_GAE)] = Field(0.5, gt=0)
     """Largest useful distance of a value from the critic's value at the batch's arrival.
 
     The value loss rewards no move beyond it.
     """
-    loss_fn_type: Literal["mse", "huber"] = "mse"
+    loss_fn_type: Annotated[Literal["mse", "huber"], ReadWith(_GAE)] = "mse"
     """Value loss: half the squared error, or Huber's, which is linear beyond huber_delta."""
-    huber_delta: float = Field(10.0, gt=0)
+    huber_delta: Annotated[float, ReadWith(_GAE | {".loss_fn_type": ("huber",)})] = Field(
+        10.0, gt=0
+    )
     """huber: the error beyond which the loss is linear."""
 
     def check(self) -> None:
@@ -180,26 +197,36 @@ class CriticConfig(Section):
 
 
 class KlCtrlConfig(Section):
-    type: Literal["fixed", "adaptive"] = "fixed"
+    type: Annotated[
+        Literal["fixed", "adaptive"], ReadWith({"algorithm.use_kl_in_reward": (True,)})
+    ] = "fixed"
     """fixed keeps the coefficient. adaptive steers it so that the KL reaches target_kl."""
-    kl_coef: float = Field(0.001, ge=0)
+    kl_coef: Annotated[
+        float,
+        ReadWith({"algorithm.use_kl_in_reward": (True,)}),
+        Past(
+            "the adaptive coefficient continues from the checkpoint",
+            lambda now, before, key: now.algorithm.kl_ctrl.type == "fixed",
+            "another value with the adaptive controller",
+        ),
+    ] = Field(0.001, ge=0)
     """The coefficient, or the first coefficient if type is adaptive."""
-    target_kl: float = Field(0.1, gt=0)
+    target_kl: Annotated[float, ReadWith({".type": ("adaptive",)})] = Field(0.1, gt=0)
     """adaptive: the KL per token to reach."""
-    horizon: int = Field(10000, ge=1)
+    horizon: Annotated[int, ReadWith({".type": ("adaptive",)})] = Field(10000, ge=1)
     """adaptive: over this many trajectories, the coefficient changes by at most a fifth."""
 
 
 class NormConfig(Section):
     mean_level: Level | None = None
     """Subtract the mean of the batch or of the group. null subtracts none."""
-    mean_leave1out: bool = False
+    mean_leave1out: Annotated[bool, ReadWith({".mean_level": ("group", "batch")})] = False
     """Leave each value out of its own mean."""
     std_level: Level | None = None
     """Divide by the standard deviation of the batch or of the group. null does not divide."""
-    std_unbiased: bool = True
+    std_unbiased: Annotated[bool, ReadWith({".std_level": ("group", "batch")})] = True
     """Divide the squares by n - 1, and not by n."""
-    eps: float = Field(1e-5, gt=0)
+    eps: Annotated[float, ReadWith({".std_level": ("group", "batch")})] = Field(1e-5, gt=0)
     """Added to the standard deviation."""
 
     @property
@@ -218,19 +245,19 @@ class NormConfig(Section):
 
 
 class FilterGroupsConfig(Section):
-    enable: bool = False
+    enable: Annotated[bool, Switch()] = False
     """Dynamic sampling (DAPO).
 
     Drop a sample if all its trajectories have the same outcome. It counts as `equal_outcomes`, and
     another prompt takes its slot at once.
     """
-    metric: str = "score"
+    metric: Annotated[str, ReadWith({".enable": (True,)})] = "score"
     """The outcome to compare.
 
     It is score (before any shaping), reward (after shaping), or a component that the reward
     function returns, such as acc.
     """
-    max_num_gen_batches: int = Field(20, ge=0)
+    max_num_gen_batches: Annotated[int, ReadWith({".enable": (True,)})] = Field(20, ge=0)
     """The run fails if more than this many windows of samples are dropped for one version.
 
     0 sets no limit.
@@ -253,16 +280,29 @@ Estimator = Literal[
 
 
 class AlgorithmConfig(Section):
-    adv_estimator: Estimator = "grpo"
+    adv_estimator: Annotated[
+        Estimator,
+        Compared(
+            "a change to or from gae or remax, and with gdpo a reward without the components of the finished samples"
+        ),
+    ] = "grpo"
     """Advantage estimator. docs/algorithms.md has the formulas. gae trains a critic."""
-    norm_adv_by_std_in_grpo: bool = True
+    norm_adv_by_std_in_grpo: Annotated[bool, Switch(), ReadWith(_BY_STD, {"rollout.n": (1,)})] = (
+        True
+    )
     """grpo, grpo_passk, gdpo: divide advantages by the group's standard deviation.
 
     false is Dr.GRPO.
     """
-    epsilon: float = Field(1e-6, gt=0)
+    epsilon: Annotated[
+        float,
+        ReadWith(
+            {".adv_estimator": ("gpg",), ".f_norm": ("std",)},
+            _BY_STD | {".norm_adv_by_std_in_grpo": (True,)},
+        ),
+    ] = Field(1e-6, gt=0)
     """grpo, grpo_passk, gdpo, gpg: added to the group's standard deviation."""
-    f_norm: Annotated[float, Field(gt=0)] | Literal["std"] = 1.0
+    f_norm: Annotated[Annotated[float, Field(gt=0)] | Literal["std"], _estimator("gpg")] = 1.0
     """gpg: divisor of the advantages, a number or std, the group's standard deviation."""
     reward_norm: NormConfig = NormConfig()
     """Normalisation of the scores before the estimator (AReaL)."""
@@ -271,25 +311,28 @@ class AlgorithmConfig(Section):
 
     It replaces the whitening of estimators that whiten.
     """
-    gamma: float = Field(1.0, gt=0, le=1)
+    gamma: Annotated[float, _estimator("gae", "reinforce_plus_plus")] = Field(1.0, gt=0, le=1)
     """gae, reinforce_plus_plus: discount of later rewards."""
-    lam: float = Field(1.0, ge=0, le=1)
+    lam: Annotated[float, _estimator("gae")] = Field(1.0, ge=0, le=1)
     """gae: lambda."""
     bootstrap_truncated: bool = False
     """gae: bootstrap responses that the length limit cuts (T-PPO's EGAE).
 
     Their return ends with the critic's value in place of their score.
     """
-    gdpo_reward_keys: tuple[str, ...] = ()
+    gdpo_reward_keys: Annotated[tuple[str, ...], _estimator("gdpo")] = ()
     """gdpo: names of the reward's components. Empty means all components."""
-    gdpo_reward_weights: tuple[float, ...] = ()
+    gdpo_reward_weights: Annotated[tuple[float, ...], _estimator("gdpo")] = ()
     """gdpo: one weight for each of these components. Empty means 1 for each."""
-    use_kl_in_reward: bool = False
+    use_kl_in_reward: Annotated[bool, Switch(), _NO_REFERENCE] = False
     """Subtract the KL to the reference policy from the reward of each token.
 
     The KL is multiplied by kl_ctrl's coefficient.
     """
-    kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "kl"
+    kl_penalty: Annotated[
+        Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"],
+        ReadWith({".use_kl_in_reward": (True,)}),
+    ] = "kl"
     """Estimator of that KL."""
     kl_ctrl: KlCtrlConfig = KlCtrlConfig()
     """Coefficient of that KL."""

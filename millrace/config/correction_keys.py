@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,7 @@ from millrace.algorithms.correction_plan import (
     parse_rules,
     parse_threshold,
 )
+from millrace.config.facts import ReadWith
 from millrace.config.section import Section
 from millrace.errors import bad_value
 
@@ -37,7 +38,9 @@ class CorrectionConfig(Section):
     old policy (see proximal). With true, it is that of the current policy, and the loss must have
     no ratio (gpg, reinforce).
     """
-    rollout_is_threshold: float | str = 2.0
+    rollout_is_threshold: Annotated[
+        float | str, ReadWith({".rollout_is": ("token", "sequence", "geometric")})
+    ] = 2.0
     """A number is an upper bound: larger weights become the bound (TIS).
 
     A pair "lo_hi" sets weights outside of it to 0 (IcePop).

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from millrace.config.facts import STREAM, Fixed, NoEffectOnWeights
 from millrace.config.reward_keys import MixedReward, OneReward, check_mix
 from millrace.config.section import Section, Sources
 from millrace.errors import bad_value
 
 
+def _same_reading(now: Any, before: Any, key: str) -> bool:
+    """Return whether the built model of both has no chat template, and none is demanded."""
+    return not now.model.path and "always" not in (now.data.chat, before.data.chat)
+
+
 class DataConfig(Section):
-    train_files: Sources = ()
+    train_files: Annotated[Sources, Fixed(STREAM)] = ()
     """Sources of problems to train on.
 
     They are .parquet, .jsonl or .json files, hub ids (owner/name:split),
     reasoning_gym:NAME?param=value, or task:NAME?param=value.
     """
-    val_files: Sources = ()
+    val_files: Annotated[Sources, NoEffectOnWeights()] = ()
     """Sources of problems for validation. They are never trained."""
     train_batch_size: int = Field(0, ge=0)
     """Samples of one window, in the modes colocate_sync and one_step_off only.
@@ -27,25 +33,32 @@ class DataConfig(Section):
     """
     gen_batch_size: int = Field(1, ge=1)
     """Samples that are admitted at a time. millrace admits them one by one, so this must be 1."""
-    prompt_key: str = "prompt"
+    prompt_key: Annotated[str, Fixed(STREAM)] = "prompt"
     """Column of the prompt. A prompt is a list of messages, or a string."""
-    chat: Literal["auto", "always", "never"] = "auto"
+    chat: Annotated[
+        Literal["auto", "always", "never"],
+        Fixed(
+            "its prompts in flight were read with it",
+            _same_reading,
+            "another value with model.path",
+        ),
+    ] = "auto"
     """Whether a prompt that is a string goes through the chat template, as one message of the user.
 
     auto: if model.path has a chat template that millrace has not written. A string that begins with
     the template's markup is read as it is, with its special tokens. always refuses a model without
     a template, and never refuses messages. Where agents play, they make the messages.
     """
-    shuffle: bool = True
+    shuffle: Annotated[bool, Fixed(STREAM)] = True
     """Whether to shuffle the data in each epoch. trainer.seed decides the order."""
-    filter_overlong_prompts: bool = False
+    filter_overlong_prompts: Annotated[bool, Fixed(STREAM)] = False
     """Leave out prompts that are longer than rollout.max_prompt_length, and report their number.
 
     With false, such a prompt is an error.
     """
-    train_max_samples: int = Field(0, ge=0)
+    train_max_samples: Annotated[int, Fixed(STREAM)] = Field(0, ge=0)
     """Use only this many of the first training rows. 0 uses all rows."""
-    val_max_samples: int = Field(0, ge=0)
+    val_max_samples: Annotated[int, NoEffectOnWeights()] = Field(0, ge=0)
     """Use only this many of the first validation rows. 0 uses all rows."""
 
     def check(self) -> None:

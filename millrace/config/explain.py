@@ -9,16 +9,18 @@ import re
 import types
 import typing
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from millrace.config.facts import Compared, Fixed, Past
 from millrace.config.keys import Config
 from millrace.config.plugins import OWN, Named, load, names
 from millrace.config.reward_keys import MixedReward
 from millrace.errors import ConfigError, bad_value
 
+Fact = TypeVar("Fact")
 _ALL_KEYS = "`millrace train --help-config` prints every key"
 
 
@@ -35,6 +37,12 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return (
         annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
     )
+
+
+def facts(kind: type[Fact]) -> Iterator[tuple[str, Fact]]:
+    """Yield (dotted key, fact) of each fact of this kind in the metadata of a field."""
+    for key, field in all_keys():
+        yield from ((key, fact) for fact in field.metadata if isinstance(fact, kind))
 
 
 def no_section(key: str, value: object, section: type[BaseModel]) -> ConfigError:
@@ -161,7 +169,8 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
     The type and the default of a section are empty.
     """
     for key, field in all_keys():
-        meaning = " ".join((field.description or "").split())
+        fates = (str(f) for f in field.metadata if isinstance(f, Fixed | Past | Compared))
+        meaning = " ".join([*(field.description or "").split(), *fates])
         if section_of(field.annotation):
             yield key, "", "", meaning
         else:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr, model_validator
 
 from millrace.config.agent_keys import AgentConfig
 from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig, CriticConfig
 from millrace.config.data_keys import DataConfig, RewardConfig
+from millrace.config.facts import NoEffectOnWeights
 from millrace.config.model_keys import ModelConfig, SftConfig
 from millrace.config.report_keys import ReportConfig
 from millrace.config.rollout_keys import RolloutConfig
@@ -79,11 +80,11 @@ class Config(Section):
     """Advantages, KL and off-policy correction."""
     async_training: AsyncConfig = AsyncConfig()
     """When samples are drawn, trained and synced."""
-    sync: SyncConfig = SyncConfig()
+    sync: Annotated[SyncConfig, NoEffectOnWeights()] = SyncConfig()
     """Weight sync."""
-    guard: GuardConfig = GuardConfig()
+    guard: Annotated[GuardConfig, NoEffectOnWeights()] = GuardConfig()
     """Alarms for runs that stop learning. The limits are far from the values of a healthy run."""
-    report: ReportConfig = ReportConfig()
+    report: Annotated[ReportConfig, NoEffectOnWeights()] = ReportConfig()
     """Files for readers of the run: a trace, samples and a report."""
     _notes: tuple[str, ...] = PrivateAttr(())
     _translated: tuple[str, ...] = PrivateAttr(())

@@ -6,52 +6,60 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from millrace.config.facts import ReadWith
 from millrace.config.section import OneOrMore, Section
 from millrace.errors import bad_value
 
 Size = Annotated[int, Field(ge=1)]
+_MEGATRON = ReadWith({"trainer.engine": ("megatron",)})
+_FULL = ReadWith(
+    {".recompute_granularity": ("full",)},
+    {".recompute_granularity": (None,), "model.gradient_checkpointing": (True,)},
+)
 
 
 class MegatronConfig(Section):
-    tensor_model_parallel_size: Size = 1
+    tensor_model_parallel_size: Annotated[Size, _MEGATRON] = 1
     """Ranks that share every matrix of a layer."""
-    pipeline_model_parallel_size: Size = 1
+    pipeline_model_parallel_size: Annotated[Size, _MEGATRON] = 1
     """Stages, each with an equal number of consecutive layers."""
-    context_parallel_size: Size = 1
+    context_parallel_size: Annotated[Size, _MEGATRON] = 1
     """Ranks that share the tokens of a micro-batch. They exchange heads for tokens in attention."""
-    expert_model_parallel_size: Size = 1
+    expert_model_parallel_size: Annotated[Size, _MEGATRON] = 1
     """Ranks that share the experts of a layer."""
-    expert_tensor_parallel_size: int = Field(0, ge=0)
+    expert_tensor_parallel_size: Annotated[int, _MEGATRON] = Field(0, ge=0)
     """Ranks that share every matrix of an expert. 0 means tensor_model_parallel_size."""
-    sequence_parallel: bool = False
+    sequence_parallel: Annotated[bool, _MEGATRON] = False
     """Divide the tokens outside of attention and MLP among the ranks of tensor parallelism.
 
     It needs less memory for activations, and no more time.
     """
-    use_distributed_optimizer: bool = True
+    use_distributed_optimizer: Annotated[bool, _MEGATRON] = True
     """Divide the optimizer state among the ranks of data parallelism."""
-    overlap_grad_reduce: bool = False
+    overlap_grad_reduce: Annotated[bool, _MEGATRON] = False
     """Sum the gradients of a layer while the backward pass computes those of the next one."""
-    overlap_param_gather: bool = False
+    overlap_param_gather: Annotated[bool, _MEGATRON] = False
     """Gather the weights of a layer while the forward pass computes the layer before.
 
     Needs use_distributed_optimizer and overlap_grad_reduce.
     """
-    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_granularity: Annotated[Literal["full", "selective"] | None, _MEGATRON] = None
     """The activations that the backward pass recomputes: whole layers, or recompute_modules.
 
     null follows model.gradient_checkpointing, which means full.
     """
-    recompute_method: Literal["uniform", "block"] = "uniform"
+    recompute_method: Annotated[Literal["uniform", "block"], _FULL] = "uniform"
     """With full: uniform recomputes every layer, in groups of recompute_num_layers.
 
     block recomputes the first recompute_num_layers layers of each stage.
     """
-    recompute_num_layers: Size = 1
+    recompute_num_layers: Annotated[Size, _FULL] = 1
     """The layers of one group, or of one stage."""
-    recompute_modules: Annotated[tuple[Literal["core_attn", "mlp", "moe"], ...], OneOrMore] = (
-        "core_attn",
-    )
+    recompute_modules: Annotated[
+        tuple[Literal["core_attn", "mlp", "moe"], ...],
+        OneOrMore,
+        ReadWith({".recompute_granularity": ("selective",)}),
+    ] = ("core_attn",)
     """With selective: the parts of a layer that are recomputed: attention, or the MLP or experts.
 
     Megatron recomputes norms only with TransformerEngine.

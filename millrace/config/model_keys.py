@@ -6,24 +6,37 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from millrace.config.facts import Compared, Fixed, Past
 from millrace.config.section import Home, OneOrMore, Section, Sources
 from millrace.errors import bad_value
 
+_BUILT = Fixed(
+    "the model was built with it",
+    lambda now, before, key: bool(now.model.path),
+    "another value without model.path",
+)
+_ADAPTED = Fixed(
+    "the adapters were trained with it",
+    lambda now, before, key: not now.model.lora_rank,
+    "another value with adapters",
+)
+_COMPLETE = Past("the warm-up of the checkpoint is complete")
+
 
 class ModelShape(Section):
-    hidden_size: int = Field(64, ge=1)
+    hidden_size: Annotated[int, _BUILT] = Field(64, ge=1)
     """Width of the hidden states."""
-    num_hidden_layers: int = Field(3, ge=1)
+    num_hidden_layers: Annotated[int, _BUILT] = Field(3, ge=1)
     """Number of decoder layers."""
-    num_attention_heads: int = Field(4, ge=1)
+    num_attention_heads: Annotated[int, _BUILT] = Field(4, ge=1)
     """Number of query heads."""
-    num_key_value_heads: int = Field(2, ge=1)
+    num_key_value_heads: Annotated[int, _BUILT] = Field(2, ge=1)
     """Number of key and value heads."""
-    intermediate_size: int = Field(192, ge=1)
+    intermediate_size: Annotated[int, _BUILT] = Field(192, ge=1)
     """Width of the MLP."""
-    tie_word_embeddings: bool = True
+    tie_word_embeddings: Annotated[bool, _BUILT] = True
     """Use one matrix for input and output embeddings."""
-    vocab_size: int = Field(0, ge=0)
+    vocab_size: Annotated[int, _BUILT] = Field(0, ge=0)
     """Size of the vocabulary.
 
     0 means the size of the tokenizer. Set it for models without a tokenizer.
@@ -55,12 +68,14 @@ class ModelShape(Section):
 
 
 class ModelConfig(Section):
-    path: Annotated[str, Home] = ""
+    path: Annotated[str, Home, Compared("another model")] = ""
     """Folder or hub id of a Hugging Face causal model with its tokenizer.
 
     Empty builds a new Qwen2-shaped model from model.shape.
     """
-    override_config: dict[str, Any] = Field(default_factory=dict)
+    override_config: Annotated[dict[str, Any], Fixed("the model was trained with it")] = Field(
+        default_factory=dict
+    )
     """Other values of keys in the model's config.json, such as rope_theta=1000000.
 
     All engines and the export use them. They need a model in a folder, or a newly built one. Keys
@@ -68,14 +83,21 @@ class ModelConfig(Section):
     """
     shape: ModelShape = ModelShape()
     """Shape of the model that is built if model.path is empty. Its weights are random."""
-    tokenizer: Literal["chars", "bpe"] = "chars"
+    tokenizer: Annotated[Literal["chars", "bpe"], _BUILT] = "chars"
     """Tokenizer of a newly built model.
 
     chars has one token for each character of the data. bpe learns byte pairs from the data.
     """
-    tokenizer_vocab_size: int = Field(512, ge=8)
+    tokenizer_vocab_size: Annotated[
+        int,
+        Fixed(
+            "the tokenizer was built with it",
+            lambda now, before, key: bool(now.model.path) or now.model.tokenizer == "chars",
+            "another value with a bpe tokenizer of millrace's",
+        ),
+    ] = Field(512, ge=8)
     """Largest number of tokens of a bpe tokenizer that is learned from the data."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], _ADAPTED] = "float32"
     """Dtype of the rollout engine's weights and of the train engine's computation.
 
     Master weights are always float32.
@@ -92,7 +114,16 @@ class ModelConfig(Section):
 
     The first training step waits for the compilation.
     """
-    router_replay: Literal["disabled", "R2", "R3"] = "disabled"
+    router_replay: Annotated[
+        Literal["disabled", "R2", "R3"],
+        Fixed(
+            "its samples in flight have experts with R3 alone",
+            lambda now, before, key: (
+                "R3" not in (now.model.router_replay, before.model.router_replay)
+            ),
+            "a change from or to R3",
+        ),
+    ] = "disabled"
     """The experts that training uses for each token of a mixture of experts.
 
     disabled lets the router choose again. R3 takes those that the rollout engine chose. R2 takes
@@ -100,14 +131,14 @@ class ModelConfig(Section):
     """
     trust_remote_code: bool = False
     """Whether code in the model's folder may run."""
-    lora_rank: int = Field(0, ge=0)
+    lora_rank: Annotated[int, Fixed("the trained weights have that rank")] = Field(0, ge=0)
     """Train low-rank adapters of this rank and freeze the model's own weights.
 
     0 trains all weights. Needs the extra millrace[lora].
     """
-    lora_alpha: float = Field(16.0, gt=0)
+    lora_alpha: Annotated[float, _ADAPTED] = Field(16.0, gt=0)
     """The output of an adapter is scaled by lora_alpha / lora_rank."""
-    target_modules: Annotated[tuple[str, ...], OneOrMore] = ("all-linear",)
+    target_modules: Annotated[tuple[str, ...], OneOrMore, _ADAPTED] = ("all-linear",)
     """Linear modules of the decoder layers that get adapters.
 
     all-linear, or ends of module names, such as [q_proj, v_proj].
@@ -141,28 +172,28 @@ class ModelConfig(Section):
 
 
 class SftConfig(Section):
-    steps: int = Field(0, ge=0)
+    steps: Annotated[int, _COMPLETE] = Field(0, ge=0)
     """Supervised optimizer steps before RL.
 
     0 skips the warm-up. If a later layer sets model.path, steps becomes 0.
     """
-    batch_size: int = Field(128, ge=1)
+    batch_size: Annotated[int, _COMPLETE] = Field(128, ge=1)
     """Demonstrations in one step."""
-    demonstrations: int = Field(0, ge=0)
+    demonstrations: Annotated[int, _COMPLETE] = Field(0, ge=0)
     """Demonstrations in all. They are made once, and come again. 0 makes new ones for each step.
 
     Every demonstration of an agent is an episode that it plays. Few of them suit a slow agent.
     """
-    lr: float = Field(5e-3, gt=0)
+    lr: Annotated[float, _COMPLETE] = Field(5e-3, gt=0)
     """Peak learning rate. After lr_warmup_steps it falls linearly to 0."""
-    lr_warmup_steps: int = Field(20, ge=0)
+    lr_warmup_steps: Annotated[int, _COMPLETE] = Field(20, ge=0)
     """Steps of linear learning rate warm-up."""
-    messiness: float = Field(0.0, ge=0, le=1)
+    messiness: Annotated[float, _COMPLETE] = Field(0.0, ge=0, le=1)
     """Share of demonstrations with a corrupted answer.
 
     The model then learns the form but not the answer, which leaves work for RL.
     """
-    files: Sources = ()
+    files: Annotated[Sources, _COMPLETE] = ()
     """Sources of demonstrations.
 
     Empty uses data.train_files, whose rows then need an `answer` or a ground truth.

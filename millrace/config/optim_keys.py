@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from millrace.config.facts import Past
 from millrace.config.section import Section
 from millrace.errors import bad_value
 
@@ -18,7 +19,14 @@ class OptimConfig(Section):
     """Peak learning rate. With 0, nothing is trained: use it to measure speed."""
     lr_warmup_steps: int = Field(0, ge=0)
     """Optimizer steps of linear warm-up. The first step uses lr / lr_warmup_steps."""
-    lr_warmup_steps_ratio: float = Field(0.0, ge=0, le=1)
+    lr_warmup_steps_ratio: Annotated[
+        float,
+        Past(
+            "the warm-up keeps its length in steps from the first start of the run",
+            lambda now, before, key: not now.value_of(key),
+            "another value than 0",
+        ),
+    ] = Field(0.0, ge=0, le=1)
     """Share of the run's optimizer steps that are warm-up, rounded down to a whole step.
 
     It is used if lr_warmup_steps is 0. Set only one of the two keys.

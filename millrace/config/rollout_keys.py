@@ -6,9 +6,27 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from millrace.config.facts import Fixed, NoEffectOnWeights, ReadWith, Switch
 from millrace.config.plugins import Named
 from millrace.config.section import Section
 from millrace.errors import bad_value
+
+_VLLM = ReadWith({".engine": ("vllm",)})
+_LONGER = "its responses in flight may be longer"
+_DRAWN = Fixed(
+    _LONGER,
+    lambda now, before, key: not now.rollout.drawn_lengths.enable,
+    "another value with drawn lengths",
+)
+
+
+def _no_shorter_responses(now: Any, before: Any, key: str) -> bool:
+    return bool(now.rollout.max_response_length > before.rollout.max_response_length)
+
+
+def _longer_prompts(now: Any, before: Any, key: str) -> bool:
+    longer = now.rollout.max_prompt_length > before.rollout.max_prompt_length
+    return longer and not now.data.filter_overlong_prompts
 
 
 class ValidationConfig(Section):
@@ -25,15 +43,15 @@ class ValidationConfig(Section):
 
 
 class DrawnLengthsConfig(Section):
-    enable: bool = False
+    enable: Annotated[bool, Fixed(_LONGER)] = False
     """Draw the length of each training response from a log-normal distribution.
 
     The model's end-of-sequence tokens are ignored. rollout.max_response_length cuts the length. The
     lengths are the same in every mode. Use them for benchmarks without trained weights.
     """
-    median: float = Field(0.0, ge=0)
+    median: Annotated[float, _DRAWN] = Field(0.0, ge=0)
     """Median length, in tokens."""
-    sigma: float = Field(1.0, ge=0)
+    sigma: Annotated[float, _DRAWN] = Field(1.0, ge=0)
     """Standard deviation of the natural logarithm of the lengths.
 
     With 0 all lengths are equal. With 1, 5 % of the lengths are over five medians.
@@ -41,14 +59,14 @@ class DrawnLengthsConfig(Section):
 
 
 class RolloutConfig(Section):
-    nnodes: int = Field(1, ge=1)
+    nnodes: Annotated[int, NoEffectOnWeights()] = Field(1, ge=1)
     """Nodes of the rollout side."""
-    n_gpus_per_node: int = Field(1, ge=1)
+    n_gpus_per_node: Annotated[int, NoEffectOnWeights()] = Field(1, ge=1)
     """Devices of the rollout side on each of its nodes: GPUs, or processes on a CPU.
 
     A replica of the engine takes tensor_model_parallel_size devices.
     """
-    engine: Annotated[str, Named("rollout_engines")] = "torch"
+    engine: Annotated[str, Named("rollout_engines"), Switch()] = "torch"
     """Rollout engine.
 
     torch decodes with the transformers model and needs nothing else. vllm decodes with vLLM
@@ -56,21 +74,21 @@ class RolloutConfig(Section):
     """
     tensor_model_parallel_size: int = Field(1, ge=1)
     """Devices over which one replica splits the model. Values over 1 need engine=vllm."""
-    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    gpu_memory_utilization: Annotated[float, _VLLM] = Field(0.85, gt=0, le=1)
     """vllm: share of a GPU's memory for weights and KV cache.
 
     The staged weights of the next version need further memory.
     """
-    enforce_eager: bool = False
+    enforce_eager: Annotated[bool, _VLLM] = False
     """vllm: do not use CUDA graphs."""
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: Annotated[bool, _VLLM] = True
     """vllm: share the KV cache of equal prefixes between requests of one policy version.
 
     The trajectories of a sample then read their prompt once.
     """
-    max_num_batched_tokens: int = Field(8192, ge=1)
+    max_num_batched_tokens: Annotated[int, _VLLM] = Field(8192, ge=1)
     """vllm: tokens of one engine step, prefill and decode together."""
-    free_cache_engine: bool = True
+    free_cache_engine: Annotated[bool, _VLLM] = True
     """vllm, colocated: free the memory of weights and KV cache while training runs.
 
     false keeps both on the GPU and saves the time to load them. gpu_memory_utilization must then
@@ -78,7 +96,9 @@ class RolloutConfig(Section):
     """
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """vllm: further arguments of AsyncEngineArgs."""
-    n: int = Field(8, ge=1, le=65536)
+    n: Annotated[int, Fixed("its samples in flight have that many trajectories")] = Field(
+        8, ge=1, le=65536
+    )
     """Trajectories of each sample."""
     total_rollout_steps: int | None = Field(None, ge=0)
     """Samples that the run trains. A dropped sample is replaced and does not count.
@@ -86,26 +106,42 @@ class RolloutConfig(Section):
     null sets no limit if trainer.total_epochs or trainer.total_training_steps sets one, and means
     100 otherwise. 0 sets no limit: one of the other two keys must then end the run.
     """
-    test_freq: int = Field(0, ge=0)
+    test_freq: Annotated[int, NoEffectOnWeights()] = Field(0, ge=0)
     """Another name of trainer.test_freq, which is used if trainer.test_freq is 0."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: Annotated[
+        float, Fixed("its tokens in flight have log-probs at that temperature")
+    ] = Field(1.0, gt=0)
     """Softmax temperature of sampling. Log-probs are computed at this temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus (top-p) of sampling. Must be 1 in training."""
     top_k: int = Field(0, ge=0)
     """Sample from this many of the most likely tokens. Must be 0 (all tokens) in training."""
-    max_prompt_length: int = Field(512, ge=1)
+    max_prompt_length: Annotated[
+        int,
+        Fixed(
+            "its prompts in flight may be longer, or the data is filtered by this length",
+            _longer_prompts,
+            "a smaller value",
+        ),
+    ] = Field(512, ge=1)
     """Largest number of tokens of a prompt.
 
     A longer prompt is an error, or is left out with data.filter_overlong_prompts=true.
     """
-    max_response_length: int = Field(512, ge=1)
+    max_response_length: Annotated[
+        int, Fixed(_LONGER, _no_shorter_responses, "a smaller value")
+    ] = Field(512, ge=1)
     """Largest number of tokens of a response, over all its segments."""
     max_num_seqs: int = Field(64, ge=1)
     """Decode slots of each replica: the largest number of requests that decode together."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[
+        tuple[str, ...],
+        Fixed("its responses in flight may already contain what would end them now"),
+    ] = ()
     """Strings that end a response. The end-of-sequence token always ends it."""
-    ignore_eos: bool = False
+    ignore_eos: Annotated[
+        bool, Fixed("its responses in flight may already contain what would end them now")
+    ] = False
     """Decode every response to the length limit. Use it for benchmarks with fixed lengths."""
     drawn_lengths: DrawnLengthsConfig = DrawnLengthsConfig()
     """Response lengths from a distribution, for benchmarks."""
@@ -115,34 +151,36 @@ class RolloutConfig(Section):
     keep keeps them. recompute computes them again with the new weights. After an interruption they
     are always computed again.
     """
-    session_kv_slots: int | None = Field(None, ge=0)
+    session_kv_slots: Annotated[
+        int | None, ReadWith({".engine": ("torch",), "trainer.deterministic": (False,)})
+    ] = Field(None, ge=0)
     """torch: memory for the KV of sessions that wait for a tool, in full sequences of max_len.
 
     Their next turn then reads only its new tokens. The KV used least recently makes room. 0 keeps
     none, and so does trainer.deterministic=true. Unset, it is max_num_seqs where agents play.
     """
-    val_kwargs: ValidationConfig = ValidationConfig()
+    val_kwargs: Annotated[ValidationConfig, NoEffectOnWeights()] = ValidationConfig()
     """Sampling in validation."""
-    heartbeat_s: float = Field(1.0, gt=0)
+    heartbeat_s: Annotated[float, NoEffectOnWeights()] = Field(1.0, gt=0)
     """Seconds between heartbeats of a replica. One that misses three of them is lost.
 
     A thread of its own sends them, so a long engine step is no silence.
     """
-    stall_s: float = Field(10.0, gt=0)
+    stall_s: Annotated[float, NoEffectOnWeights()] = Field(10.0, gt=0)
     """Seconds without a token after which a replica that has requests is lost.
 
     Tokens of any request count, and so do tokens of prompts. On a slow or busy device the limit is
     four times the replica's longest step of late, if that is longer. A sync, sleep and the first
     token after a start, which may wait for compiled kernels, may take longer. During a transfer of weights, vLLM's workers must answer in this time too.
     """
-    max_restarts: int = Field(5, ge=0)
+    max_restarts: Annotated[int, NoEffectOnWeights()] = Field(5, ge=0)
     """How often in a row a lost replica is started anew, after 1, 2, 4 and more seconds.
 
     The count begins again once the replica has served a version. After the last try the run goes on
     without the replica. A run without any replica saves and ends.
     """
 
-    max_replicas: int = Field(0, ge=0)
+    max_replicas: Annotated[int, NoEffectOnWeights()] = Field(0, ge=0)
     """trainer.runtime=ray: add replicas on free devices of the cluster, up to this number.
 
     They join as nodes join. 0 keeps the number of the start. `millrace scale` sets it anew.

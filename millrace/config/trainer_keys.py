@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from millrace.config.facts import STREAM, Fixed, NoEffectOnWeights, Switch
 from millrace.config.megatron_keys import MegatronConfig
 from millrace.config.plugins import Named
 from millrace.config.section import Home, Section
@@ -22,14 +23,14 @@ def _resume_of(value: Any) -> Any:
 
 
 class TrainerConfig(Section):
-    nnodes: int = Field(1, ge=1)
+    nnodes: Annotated[int, NoEffectOnWeights()] = Field(1, ge=1)
     """Nodes of the training side."""
-    n_gpus_per_node: int = Field(1, ge=1)
+    n_gpus_per_node: Annotated[int, NoEffectOnWeights()] = Field(1, ge=1)
     """Devices of the training side on each of its nodes: GPUs, or processes on a CPU.
 
     Each is one rank of the train engine.
     """
-    engine: Annotated[str, Named("train_engines")] = "fsdp"
+    engine: Annotated[str, Named("train_engines"), Switch()] = "fsdp"
     """Train engine. megatron needs the extra millrace[megatron]; docs/megatron.md compares them."""
     megatron: MegatronConfig = MegatronConfig()
     """How trainer.engine=megatron divides a model among its ranks."""
@@ -39,32 +40,32 @@ class TrainerConfig(Section):
     0 means all ranks. A smaller number makes several copies, each on consecutive ranks (HSDP).
     Copies exchange only gradients, once for each mini-batch.
     """
-    gpus_in_node: int = Field(0, ge=0)
+    gpus_in_node: Annotated[int, NoEffectOnWeights()] = Field(0, ge=0)
     """Devices that one node has.
 
     If the devices of both sides fit on one node, the sides share nodes. Otherwise each side has its
     own nodes. 0 means 8, or the sizes that a Ray cluster reports: the sides then share as many
     nodes as those sizes allow.
     """
-    runtime: Literal["local", "ray"] = "local"
+    runtime: Annotated[Literal["local", "ray"], NoEffectOnWeights()] = "local"
     """Where engines run.
 
     local starts processes on this machine. ray starts Ray actors in a placement group.
     """
-    ray_address: str = ""
+    ray_address: Annotated[str, NoEffectOnWeights()] = ""
     """HOST:PORT of a running Ray cluster, or auto to find it.
 
     Empty starts a cluster on this machine. `--address` sets this key and runtime=ray.
     """
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], NoEffectOnWeights()] = "auto"
     """Device type of the engines. auto uses GPUs if there are any."""
-    threads: int = Field(0, ge=0)
+    threads: Annotated[int, NoEffectOnWeights()] = Field(0, ge=0)
     """Torch threads of each engine process.
 
     0 divides the cores of a node by its devices. Sides that share devices take turns, so both get
     the same cores.
     """
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: Annotated[int, Fixed(STREAM)] = Field(0, ge=0, lt=2**63)
     """Seed of the model, of the order of the data and of every random stream of sampling."""
     deterministic: bool = False
     """The same seed gives the same bits, whatever the timing.
@@ -83,12 +84,12 @@ class TrainerConfig(Section):
     A resume with another window ends at the same version. 0 sets no limit. The smallest of this
     limit, total_epochs and rollout.total_rollout_steps ends the run.
     """
-    save_freq: int = Field(0, ge=0)
+    save_freq: Annotated[int, NoEffectOnWeights()] = Field(0, ge=0)
     """Versions between two checkpoints.
 
     0 saves only at the end. A run that is stopped always saves.
     """
-    async_save: bool = True
+    async_save: Annotated[bool, NoEffectOnWeights()] = True
     """Write checkpoints while the next versions train.
 
     The trainer waits only for a copy to host memory. The copy is kept until it is written. For each
@@ -97,52 +98,52 @@ class TrainerConfig(Section):
     of two. The next checkpoint reuses this memory. With false, and at the last save of a run, the
     trainer waits for the writing and needs no copy.
     """
-    save_last: bool = True
+    save_last: Annotated[bool, NoEffectOnWeights()] = True
     """Save a checkpoint when the run is complete.
 
     false is for benchmarks: such a run leaves nothing to export.
     """
-    test_freq: int = Field(0, ge=0)
+    test_freq: Annotated[int, NoEffectOnWeights()] = Field(0, ge=0)
     """Versions between two validations.
 
     0 validates only the final weights. rollout.test_freq is another name of this key.
     """
-    val_before_train: bool = True
+    val_before_train: Annotated[bool, NoEffectOnWeights()] = True
     """Validate the start weights too, for the "before" of each comparison."""
     val_only: bool = False
     """Validate and train nothing, as `millrace eval` does."""
-    journal: bool = True
+    journal: Annotated[bool, NoEffectOnWeights()] = True
     """Keep every finished sample, and the progress of running ones, on disk between checkpoints.
 
     A resume uses them again instead of drawing them again. It needs trainer.save_freq, and the disk
     space of the samples between the oldest kept checkpoint and now: 8 bytes for each token.
     """
-    max_ckpt_to_keep: int = Field(2, ge=1)
+    max_ckpt_to_keep: Annotated[int, NoEffectOnWeights()] = Field(2, ge=1)
     """Number of checkpoints to keep. The oldest one is deleted first."""
-    mirror: str = ""
+    mirror: Annotated[str, NoEffectOnWeights()] = ""
     """Address where a copy of each checkpoint goes, such as s3://bucket/runs/mine.
 
     Any address of fsspec works; S3 needs millrace[s3]. Keys come from the environment alone. With
     resume=auto, a run without its own checkpoints fetches the newest one from there.
     """
-    resume: Annotated[str, BeforeValidator(_resume_of), Home] = "never"
+    resume: Annotated[str, BeforeValidator(_resume_of), Home, NoEffectOnWeights()] = "never"
     """Which checkpoint the run resumes from: never, auto, or the folder of a checkpoint.
 
     auto takes the newest whole checkpoint of run_dir, if there is one. true means auto, and false
     means never.
     """
-    run_dir: Annotated[str, Home] = ""
+    run_dir: Annotated[str, Home, NoEffectOnWeights()] = ""
     """Folder of the run. Empty makes a new folder runs/<recipe>-<number>."""
-    logger: tuple[Annotated[str, LOGGERS], ...] = ("tensorboard",)
+    logger: Annotated[tuple[Annotated[str, LOGGERS], ...], NoEffectOnWeights()] = ("tensorboard",)
     """Further sinks of the metrics. metrics.jsonl is always written.
 
     console prints a line for each version if the output is no terminal. Without it, there is a line
     at most every 5 seconds. Keys of trackers come from the environment alone.
     """
-    project_name: str = Field("millrace", min_length=1)
+    project_name: Annotated[str, NoEffectOnWeights()] = Field("millrace", min_length=1)
     """Project of the run in wandb and Trackio, and its experiment in MLflow. `name` names the run
     there."""
-    prometheus_port: int = Field(0, ge=0, le=65535)
+    prometheus_port: Annotated[int, NoEffectOnWeights()] = Field(0, ge=0, le=65535)
     """Port on loopback where trainer.logger=[prometheus] serves the newest figures.
 
     0 takes a free port. The run prints the address.
@@ -153,48 +154,48 @@ class TrainerConfig(Section):
     Training steps count from 1, as in verl: 0 and 1 train both from the start. A training step is
     one window in the modes colocate_sync and one_step_off, and one local step in all other modes.
     """
-    offload: bool = True
+    offload: Annotated[bool, NoEffectOnWeights()] = True
     """Colocated, on GPUs: move weights and optimizer state to host memory while rollouts run.
 
     false keeps them on the GPU and saves the time of the moves. rollout.gpu_memory_utilization must
     then leave room for them.
     """
-    offload_policy: bool = False
+    offload_policy: Annotated[bool, NoEffectOnWeights()] = False
     """On GPUs: keep weights, gradients and optimizer state in host memory.
 
     This takes 16 to 24 bytes for each parameter, because pinned blocks have sizes of powers of two.
     A layer's weights come to the GPU for its passes, and AdamW runs on the CPU. It is slower: use
     it for models that do not fit otherwise.
     """
-    wait_deadline_s: float = Field(1800.0, gt=0)
+    wait_deadline_s: Annotated[float, NoEffectOnWeights()] = Field(1800.0, gt=0)
     """Seconds that any wait may take.
 
     After that, the run fails. The error names the waiting task and the event that it waits for.
     """
-    max_restarts: int = Field(3, ge=0)
+    max_restarts: Annotated[int, NoEffectOnWeights()] = Field(3, ge=0)
     """Restarts of a lost trainer until the next checkpoint. 0 ends the run at the first loss.
 
     All ranks start anew from the newest checkpoint, and train the steps since then again. These
     steps come from the journal.
     """
-    max_skipped_steps: int = Field(3, ge=1)
+    max_skipped_steps: Annotated[int, NoEffectOnWeights()] = Field(3, ge=1)
     """Optimizer steps in a row without a finite loss and gradient, after which the run ends.
 
     Such a step changes no weight. The last batch is then in RUN/nonfinite-VERSION.json.
     """
-    stall_s: float = Field(300.0, ge=0)
+    stall_s: Annotated[float, NoEffectOnWeights()] = Field(300.0, ge=0)
     """Seconds without any progress after which the run says who holds it up.
 
     The report goes to the progress and to RUN/stall-TIME.txt. Tokens, micro-batches, buckets of a
     sync, scores and moves of samples count as progress, so a slow run raises no alarm. 0 switches
     it off. `millrace why RUN` asks at any moment.
     """
-    on_stall: Literal["report", "stop"] = "report"
+    on_stall: Annotated[Literal["report", "stop"], NoEffectOnWeights()] = "report"
     """What follows that report: nothing, or the end of the run with exit code 1.
 
     With report, trainer.wait_deadline_s still bounds every wait.
     """
-    stop_grace_s: float = Field(8.0, ge=0)
+    stop_grace_s: Annotated[float, NoEffectOnWeights()] = Field(8.0, ge=0)
     """Seconds that a stopped run may spend to finish its window.
 
     After that, it syncs early and saves.

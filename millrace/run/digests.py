@@ -6,31 +6,9 @@ import hashlib
 import json
 from typing import Any
 
+from millrace.config.explain import facts
+from millrace.config.facts import Fixed, NoEffectOnWeights
 from millrace.persist.config_file import flat
-from millrace.run.resume_checks import RULES
-
-_PLACES_OF_TRAINING = (
-    *("nnodes", "n_gpus_per_node", "gpus_in_node", "runtime", "ray_address", "device", "threads"),
-    *("offload", "offload_policy", "wait_deadline_s", "stop_grace_s"),
-    *("stall_s", "on_stall", "max_restarts", "max_skipped_steps"),
-)
-_PLACES_OF_ROLLOUTS = (
-    *("nnodes", "n_gpus_per_node", "max_replicas"),
-    *("heartbeat_s", "stall_s", "max_restarts"),
-)
-_RECORDS = (
-    *("save_freq", "async_save", "save_last", "max_ckpt_to_keep", "journal", "resume", "run_dir"),
-    "mirror",
-    *("logger", "project_name", "prometheus_port", "test_freq", "val_before_train"),
-)
-WITHOUT_EFFECT_ON_WEIGHTS = (
-    *("report", "guard", "sync"),
-    *(f"trainer.{key}" for key in (*_PLACES_OF_TRAINING, *_RECORDS)),
-    *(f"rollout.{key}" for key in (*_PLACES_OF_ROLLOUTS, "test_freq", "val_kwargs")),
-    *("data.val_files", "data.val_max_samples"),
-)
-"""Keys that may change while a resumed run trains the steps of the journal again."""
-_FREE = tuple(f"{key}." for key in WITHOUT_EFFECT_ON_WEIGHTS)
 
 
 def digests(values: dict[str, Any]) -> tuple[str, str]:
@@ -39,8 +17,9 @@ def digests(values: dict[str, Any]) -> tuple[str, str]:
     `values` is a configuration as plain data. The journal has both digests.
     """
     keys = dict(flat(values))
-    samples = {key: keys.get(key) for rule in RULES for key in rule.keys}
-    training = {key: value for key, value in keys.items() if not f"{key}.".startswith(_FREE)}
+    free = tuple(f"{key}." for key, _ in facts(NoEffectOnWeights))
+    samples = {key: keys.get(key) for key, _ in facts(Fixed)}
+    training = {key: value for key, value in keys.items() if not f"{key}.".startswith(free)}
     first, second = (
         hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16]
         for part in (samples, training)

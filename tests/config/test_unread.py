@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from millrace.config import Config
-from millrace.config.explain import all_keys, default_of, section_of
+from millrace.config.explain import all_keys, default_of, facts, section_of
+from millrace.config.facts import ReadWith
 from millrace.config.recipe import load
-from millrace.config.unused_keys import READ, check_unread
+from millrace.config.unused_keys import check_unread
 from millrace.errors import ConfigError
 
-ROWS = [
-    (f"{section}.{name}", choices) for section, names, choices in READ for name in names.split()
-]
+ROWS = [(key, fact.choices_in(key.rpartition(".")[0])) for key, fact in facts(ReadWith)]
 OTHER: dict[str, Any] = {
     "rollout.session_kv_slots": 2,
     "critic.loss_fn_type": "huber",

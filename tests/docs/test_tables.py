@@ -1,16 +1,14 @@
-"""Tables of the guides match the code: modes, commands, messages, keys of a resume."""
+"""Tables of the guides match the code: modes, commands, messages."""
 
 from __future__ import annotations
 
 import ast
-import re
 
 import typer
 
 from millrace.cli.main import app
 from millrace.config import recipe
 from millrace.observe.guard import CAUSES
-from millrace.run import resume_checks
 from millrace.schedule.modes import MODES
 from tests.docs.pages import ROOT, codes, rows
 
@@ -72,24 +70,3 @@ def test_every_symptom_is_a_message_of_the_code() -> None:
         if symptom not in names and not all(part.strip() in code for part in symptom.split("..."))
     ]
     assert not missing
-
-
-def test_the_table_of_a_resume_is_that_of_the_code() -> None:
-    table = {
-        code: cells[1]
-        for cells in rows(DOCS / "checkpoints.md", "key")
-        for code in codes(cells[0])
-        if len(cells) == 2
-    }
-    wide = {key.removesuffix("*"): text for key, text in table.items() if key.endswith(".*")}
-
-    def said(key: str) -> str:
-        return table.get(key) or next((t for k, t in wide.items() if key.startswith(k)), "")
-
-    ruled = {key for rule in resume_checks.RULES for key in rule.keys} | set(
-        resume_checks.BY_MODELS
-    )
-    past = {key for rule in resume_checks.PAST for key in rule.keys}
-    assert not {key for key in ruled if not re.search("refused|except", said(key))}
-    assert not {key for key in past if "no effect" not in said(key)}
-    assert not {key for key in table if not key.endswith("*")} - ruled - past

@@ -9,39 +9,33 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.config import Config, recipe
-from millrace.config.explain import all_keys, section_of
+from millrace.config import Config
+from millrace.config.explain import all_keys, describe, facts, section_of
+from millrace.config.facts import Compared, Fixed, Past
 from millrace.errors import ConfigError
 from millrace.models.model import write_shape
-from millrace.run.digests import WITHOUT_EFFECT_ON_WEIGHTS, digests
+from millrace.run.digests import digests
 from millrace.run.folder import open_run_dir
-from millrace.run.resume_checks import APPLIED, BY_MODELS, PAST, RULES
 from millrace.schedule.ledger import Slot, State
 from millrace.train.fsdp import engine as fsdp_train
 from millrace.types import Prompt, Sample, Score, Trajectory, tokens_of
 from tests.run.test_folder import checkpoint_of, config_of
 
 
-def leaves() -> list[str]:
-    return [key for key, field in all_keys() if not section_of(field.annotation)]
-
-
-def test_every_key_is_decided_once() -> None:
-    """Fails if a new key of rollout, data, model or sft is in none of the tables."""
-    named = [key for rule in (*RULES, *PAST) for key in rule.keys] + list(BY_MODELS)
-    assert sorted(named) == sorted(set(named)) and set(named) <= set(leaves())
-    known = {key for key, _ in recipe.all_keys()}
-    assert set(APPLIED) <= known and not set(APPLIED) & set(named)
-    assert not {"rollout", "data", "model", "sft"} & set(APPLIED)
-    rest = [key for key in leaves() if key not in named and key not in APPLIED]
-    assert [key for key in rest if not any(key.startswith(f"{s}.") for s in APPLIED)] == []
+def test_facts_are_of_keys_and_the_help_says_them() -> None:
+    help_of = {key: meaning for key, _, _, meaning in describe()}
+    for kind in (Fixed, Past, Compared):
+        found = dict(facts(kind))
+        assert found and all(help_of[key].endswith(str(fact)) for key, fact in found.items())
+    sections = {key for key, field in all_keys() if section_of(field.annotation)}
+    assert not sections & {key for kind in (Fixed, Past) for key, _ in facts(kind)}
+    assert len(dict(facts(Fixed))) == len(list(facts(Fixed)))
 
 
 def test_the_journal_knows_which_settings_shape_samples_and_weights() -> None:
     def of(*overrides: str) -> tuple[str, str]:
         return digests(config_of(*overrides).model_dump(mode="json"))
 
-    assert set(WITHOUT_EFFECT_ON_WEIGHTS) <= {key for key, _ in recipe.all_keys()}
     samples, training = of()
     for key in (
         *("trainer.save_freq=7", "trainer.threads=2", "guard.enable=false"),
@@ -171,12 +165,12 @@ def test_what_is_past_is_said(tmp_path: Path) -> None:
     now = ["sft.steps=300", "sft.lr=1e-3", "algorithm.kl_ctrl.kl_coef=0.1", *adaptive]
     now += ["actor.optim.lr_warmup_steps=0", "actor.optim.lr_warmup_steps_ratio=0.5"]
     run = open_run_dir(config_of(f"trainer.resume={found}", *now))
-    assert [note.partition(":")[0] for note in run.notes] == [
+    assert {note.partition(":")[0] for note in run.notes} == {
         "sft.steps = 300",
         "sft.lr = 0.001",
         "algorithm.kl_ctrl.kl_coef = 0.1",
         "actor.optim.lr_warmup_steps_ratio = 0.5",
-    ]
+    }
 
 
 def test_another_model_is_refused_and_the_same_one_elsewhere_is_not(tmp_path: Path) -> None:
