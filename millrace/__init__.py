@@ -1,3 +1,3 @@
 """Asynchronous RL post-training of language models."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
