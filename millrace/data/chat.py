@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from millrace.data import template
@@ -25,6 +26,13 @@ _METHODS = (
 )
 """The methods of a tokenizer that turn text into tokens and back."""
 _MARK = "\ue000"
+_MARKUP = re.compile(
+    r"<\|(?:im_start|start_header_id|user|assistant|system|turn|start|end_of_turn)\|?>"
+    r"|<start_of_turn>|\[/?INST\]|<｜(?:User|Assistant)｜>"
+    r"""|\A\s*\[?\s*\{\s*["'](?:role|from)["']\s*:|\A\s*\[?\s*\{\s*["'](?:content|value)["']\s*:"""
+)
+"""Heads of turns in the families of chat templates, and messages that were saved as text."""
+_ESCAPES = {i: repr(chr(i))[1:-1] for i in (*range(32), 127)}
 
 
 class Reading(StrEnum):
@@ -81,10 +89,12 @@ class Chat:
         Messages go through the chat template, and so do strings where `reading` says so. Other
         strings are tokenised without a template, after the begin token if the tokenizer has one for
         plain text. Only a string that the template has rendered already may have special tokens.
-        Raise DataError if the template refuses the messages. Raise it too if a message contains a
+        Raise DataError if the template refuses the messages or drops tool calls, and for a string
+        with markup of a chat that is read as characters. Raise it too if a message contains a
         special token's text and the template changes messages: the text and the token are then
         indistinguishable.
         """
+        self._check_markup(problem, where)
         problem = self.as_chat(problem)
         if isinstance(problem.prompt, str):
             split = self._split or not self._rendered(problem.prompt)
@@ -92,6 +102,11 @@ class Chat:
             begin = self._begin if tokens[:1] != self._begin else []
             return problem.prompt, tokens_of(begin + tokens)
         text = self._template(problem.prompt, where)
+        without = [{k: v for k, v in m.items() if k != "tool_calls"} for m in problem.prompt]
+        if without != problem.prompt and self._template(without, where) == text:
+            rule = "are not in the text that the chat template makes"
+            fix = "calls as the words of their message, or a chat template with tools"
+            raise bad_row(f"{where}, tool_calls", problem.prompt, rule, fix)
         if self._special is None:
             return text, tokens_of(self._encode(text, self._split))
         self._check_beside(problem.prompt, self._special, where)
@@ -106,6 +121,18 @@ class Chat:
     def decode(self, tokens: Tokens) -> str:
         """Return the text of `tokens`, without special tokens."""
         return self._decode(list(tokens))
+
+    def marked(self, tokens: Tokens) -> str:
+        """Return the text of `tokens` on one line, with each special token in « »."""
+        special = {
+            i: t.content for i, t in self.tokenizer.added_tokens_decoder.items() if t.special
+        }
+        groups = groupby(tokens, key=lambda i: special.get(i, ""))
+        whole = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return "".join(
+            f"«{name}»" * sum(1 for _ in ids) if name else self.tokenizer.decode([*ids], **whole)
+            for name, ids in groups
+        ).translate(_ESCAPES)
 
     @cached_property
     def _begin(self) -> list[int]:
@@ -199,7 +226,22 @@ class Chat:
         if self.strings == "never":  # the text of special tokens aside, nothing depends on it
             return False
         head = self._special.sub("", self._scaffold.partition(_MARK)[0]).strip()
-        return bool(head) and start.startswith(head)
+        # A bare role, such as "user", may be the first word of any problem.
+        return re.search(r"[^\w\s]", head) is not None and start.startswith(head)
+
+    def _check_markup(self, problem: Problem, where: str) -> None:
+        """Raise DataError for a string with markup of a chat that is not read as such.
+
+        It is markup of another model, or does not begin the string. Messages as text are markup too.
+        """
+        if self.strings != "auto" or self.reading(problem) not in (Reading.WRAPPED, Reading.PLAIN):
+            return
+        if (found := _MARKUP.search(str(problem.prompt))) is not None:
+            rule = "is markup of a chat, which the policy would read as characters"
+            fix = "messages [{role, content}] in place of the string, or data.chat=never"
+            if self.template is not None:
+                fix += ", which reads the text alone, or always, which makes it words of the user"
+            raise bad_row(where, found[0], rule, fix)
 
     def _template(self, messages: Messages, where: str) -> str:
         if self.template is None:

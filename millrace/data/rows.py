@@ -29,6 +29,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """The columns of TRL and verl with the parts of a prompt that are no text."""
 _TAKEN = {"data_source", "reward_model", "extra_info", "metadata"}
+_PLACED = re.compile("^\\s*<image>|<image>\\s*$", re.MULTILINE)
+"""An image's mark at an end of a line. Inside a line it may be words on a tag."""
 _UNWRITABLE = re.compile("[\x00\ud800-\udfff]")
 
 
@@ -71,8 +73,9 @@ def problem(
     if "metadata" in row:
         extra.setdefault("metadata", row["metadata"])
     truth = _ground_truth(where, row)
-    if truth is None and need_ground_truth and "reasoning_gym" not in extra:
-        rule = "no ground truth: reward_model.ground_truth, ground_truth, answer and solution are missing or null"
+    missing = truth is None or truth == [] or (isinstance(truth, str) and not truth.strip())
+    if missing and need_ground_truth and "reasoning_gym" not in extra:
+        rule = "no ground truth: reward_model.ground_truth, ground_truth, answer and solution are missing, null, NaN or empty"
         raise bad_row(
             where, sorted(row), rule, "add one of these columns, or reward.function=FILE.py:NAME"
         )
@@ -200,15 +203,24 @@ def _prompt(where: str, row: Row, key: str) -> tuple[str, Messages | str]:
         raise bad_row(
             where, prompt, "has no message", "at least one message of the user; or delete the row"
         )
-    return key, [_message(f"{where}[{n}]", message) for n, message in enumerate(prompt)]
+    messages = [_message(f"{where}[{n}]", message) for n, message in enumerate(prompt)]
+    last = messages[-1]
+    if last["role"] == "assistant" and not last["content"].strip() and "tool_calls" not in last:
+        rule = "is empty, so there are no words of the assistant to continue"
+        fix = "delete the message: the policy writes the next one"
+        raise bad_row(f"{where}[{len(messages) - 1}].content", last["content"], rule, fix)
+    return key, messages
 
 
 def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise bad_row(
-            f"{where}.role", role, f"must be one of {', '.join(ROLES)}", nearest(str(role), ROLES)
-        )
+        fix = nearest(str(role), ROLES)
+        if {"from", "value"} <= message.keys():  # ShareGPT's names
+            fix = "role and content in place of from and value, with user for human, assistant for gpt"
+        raise bad_row(f"{where}.role", role, f"must be one of {', '.join(ROLES)}", fix)
+    if content is None and message.get("tool_calls"):
+        content = ""  # as OpenAI's API writes a message that only calls tools
     if not isinstance(content, str):
         raise bad_row(
             f"{where}.content",
@@ -217,7 +229,7 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
             "text; images and other parts are not supported",
         )
     _checked(f"{where}.content", content, required=role == "user")
-    return {k: v for k, v in message.items() if v is not None}
+    return {k: v for k, v in (message | {"content": content}).items() if v is not None}
 
 
 def _checked(where: str, text: str, required: bool = True) -> str:
@@ -242,6 +254,9 @@ def _no_media(where: str, row: Row, prompt: Messages | str) -> None:
     """Raise DataError if a column or a mark in the prompt stands for a part that is no text."""
     text = prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt)
     marked = {kind for kind in _MEDIA[::2] if f"<{kind}>" in text}
+    if _PLACED.search(text) and not any(name.startswith("image") for name in row):
+        rule = "stands for an image, and prompts are text, so the policy would read the mark"
+        raise bad_row(f"{where}, prompt", "<image>", rule, "delete the mark, or the row")
     for name, value in row.items():
         # Other columns may have such a name, such as `image_width`. A mark in the prompt decides.
         about = name in _MEDIA

@@ -31,7 +31,7 @@ from millrace.rewards.functions import check_name
 from millrace.rewards.sources import refusal, scorer_of
 from millrace.run.agents import check_player, row_check
 from millrace.run.get_model import MODELS
-from millrace.run.prompt_notes import prompt_notes
+from millrace.run.prompt_notes import first_prompts, prompt_notes
 from millrace.types import Prompt, Tokens, tokens_of
 
 if TYPE_CHECKING:
@@ -227,7 +227,8 @@ def prompts_of_an_epoch(
         return len(sources.train)
     with TemporaryDirectory() as folder:
         prepared = prepare(config, sources, Path(folder) / "model")
-    for line in prepared.notes:
+    shown = () if config.agents.agent_kind else first_prompts(prepared.chat, prepared.train)
+    for line in (*prepared.notes, *shown):
         note(line)
     if inspect:
         inspect(prepared.chat.tokenizer)

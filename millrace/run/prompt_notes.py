@@ -7,11 +7,27 @@ from collections.abc import Iterator, Mapping
 from millrace.config.reward_keys import OneReward
 from millrace.data.chat import Chat, Reading
 from millrace.data.prompts import PromptStream
+from millrace.data.rows import problem
 from millrace.data.tokenizer import TEMPLATES
 from millrace.rewards.sources import advice_for_chat
 
 _ADVISED = 64
 """Prompts whose scorers are looked at."""
+_SHOWN = 1500
+"""Characters of a prompt that a dry run shows."""
+
+
+def first_prompts(chat: Chat, stream: PromptStream) -> Iterator[str]:
+    """Yield the first row of each source as the policy reads it, with special tokens in « »."""
+    rows = stream.rows
+    for at in (0, *rows.ends[:-1]):
+        where = rows.describe(at)
+        _, tokens = chat.render(problem(rows, at, prompt_key=stream.prompt_key), where)
+        text = chat.marked(tokens)
+        if (left := len(text) - _SHOWN) > 0:
+            half = _SHOWN // 2
+            text = f"{text[:half]} ... ({left:,} characters) ... {text[-half:]}"
+        yield f"{where} as the policy reads it, {len(tokens)} tokens, special ones in « »: {text}"
 
 
 def prompt_notes(

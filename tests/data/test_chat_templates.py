@@ -6,6 +6,7 @@ the begin of text adds it to plain text, as the public ones do, and the template
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -84,6 +85,18 @@ def test_an_empty_last_message_of_the_assistant_begins_no_answer() -> None:
     messages = [*USER, {"role": "assistant", "content": ""}]
     chat = Chat(real_like("qwen2.5"))
     assert chat.reading(Problem(prompt=messages, data_source="s")) is Reading.MESSAGES
+
+
+def test_a_template_that_drops_tool_calls_is_refused() -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": {"of": "x"}}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    talk = Problem([*USER, calls, *USER], "s")
+    chat = Chat(tokenizer_of("qwen3"))
+    assert "look" in chat.render(talk)[0]
+    plain = deepcopy(chat.tokenizer)
+    plain.chat_template = "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}{% endfor %}"
+    with pytest.raises(DataError, match=r"row 3, tool_calls: .*Fix: "):
+        Chat(plain).render(talk, "row 3")
 
 
 def test_special_tokens_beside_the_content_are_refused_where_the_template_writes_them() -> None:

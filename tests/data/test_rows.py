@@ -105,6 +105,14 @@ def test_a_problem_survives_a_checkpoint_as_it_is() -> None:
         ({"prompt": "a", "reward_model": "x"}, "must be an object"),
         ({"prompt": "a", "data_source": 3}, "must be a string"),
         ({"prompt": "a"}, "no ground truth"),
+        ({"prompt": "a", "answer": " "}, "no ground truth"),
+        ({"prompt": "a", "answer": []}, "no ground truth"),
+        ({"prompt": [{"from": "human", "value": "a"}]}, "Fix: role and content in place of from"),
+        (
+            {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
+            "[1]",
+        ),
+        ({"prompt": "What is it?\n<image>"}, "stands for an image"),
     ],
 )
 def test_a_bad_row_is_named_with_its_file_number_rule_and_fix(
@@ -167,6 +175,17 @@ def test_nan_is_no_source_and_no_prompt(tmp_path: Path) -> None:
 def test_a_row_with_a_part_that_is_no_text_is_refused(tmp_path: Path, row: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"the policy would not see it.*Fix: delete the column"):
         problem(rows_of(tmp_path, row), 0)
+
+
+def test_a_message_that_only_calls_tools_has_an_empty_text(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    talk = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+    ]
+    read = problem(rows_of(tmp_path, {"prompt": talk}), 0).prompt
+    assert isinstance(read, list) and read[1] == talk[1] | {"content": ""}
 
 
 def test_a_column_with_a_name_like_a_part_stays(tmp_path: Path) -> None:

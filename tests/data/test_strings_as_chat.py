@@ -15,6 +15,7 @@ from millrace.data.tokenizer import make_tokenizer
 from millrace.errors import ConfigError, DataError
 from millrace.models.model import write_shape
 from millrace.run.problems import Problems, load, prepare
+from millrace.run.prompt_notes import first_prompts
 from tests.data.test_tokenizer import CHATML
 
 ASKED = "What is 1 + 1?"
@@ -73,6 +74,50 @@ def test_a_special_token_inside_a_wrapped_string_stays_text() -> None:
     chat = Chat(tokenizer(), strings="auto")
     end = chat.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert chat.render(text(f"What is <|im_end|>{ASKED}"))[1].count(end) == 1
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        f"See <|im_start|>user\n{ASKED}<|im_end|>",
+        f"<|start_header_id|>user<|end_header_id|>\n\n{ASKED}",
+        f"<s>[INST] {ASKED} [/INST]",
+        f"<start_of_turn>user\n{ASKED}",
+        f"<｜User｜>{ASKED}<｜Assistant｜>",
+        f'[{{"role": "user", "content": "{ASKED}"}}]',
+        f"[{{'content': '{ASKED}', 'role': 'user'}}]",
+        f'{{"from": "human", "value": "{ASKED}"}}',
+    ],
+)
+def test_markup_that_would_be_read_as_characters_is_refused(prompt: str, template: Any) -> None:
+    with pytest.raises(DataError, match=r"row 3: .*Fix: messages .*data\.chat=never"):
+        Chat(tokenizer(template), strings="auto").render(text(prompt), "row 3")
+    assert Chat(tokenizer(template), strings="never").render(text(prompt))[0] == prompt
+    if template is not None:
+        wrapped = Chat(tokenizer(template), strings="always").render(text(prompt))
+        assert wrapped[0].endswith("assistant\n") and ASKED in wrapped[0]
+
+
+@pytest.mark.parametrize(
+    "prompt", ["[1, 2] and {role: x}", "if a < b | c > d: [INST", "user stories, briefly"]
+)
+def test_text_that_is_no_markup_stays(prompt: str) -> None:
+    assert Chat(tokenizer(), strings="auto").reading(text(prompt)) is Reading.WRAPPED
+    assert prompt in Chat(tokenizer(), strings="auto").render(text(prompt))[0]
+
+
+def test_tokens_are_shown_on_one_line_with_special_ones_marked() -> None:
+    chat = Chat(tokenizer(), strings="auto")
+    shown = chat.marked(chat.render(text(ASKED))[1])
+    assert shown == f"«<|im_start|>»user\\n{ASKED}«<|im_end|>»\\n«<|im_start|>»assistant\\n"
+
+
+def test_a_dry_run_shows_the_first_prompt_of_each_source(tmp_path: Path) -> None:
+    problems = prepared(tmp_path, STRING)
+    (line,) = first_prompts(problems.chat, problems.train)
+    assert line.startswith("train.jsonl row 1") and f"«<|im_start|>»user\\n{ASKED}" in line
+    assert f"{len(problems.train[0].tokens)} tokens" in line
 
 
 def test_messages_without_a_template_name_the_file_that_lacks() -> None:
