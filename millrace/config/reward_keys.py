@@ -212,6 +212,11 @@ class OneReward(Section):
 
     In a sandbox, it also bounds the memory of a worker with all that it started.
     """
+    trial: bool = True
+    """Call a function of yours before the run, with made-up answers and with the truth.
+
+    A run ends at once if each call fails, and warns if all scores are equal, or if some calls fail.
+    """
     sandbox: bool = False
     """Run the function in a sandbox: no network, no files of yours, and a new child for each call.
 

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, SupportsFloat
 
@@ -28,6 +30,8 @@ from millrace.rewards.builtin import BUILTIN
 from millrace.rewards.wire import Call
 from millrace.types import Message, Score
 
+NOT_FOR_THE_TASK = "not_for_the_task"
+"""The reason of a TRL function that returns None: another reward of the mix scores the task."""
 _KEY = "reward.function"
 _TEXTS = str | bytes | bytearray | memoryview
 _NO_NUMBERS = tuple("USOcmM")
@@ -52,6 +56,8 @@ class Function:
     """Whether a score without `pred` means that the whole response is the answer."""
     required: frozenset[str] = frozenset()
     """The names of the parameters without a default."""
+    figures: Counter[str] = field(default_factory=Counter)
+    """Counts since the last reply: components that were no numbers, by name."""
 
     def run(self, call: Call) -> list[Score]:
         """Return a synchronous function's scores. Raise RewardError or the function's error."""
@@ -70,6 +76,9 @@ class Function:
     def _score(self, value: Any, text: str) -> Score:
         """Return the score of one response, with the answer that the response gives."""
         score = to_score(value)
+        if isinstance(value, dict):
+            others = {sendable(str(k)) for k, v in value.items() if isinstance(v, SupportsFloat)}
+            self.figures.update(f"no_number/{k}" for k in others - {"score", "pred", *score.extra})
         if self.names_answers or score.answer is not None:
             return score
         return replace(score, answer=extract(text, "any"))
@@ -89,11 +98,17 @@ class Function:
             )
         if len(values) != n:
             raise RewardError("wrong_length", f"returned {len(values)} scores for {n} completions")
+        if values and all(value is None for value in values):
+            raise RewardError(NOT_FOR_THE_TASK, "returned None for every completion of the sample")
         return [self._score(v, text) for v, text in zip(values, call.completions, strict=True)]
 
     def take_figures(self) -> dict[str, float]:
-        """Return no figures. A judge has some."""
-        return {}
+        """Return the figures since the last call of this method."""
+        if not self.figures:
+            return {}
+        taken = {name: float(count) for name, count in self.figures.items()}
+        self.figures.clear()
+        return taken
 
     def _row(self, call: Call, text: str) -> dict[str, Any]:
         given = (call.data_source, text, call.ground_truth, call.extra_info)
@@ -217,7 +232,7 @@ def to_score(value: Any) -> Score:
     """Return a function's result as a Score.
 
     The result is a finite number, or a dict with "score". Its "pred" is the answer, and its other
-    numbers become extra. Raise RewardError for everything else, such as None, NaN, infinities and
+    finite numbers become extra. Raise RewardError for everything else, such as None, NaN, infinities and
     strings.
     """
     if not isinstance(value, dict):
@@ -227,7 +242,11 @@ def to_score(value: Any) -> Score:
             "no_score", f'a dict without "score": it has {", ".join(map(str, value)) or "nothing"}'
         )
     rest = {sendable(str(k)): v for k, v in value.items() if k not in ("score", "pred")}
-    extra = {k: _number(v, k) for k, v in rest.items() if isinstance(v, SupportsFloat)}
+    extra = {}
+    for name, component in rest.items():
+        with suppress(RewardError):
+            if isinstance(component, SupportsFloat):
+                extra[name] = _number(component, name)
     score = Score(_number(value["score"], "the score"), extra)
     if "pred" not in value:
         return score

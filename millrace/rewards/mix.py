@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from millrace.config import RewardConfig
 from millrace.errors import RewardError
+from millrace.rewards.functions import NOT_FOR_THE_TASK
 from millrace.rewards.judge_cache import CachedJudge
 from millrace.rewards.pool import RewardPool
 from millrace.rewards.start import Launcher
@@ -22,7 +23,7 @@ class RunReward:
     """A RewardFunction over every part of the configuration.
 
     One plain reward scores as it is. In a mix, the score is the sum of the parts' scores, each
-    times its weight. Each part's own score is a component with the part's name. Its components
+    times its weight. A part that returns None for a task does not count for it. Each part's own score is a component with the part's name. Its components
     are NAME/COMPONENT.
     """
 
@@ -93,10 +94,15 @@ class RunReward:
         scores: dict[str, list[Score]] = {}
         failures: list[BaseException] = []
         for name, answer in zip(self.parts, answers, strict=True):
+            if isinstance(answer, RewardError) and answer.reason == NOT_FOR_THE_TASK:
+                continue
             if isinstance(answer, BaseException):
                 failures.append(self._failed(name, answer))
             else:
                 scores[name] = answer
+        if not scores and not failures:
+            detail = "every reward of reward.mix returned None"
+            failures = [self._failed(name, RewardError(NOT_FOR_THE_TASK, detail))]
         if failures:  # Any other error, such as a dead worker, comes before a failed reward.
             raise min(failures, key=lambda error: isinstance(error, RewardError))
         return [

@@ -132,7 +132,7 @@ def answer(function: Function, call: Call, job: Job) -> Reply:
     if function.is_async:
         return asyncio.run(_scored_async(function, call, job))
     try:
-        return Reply(call.id, function.run(call))
+        return Reply(call.id, function.run(call), figures=function.take_figures())
     except BaseException as error:  # noqa: BLE001 - the boundary to user code
         return _failed(call, error, job)
 

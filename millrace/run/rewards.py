@@ -10,11 +10,13 @@ from pathlib import Path
 from millrace.config import AgentConfig, Config, RewardConfig, RewardModelConfig
 from millrace.config.checks import on_ray
 from millrace.data import hub
+from millrace.data.prompts import PromptStream
 from millrace.errors import bad_value
 from millrace.persist import ownership
 from millrace.rewards.mix import RunReward
 from millrace.rewards.sources import scorer_of
 from millrace.rewards.start import Launcher
+from millrace.rewards.trial import ROWS, try_functions
 from millrace.runtime.local import visible_gpus
 from millrace.types import Prompt
 
@@ -93,6 +95,16 @@ def open_caches(
             except OSError as error:
                 raise ownership.unwritable(folder, error, key) from None
         judge.open_cache(folder, note)
+
+
+async def try_rewards(
+    config: RewardConfig, reward: RunReward, train: PromptStream, note: Callable[[str], object]
+) -> None:
+    """Try the user's functions on the first rows. Raise ConfigError if each call of one fails."""
+    pairs = zip(reward.parts.values(), config.parts.values(), strict=True)
+    tried = [part for part, keys in pairs if keys.trial]
+    if tried:
+        await try_functions(tried, [train[i] for i in range(min(ROWS, len(train)))], note)
 
 
 def _check_path(key: str, path: str) -> None:

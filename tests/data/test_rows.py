@@ -179,7 +179,7 @@ def test_a_row_with_a_part_that_is_no_text_is_refused(tmp_path: Path, row: dict[
 
 def test_a_message_that_only_calls_tools_has_an_empty_text(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    talk = [
+    talk: list[dict[str, Any]] = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "3"},

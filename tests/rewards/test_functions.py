@@ -153,14 +153,12 @@ def test_a_task_of_millrace_is_an_exact_match_whose_answer_is_the_whole_response
         [1.0],
         {"reward": 1},
         {"score": None},
-        {"score": 1, "x": math.nan},
         b"0",
         numpy.str_("0"),
         numpy.bytes_(b"0"),
         numpy.complex64(1j),
         numpy.timedelta64(0),
         numpy.array([0.0, 1.0]),
-        {"score": 1, "x": numpy.array([0.0, 1.0])},
         torch.zeros(2),
         torch.zeros((), dtype=torch.complex64) + 1j,
         Decimal("NaN"),
@@ -173,6 +171,24 @@ def test_a_task_of_millrace_is_an_exact_match_whose_answer_is_the_whole_response
 def test_what_is_no_number_is_an_error_never_a_zero(value: Any) -> None:
     with pytest.raises(RewardError, match=r"not_a_number|not_finite|no_score|too_large"):
         to_score(value)
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf, numpy.array([0.0, 1.0]), 1e300])
+def test_a_component_that_is_no_number_is_counted_and_leaves_the_score(
+    tmp_path: Path, bad: Any
+) -> None:
+    code = "def f(solution_str): return {'score': 1, 'x': BAD, 'ok': 2, 'word': 'a'}"
+    made = function(tmp_path, code)
+    made.call.__globals__["BAD"] = bad
+    (score,) = made.run(call("a"))
+    assert (score.value, score.extra) == (1.0, {"ok": 2.0})
+    assert made.take_figures() == {"no_number/x": 1.0} and made.take_figures() == {}
+
+
+def test_none_for_a_whole_sample_is_for_another_reward(tmp_path: Path) -> None:
+    made = function(tmp_path, "def f(completions): return [None] * len(completions)")
+    with pytest.raises(RewardError, match="not_for_the_task"):
+        made.run(call("a", "b"))
 
 
 def test_numbers_of_every_kind_are_scores() -> None:

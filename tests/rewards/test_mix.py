@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,26 @@ def test_a_part_that_fails_fails_the_score_under_its_name(mix: dict[str, Any]) -
     )
     said = "reward length failed, as counted in reward/length/failures: exception: KeyError"
     assert notes[1].startswith(said) and len(notes) == 3
+
+
+def test_a_part_that_returns_none_does_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.py"
+    (tmp_path / "mine.py").write_text(CODE)
+    file.write_text(
+        "def code(completions, ground_truth):\n"
+        "    return [None if t == '42' else 2.0 for t in ground_truth]\n"
+        "def never(completions): return [None] * len(completions)\n"
+    )
+    length = {"function": f"{tmp_path}/mine.py:length"}
+    mix = {"mix": {"length": length, "code": {"function": f"{file}:code"}}}
+    (score,) = run_with(mix, lambda r: r.score(PROMPT, completed(["abc"])))
+    assert (score.value, "code" in score.extra) == (3.0, False)
+    other = replace(PROMPT, ground_truth="7")
+    (score,) = run_with(mix, lambda r: r.score(other, completed(["abc"])))
+    assert (score.value, score.extra["code"]) == (5.0, 2.0)
+    none = {"mix": {"a": {"function": f"{file}:never"}, "b": {"function": f"{file}:never"}}}
+    with pytest.raises(RewardError, match="not_for_the_task"):
+        run_with(none, lambda r: r.score(PROMPT, completed(["abc"])))
 
 
 def test_the_scorer_of_an_agents_episode_has_a_name() -> None:

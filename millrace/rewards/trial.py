@@ -1,0 +1,111 @@
+"""A trial of users' reward functions before a run: made-up answers and the truth, on real rows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from millrace.errors import ConfigError, RewardError, bad_value
+from millrace.rewards.builtin import BUILTIN
+from millrace.rewards.functions import NOT_FOR_THE_TASK
+from millrace.rewards.pool import RewardPool
+from millrace.types import Completion, Prompt, Score
+
+ROWS = 3
+_MADE_UP = ("", "I do not know.")
+
+
+async def try_functions(
+    parts: Iterable[object], prompts: Sequence[Prompt], note: Callable[[str], object]
+) -> None:
+    """Call each function of the user's, and `note` what is odd about its scores.
+
+    Odd are equal scores of all answers, errors of some calls, and a score that depends on the
+    other completions of the sample. Raise ConfigError if every call of a function fails.
+    """
+    pools = [p for p in parts if isinstance(p, RewardPool) and p.job.kind == "function"]
+    chosen = [p for p in pools if p.job.spec.get("function", "") not in BUILTIN]
+    for lines in await asyncio.gather(*(_try(pool, prompts) for pool in chosen)):
+        for line in lines:
+            note(line)
+
+
+def answers_to(truth: Any) -> list[str]:
+    """Return made-up answers, and the truth in the forms that scorers look for."""
+    first = truth[0] if isinstance(truth, list) and truth else truth
+    if first is None or isinstance(first, dict):
+        return [*_MADE_UP]
+    tagged = f"<think>so</think>\n<answer>{first}</answer>"
+    marked = f"#### {first}\n\\boxed{{{first}}}\nAnswer: {first}"
+    return [*_MADE_UP, str(first), tagged, f"{tagged}\n{marked}"]
+
+
+async def _try(pool: RewardPool, prompts: Sequence[Prompt]) -> list[str]:
+    """Return the lines about one function."""
+    key, function = f"{pool.job.key}.function", pool.job.spec["function"]
+    scores: list[float] = []
+    failed: list[tuple[str, RewardError]] = []
+    beside = False
+    for prompt in prompts:
+        answers = answers_to(prompt.ground_truth)
+        first = await _score(pool, prompt, answers[:1])  # One that hangs costs one deadline.
+        if isinstance(first, RewardError) and first.reason == "timeout" and not scores:
+            raise _refused(key, function, answers[0], first)
+        others = (_score(pool, prompt, [answer]) for answer in answers[1:])
+        found = alone = [first, *await asyncio.gather(*others)]
+        if pool.whole_group:  # Such a function may need more than one answer.
+            group = await _score(pool, prompt, answers)
+            found = [group] if isinstance(group, RewardError) else [[score] for score in group]
+            pairs = zip(alone, found, strict=False)
+            beside |= any(
+                isinstance(a, list) and isinstance(b, list) and a[0].value != b[0].value
+                for a, b in pairs
+            )
+        for answer, result in zip(answers, found, strict=False):
+            if isinstance(result, list):
+                scores.append(result[0].value)
+            elif result.reason != NOT_FOR_THE_TASK or pool.job.key == "reward":
+                failed.append((answer, result))
+    pool.figures.clear()
+    name = f"{key} = {function!r}"
+    if failed and not scores:
+        raise _refused(key, function, *failed[0])
+    lines = []
+    if failed:
+        answer, error = failed[0]
+        lines.append(
+            f"warning: {name}: {len(failed)} of {len(failed) + len(scores)} calls of a trial fail, "
+            f"such as that for {answer!r:.60}: {error}. In the run, such samples are counted, and "
+            "others take their places"
+        )
+    if len(scores) > 1 and len(set(scores)) == 1:
+        lines.append(
+            f"warning: {name} gives {scores[0]:g} for each of {len(scores)} answers of a trial, made "
+            "up or true. Equal scores train nothing. Fix: look at the answers that it expects; "
+            "reward.trial=false leaves the trial out"
+        )
+    if beside:
+        lines.append(
+            f"{name} scores an answer by the other answers to its prompt too: it gets all of a "
+            "sample, where TRL passes the whole batch"
+        )
+    return lines
+
+
+async def _score(
+    pool: RewardPool, prompt: Prompt, answers: Sequence[str]
+) -> list[Score] | RewardError:
+    """Return the scores of one call, or its failure."""
+    try:
+        return await pool.score(prompt, [Completion(answer) for answer in answers])
+    except RewardError as error:
+        return error
+
+
+def _refused(key: str, function: str, answer: str, error: RewardError) -> ConfigError:
+    rule = f"every call of a trial fails, such as that for the answer {answer!r:.60}: {error}"
+    if error.trace:
+        rule += f"\n{error.trace}\n"
+    fix = "a function that scores any answer; reward.trial=false leaves the trial out"
+    return bad_value(key, function, rule, fix)
