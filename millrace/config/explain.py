@@ -134,7 +134,12 @@ def _valid(key: str, value: object, field: Any) -> str:
     """
     kind, default = _type_name(field.annotation, field.metadata), shown(default_of(key))
     if kind.startswith("list of"):
-        return f"{key}=[...], a {kind}, in brackets"
+        example = "..." if isinstance(value, dict | list) or not str(value) else str(value)
+        return f"'{key}=[{example}]', a {kind}, in brackets" + (
+            ", with a text such as 1.10 in quotes" if kind.endswith("str") else ""
+        )
+    if kind == "str" and isinstance(value, bool | int | float):
+        return f'{key}: "{value}" in a recipe, with quotes around the text as it is written'
     if " | " in kind or typing.get_origin(field.annotation) is typing.Literal:
         near = difflib.get_close_matches(str(value), kind.split(" | "), 1, 0.5)
         return f"{key}={near[0] if near else default}, one of {kind}"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import date
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, get_args
 
 import yaml
 from omegaconf import OmegaConf
@@ -58,6 +57,7 @@ def _read_yaml(path: Path) -> Tree:
             shown = text[node.start_mark.index :].splitlines()[0].strip()
             fix = "write `section:` with `key: value` lines under it"
             raise _bad_recipe(where, shown, "a recipe is a mapping of keys", fix)
+        _check_numbers(path, node)
         tree: Any = OmegaConf.to_container(
             OmegaConf.create(text), resolve=True, throw_on_missing=True
         )
@@ -89,6 +89,22 @@ def _read_yaml(path: Path) -> Tree:
     return {str(key): value for key, value in tree.items() if value is not None}
 
 
+def _check_numbers(path: Path, node: yaml.Node | None) -> None:
+    """Raise ConfigError for 010 or 1:30 without quotes, which YAML 1.1 reads as 8 and 90."""
+    if isinstance(node, yaml.ScalarNode):
+        number = node.style is None and node.tag.rpartition(":")[2] in ("int", "float")
+        if number and re.match(r"[-+]?0[\d_]|.*:", node.value):
+            read = yaml.safe_load(node.value)
+            rule = f"YAML reads it as {read}"
+            fix = f'"{node.value}", in quotes, for the text; {read} for the number'
+            where = f"{path} line {node.start_mark.line + 1}{hides(path)}"
+            raise _bad_recipe(where, node.value, rule, fix)
+    elif node is not None:
+        for child in node.value:
+            for each in child if isinstance(child, tuple) else (child,):
+                _check_numbers(path, each)
+
+
 _TABS = "spaces in place of tabs, in this line and in all others"
 
 
@@ -113,7 +129,9 @@ def settings_of(overrides: Sequence[str]) -> list[Setting]:
             rule = "must be of the form key=value, without spaces"
             raise bad_value("override", item, rule, f"for example {example(key)}")
         text = cached.resolved(text)
-        value = text if key in _texts() and text[:1] not in ("'", '"') else _value(text)
+        lists = text[:1] == "[" and key in _text_lists()
+        reader = yaml.BaseLoader if lists else _Loader  # BaseLoader reads every scalar as a text
+        value = text if key in _texts() and text[:1] not in ("'", '"') else _value(text, reader)
         settings += _leaves({key: _interpolated(item, value)}, "")
     return settings
 
@@ -136,25 +154,53 @@ def _texts() -> set[str]:
     return {key for key, field in all_keys() if field.annotation is str}
 
 
-def _value(text: str) -> Any:
-    """Return the value of an override, as YAML reads it, with the numbers that YAML 1.1 misses.
+_NUMBERS = {
+    "int": r"[-+]?(?:0|[1-9][\d_]*|0x[\da-fA-F]+|0o[0-7]+|0b[01]+)",
+    "float": r"[-+]?(?:(?:0|[1-9][\d_]*)?\.\d+|(?:0|[1-9][\d_]*)\.?)(?:[eE][-+]?\d+)?|[-+]?\.inf|\.nan",
+    "timestamp": "",
+}
 
-    As in Hydra, `{a:1}` is a mapping, dates and times are texts, and nothing is a comment.
+
+@cache
+def _text_lists() -> set[str]:
+    """Return the keys whose values are lists of texts."""
+    return {key for key, field in all_keys() if get_args(field.annotation) == (str, ...)}
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+    """Reads YAML with the numbers of YAML 1.2: dates, 1:30 and 010 are texts, and 1e-4 is a number."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, one) for tag, one in known if tag.rpartition(":")[2] not in _NUMBERS]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+for _tag in ("int", "float"):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_NUMBERS[_tag]})$"), list("-+0123456789.")
+    )
+
+
+def _value(text: str, reader: Any = _Loader) -> Any:
+    """Return the value of an override, as YAML reads it.
+
+    As in Hydra, `{a:1}` is a mapping, and nothing is a comment.
     """
     if re.search(r"\s#", text) and text[:1] not in "{['\"":
         return text
     spaced = re.sub(r"([{,]\s*[\w.]+):(?=[^\s:/])", r"\1: ", text) if text[:1] == "{" else text
     try:
-        value = yaml.safe_load(spaced) if text.strip() else ""
+        return yaml.load(spaced, reader) if text.strip() else ""
     except YAMLError:
         # In a list, YAML reads a `?` only in quotes, and a shell removes those. Sources have a `?`.
         if re.fullmatch(r"\[[^][{}\"']*\]", text.strip()):
-            return [_value(part.strip()) for part in text.strip()[1:-1].split(",") if part.strip()]
+            return [
+                _value(part.strip(), reader)
+                for part in text.strip()[1:-1].split(",")
+                if part.strip()
+            ]
         return text
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
-        return float(value)  # YAML 1.1 reads 1e-4 as a string
-    time = isinstance(value, int | float) and ":" in text  # YAML 1.1 reads 1:30 as 90
-    return text if time or isinstance(value, date) else value
 
 
 def expand(layers: Iterable[Iterable[Setting]]) -> tuple[list[Tree], list[str], list[str]]:

@@ -140,6 +140,8 @@ def find(key: str, name: str, named: Named, form: str = "{}") -> EntryPoint | No
     if part := elsewhere(name):
         rule = f"the package {package_of(part)} gives this name in the group {part.group}"
         raise bad_value(key, name, rule, f"the group millrace.{named.group} there; or {fix}")
+    if "," in name and "[" in form:
+        fix = f"'{form.format(name)}', a list, in brackets; {fix}"
     fix += "" if near else "; or pip install the package that gives it"
     raise bad_value(key, name, "no installed package gives this name", fix)
 

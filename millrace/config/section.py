@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Annotated, Any, get_args
 
 from pydantic import (
@@ -29,12 +30,18 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true and false where only a number fits: pydantic would read them as 1 and 0."""
+    def _only_numbers_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true, false and 010 where only a number fits.
+
+        pydantic would read them as 1, 0 and 10, and YAML reads 010 as 8.
+        """
         kind = cls.model_fields[info.field_name or ""].annotation
         kinds = {kind, *get_args(kind)}
-        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+        number = bool(kinds & {int, float}) and bool not in kinds
+        if isinstance(value, bool) and number:
             raise PydanticCustomError("bool_for_a_number", "must be a number, not true or false")
+        if isinstance(value, str) and number and re.match(r"[-+]?0\d", value):
+            raise PydanticCustomError("leading_zero", "must be a number that begins with no zero")
         return value
 
     def check(self) -> None:

@@ -370,6 +370,47 @@ def test_an_override_of_a_text_is_that_text(text: str, value: str) -> None:
         assert layers.settings_of([f"{key}={text}"]) == [(key, value)]
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[a,20251103]", ["a", "20251103"]),
+        ('["a # b",010,1.10]', ["a # b", "010", "1.10"]),
+        ("[null, true, 1:30]", ["null", "true", "1:30"]),
+    ],
+)
+def test_an_element_of_a_list_of_texts_is_that_text(text: str, value: list[str]) -> None:
+    for key in ("rollout.stop", "data.train_files"):
+        assert layers.settings_of([f"{key}={text}"]) == [(key, value)]
+
+
+@pytest.mark.parametrize("text", ["010", "008", "-01", "00.5", "1:30"])
+def test_a_number_that_yaml_changes_is_refused(text: str, write: Callable[..., Any]) -> None:
+    """YAML 1.1 reads 010 as 8, and 1:30 as 90. 008 was 8."""
+    for key in ("trainer.seed", "rollout.stall_s", "actor.optim.lr"):
+        with pytest.raises(ConfigError, match=rf"^{key} = '{text}': .*Fix: {key}="):
+            recipe.load(QUICKSTART, [f"{key}={text}"])
+    if text != "008":  # not octal, so YAML reads it as text, which the key refuses
+        with pytest.raises(ConfigError, match=rf"line 2: '{text}': YAML reads it as .*in quotes"):
+            recipe.load(write(f"inherits: quickstart\ntrainer: {{seed: {text}}}"))
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("rollout.stop=</s>", r"'rollout\.stop=\[</s>\]'.*in quotes"),
+        ("trainer.logger=console,wandb", r"'trainer\.logger=\[console,wandb\]'"),
+    ],
+)
+def test_the_fix_of_a_list_is_what_to_type(override: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=f"Fix: {fix}"):
+        recipe.load(QUICKSTART, [override])
+
+
+def test_a_number_for_a_text_of_a_recipe_is_shown_in_quotes(write: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r'trainer\.project_name: "20251103".*quotes'):
+        recipe.load(write("inherits: quickstart\ntrainer: {project_name: 20251103}"))
+
+
 def test_no_override_has_a_comment() -> None:
     assert layers.settings_of(["data.train_files=a b #3.jsonl"]) == [
         ("data.train_files", "a b #3.jsonl")
