@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,12 +53,17 @@ class Blocks:
     opening: str
     """What begins a call. Where it is left after all blocks are read, a call has no end."""
     marks: tuple[str, ...] = ()
+    bare: re.Pattern[str] | None = None
+    """The pattern of calls in a text where `pattern` finds nothing."""
 
     def parse(self, text: str, tools: Sequence[ToolSchema]) -> Parsed:
         calls: list[Call] = []
         kept: list[str] = []
         broken = end = 0
-        for block in self.pattern.finditer(text):
+        blocks = [*self.pattern.finditer(text)]
+        if not blocks and self.bare is not None:
+            blocks = [*self.bare.finditer(text)]
+        for block in blocks:
             kept.append(text[end : block.start()])
             end = block.end()
             try:
@@ -122,22 +128,32 @@ def _made(name: str, arguments: dict[str, Any]) -> Call:
     return Call(name, text)
 
 
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
-"""A value ends at its closing tag. Without one, it ends at the next value, or at the function's end."""
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|(?=<function=)|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+"""A value ends at its closing tag. Without one, it ends at the next value, or at the function's end.
+
+vLLM and verl read calls without closing tags, several in a block, and calls without a block.
+"""
 
 
 def _qwen_calls(text: str, tools: Sequence[ToolSchema]) -> list[Call]:
-    """Return the call of a block in Qwen3-Coder's XML form."""
-    found = _FUNCTION.fullmatch(text)
-    if found is None or _PARAMETER.sub("", found[2]).strip():
-        raise ValueError("not a function with parameters")
-    name = found[1].strip()
-    types = _parameters(name, tools)
-    pairs = ((key.strip(), value) for key, value in _PARAMETER.findall(found[2]))
-    # The form puts a line break before and after each value.
-    unwrapped = {key: value.removeprefix("\n").removesuffix("\n") for key, value in pairs}
-    return [_made(name, {key: _typed(v, types.get(key, {})) for key, v in unwrapped.items()})]
+    """Return the calls of a block in Qwen3-Coder's XML form."""
+    calls = []
+    for function, body in _FUNCTION.findall(text):
+        name = _bare_name(function)
+        types = _parameters(name, tools)
+        pairs = ((_bare_name(key), value) for key, value in _PARAMETER.findall(body))
+        # The form puts a line break before and after each value.
+        values = {key: value.removeprefix("\n").removesuffix("\n") for key, value in pairs}
+        calls.append(_made(name, {key: _typed(v, types.get(key)) for key, v in values.items()}))
+    if not calls:
+        raise ValueError("no function")
+    return calls
+
+
+def _bare_name(text: str) -> str:
+    """Return a name without the space and the quotes around it."""
+    return text.strip().strip("\"'")
 
 
 def _parameters(name: str, tools: Sequence[ToolSchema]) -> dict[str, Any]:
@@ -148,21 +164,50 @@ def _parameters(name: str, tools: Sequence[ToolSchema]) -> dict[str, Any]:
 
 
 def _typed(value: str, schema: Any) -> Any:
-    """Return text as a value of the schema's type. Raises ValueError if it is none.
+    """Return text as a value of one of the schema's types. Raises ValueError if it is none.
 
     Values in Python's spelling are read too, and null is a value of every type, as in vLLM.
     """
-    kind = schema.get("type", "string") if isinstance(schema, dict) else "string"
-    if isinstance(kind, list):
-        kind = next((k for k in kind if k != "null"), "null")
+    kinds = _kinds(schema)
     if (word := value.strip().lower()) in ("null", "none"):
-        return None if word == "null" or kind != "string" else value
-    if kind == "string" or not isinstance(kind, str):
+        return None if word == "null" or kinds != {"string"} else value
+    for kind in sorted(kinds, key=_ORDER.index):
+        with suppress(ValueError):
+            return _as(kind, value)
+    raise ValueError(f"no {' or '.join(sorted(kinds))}")
+
+
+_ORDER = ("boolean", "integer", "number", "array", "object", "any", "string")
+
+
+def _kinds(schema: Any) -> set[str]:
+    """Return the types that a schema allows, without null. Without a type, it is a text."""
+    if not isinstance(schema, dict):
+        return {"string"}
+    named = schema.get("type")
+    kinds = {named} if isinstance(named, str) else {k for k in named or () if isinstance(k, str)}
+    for word in ("anyOf", "oneOf"):
+        for option in schema.get(word) or ():
+            kinds |= _kinds(option)
+    if not kinds and any(not isinstance(value, str) for value in schema.get("enum") or ()):
+        return {"any"}
+    return {k if k in _ORDER else "any" for k in kinds - {"null"}} or {"string"}
+
+
+def _as(kind: str, value: str) -> Any:
+    """Return text as a value of a type. Raises ValueError."""
+    if kind == "string":
         return value
-    if kind in ("integer", "number"):
-        return int(value) if kind == "integer" else float(value)
-    if kind == "boolean" and word in ("true", "false"):
+    if kind == "boolean":
+        if (word := value.strip().lower()) not in ("true", "false"):
+            raise ValueError("no boolean")
         return word == "true"
+    if kind in ("integer", "number"):
+        number = float(value)
+        if kind == "integer" and not number.is_integer():
+            raise ValueError("a fraction")
+        whole = re.fullmatch(r"\s*[-+]?\d+\s*", value)
+        return int(value) if whole else int(number) if kind == "integer" else number
     try:
         return json.loads(value)
     except ValueError:
@@ -195,8 +240,9 @@ FORMATS: dict[str, ToolFormat] = {
     "hermes": Blocks(re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL), _json_calls,
                      "<tool_call>", ("<tool_call>", "</tool_call>")),
     "json": Json(),
-    "qwen": Blocks(re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL), _qwen_calls,
-                   "<tool_call>", ("<tool_call>", "</tool_call>")),
+    "qwen": Blocks(re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL), _qwen_calls,
+                   "<tool_call>", ("<tool_call>", "</tool_call>"),
+                   re.compile(r"(<function=.*?(?:</function>|\Z))(?:\s*</tool_call>)?", re.DOTALL)),
     "line": Blocks(re.compile(r"\?([^?.]*)\."), _line_calls, "?"),
 }  # fmt: skip
 """The formats by name, for agents.tool_format."""

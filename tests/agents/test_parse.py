@@ -77,7 +77,7 @@ def test_calls(form: str, text: str, content: str, calls: list[tuple[str, Any]])
         ("json", "[TOOL_CALLS] no"),
         ("qwen", "<tool_call>now</tool_call>"),
         ("qwen", function("follow", key="seven")),
-        ("qwen", "<tool_call><function=now>words</function></tool_call>"),
+        ("qwen", "<tool_call><function=follow>\n<parameter=key>\n"),
         ("qwen", function("put", x="{1, 2}")),
         ("qwen", function("put", x="1j")),
         ("qwen", function("put", x="(" * 5000)),
@@ -192,6 +192,10 @@ def test_a_made_model_chases_through_the_line_format() -> None:
         ("string", "null", None),
         ("string", "None", "None"),
         (["string", "null"], "null", None),
+        (["integer", "string"], "three", "three"),
+        ("integer", "3.0", 3),
+        ("number", "5", 5),
+        (None, "5", "5"),
         (["null", "integer"], "3", 3),
         ("array", "['a', True, None]", ["a", True, None]),
         ("object", '{"a": true}', {"a": True}),
@@ -208,8 +212,35 @@ def test_qwen_values_as_models_write_them(kind: Any, text: str, value: Any) -> N
         "<function=add><parameter=a>\n1\n<parameter=b>\n2\n</parameter></function>",
         "<function=add><parameter=a>1</parameter><parameter=b>2</function>",
         "<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n",
+        '<function="add">I add.<parameter=a>1</parameter><parameter= b >2</parameter></function>',
     ],
 )
-def test_qwen_calls_without_a_closing_tag(text: str) -> None:
-    (call,) = tool_format("qwen").parse(f"<tool_call>{text}</tool_call>", MANY).calls
+@pytest.mark.parametrize("block", ["<tool_call>{}</tool_call>", "<tool_call>{}", "{}</tool_call>"])
+def test_qwen_calls_without_a_tag(text: str, block: str) -> None:
+    parsed = tool_format("qwen").parse(block.format(text), MANY)
+    (call,) = parsed.calls
     assert json.loads(call.arguments) == {"a": 1.0, "b": 2.0}
+    assert (parsed.content, parsed.broken) == ("", 0)
+
+
+def test_qwen_calls_several_functions_in_a_block_or_in_none() -> None:
+    both = "<function=now></function>\n<function=follow><parameter=key>7</parameter></function>"
+    for text in (f"so\n<tool_call>\n{both}\n</tool_call>", f"so\n{both}"):
+        parsed = tool_format("qwen").parse(text, MANY)
+        assert [c.name for c in parsed.calls] == ["now", "follow"]
+        assert (parsed.content, parsed.broken) == ("so", 0)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "5", 5),
+        ({"oneOf": [{"type": "string"}, {"type": "array"}]}, "[1]", [1]),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"enum": ["1", "2"]}, "2", "2"),
+    ],
+)
+def test_qwen_values_of_a_schema_without_a_type(schema: Any, text: str, value: Any) -> None:
+    one = {"function": {"name": "f", "parameters": {"properties": {"x": schema}}}}
+    (call,) = tool_format("qwen").parse(function("f", x=text), (one,)).calls
+    assert json.loads(call.arguments) == {"x": value}

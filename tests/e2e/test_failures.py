@@ -246,9 +246,8 @@ def lost_last_replica(chain: Chain) -> range:
 
 def completed_with_hanging_rewards(chain: Chain, tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
-    chain.start(
-        f"reward.function={tmp_path}/hangs.py:score", "reward.timeout_s=8", "--json", versions=0
-    )
+    function = f"reward.function={tmp_path}/hangs.py:score"
+    chain.start(function, "reward.trial=false", "reward.timeout_s=8", "--json", versions=0)
     assert chain.end() == 0, "\n".join(chain.said())
     result = json.loads(chain.said()[-1])
     assert result["complete"] and result["samples_trained"] == 800
