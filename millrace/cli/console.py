@@ -197,8 +197,12 @@ def configure(
     help_config: bool,
     *,
     keep_warm_up: bool = False,
+    trains: bool = False,
 ) -> Config:
-    """Return the Config, or print what an option asks for and exit."""
+    """Return the Config, or print what an option asks for and exit.
+
+    A dry run of a command that `trains` finds the run's folder and what its resume refuses, too.
+    """
     if help_config:
         _print_keys(json_)
         raise typer.Exit
@@ -207,6 +211,7 @@ def configure(
     config = recipe.load(path, overrides, keep_warm_up=keep_warm_up)
     if dry_run:
         from millrace.run import problems
+        from millrace.run.folder import find_run
         from millrace.run.machine import check_machine, check_shape
 
         try:
@@ -215,6 +220,10 @@ def configure(
             _note(f"this machine cannot run it: {lack}")
         for note in config.notes:
             _note(note)
+        if trains and not config.trainer.val_only:
+            _, checkpoint, notes = find_run(config)
+            for note in notes if checkpoint is None else (*notes, f"it resumes from {checkpoint}"):
+                _note(note)
         for line in config.translated:
             typer.echo(f"  {line}", err=True)
         from millrace.run.agents import described

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Generic, TypeVar
 
@@ -78,8 +78,14 @@ class Tail(Generic[T]):
     or not have made it yet. None of this is an error here.
     """
 
-    def __init__(self, path: Path, decoder: msgspec.json.Decoder[T]) -> None:
-        self.path, self._decoder = path, decoder
+    def __init__(
+        self,
+        path: Path,
+        decoder: msgspec.json.Decoder[T],
+        fault: Callable[[T], str] = lambda line: "",
+    ) -> None:
+        """`fault` says what is wrong with a line that is readable, or ""."""
+        self.path, self._decoder, self._fault = path, decoder, fault
         self.bad = 0
         """Lines that are not readable."""
         self.damage = ""
@@ -127,16 +133,21 @@ class Tail(Generic[T]):
         for text in texts:
             self._number += 1
             try:
-                if text.strip():
-                    yield self._decoder.decode(text)
+                if not text.strip():
+                    continue
+                line = self._decoder.decode(text)
+                if not (fault := self._fault(line)):
+                    yield line
+                    continue
             except (
                 msgspec.DecodeError,
                 UnicodeDecodeError,
                 OverflowError,
                 RecursionError,
             ) as error:
-                self.bad += 1
-                self.damage = self.damage or f"line {self._number}: not readable: {error}"
+                fault = str(error)
+            self.bad += 1
+            self.damage = self.damage or f"line {self._number}: not readable: {fault}"
 
 
 def changed(path: Path) -> float:

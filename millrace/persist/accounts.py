@@ -10,17 +10,20 @@ from typing import Annotated
 
 import msgspec
 
+from millrace.persist.history import Count, Version
+
 FILE = "accounts.jsonl"
 
-Count = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
-"""A number of things. A line with a larger one is no line of a run."""
+
+Seconds = Annotated[float, msgspec.Meta(ge=-1e-3)]
+"""Seconds, which rounding may put just below zero. A line with fewer is damaged."""
 
 
 class Device(msgspec.Struct, frozen=True):
     """The devices of one track."""
 
     count: Count
-    seconds: dict[str, float]
+    seconds: dict[str, Seconds]
     """Seconds of one of the devices, by state. They add up to the line's `seconds`."""
 
 
@@ -28,9 +31,9 @@ class Work(msgspec.Struct, frozen=True):
     """Calls, their seconds and their tokens."""
 
     count: Count = 0
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
     tokens: Count = 0
-    busy: float = 0.0
+    busy: Seconds = 0.0
     """Seconds with at least one call. Only the rewards have it."""
 
 
@@ -40,10 +43,10 @@ class Line(msgspec.Struct, frozen=True):
     event: str
     """One of start, version and end."""
     attempt: Count
-    version: Count
+    version: Version
     time: float
     """Unix time."""
-    seconds: float
+    seconds: Seconds
     """Seconds of this attempt so far."""
     generated: Count
     """Tokens drawn. `tokens` adds up to it."""
@@ -52,7 +55,7 @@ class Line(msgspec.Struct, frozen=True):
     prefill: Count = 0
     """Tokens that this attempt has read into KV caches."""
     devices: dict[str, Device] = {}
-    slots: dict[str, float] = {}
+    slots: dict[str, Seconds] = {}
     """Sample-seconds by the sample's state."""
     samples: dict[str, Count] = {}
     """Samples that are in each state now."""

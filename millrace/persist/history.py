@@ -24,6 +24,7 @@ FILE = "history.jsonl"
 
 Count = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 """A number or an id. A line with a larger one is not readable."""
+Version = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -32,7 +33,7 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     event: str
     """One of start, version and end."""
     attempt: Count
-    version: Count
+    version: Version
     admitted: Count = 0
     dropped: dict[str, Count] = {}
     slots: list[Count] = msgspec.field(default=[], name="held")

@@ -37,6 +37,8 @@ FILES = (METRICS, history.FILE, accounts.FILE)
 """A run's folder has one of these."""
 SAMPLES = re.compile(r"version-(\d{6,12})-attempt-(\d{3,9})\.parquet")
 """The files of samples of the surviving history."""
+ROUNDING_S = 1e-3
+"""Seconds below zero that rounding may make. With more, a line is damaged."""
 CLOCKS_S = 60.0
 """The most by which the clock of a shared file system may be behind this machine's."""
 BEFORE = "; it makes the model, starts engines or warms up, of which the folder has no figures"
@@ -82,7 +84,7 @@ class RunReader:
         """What readers lack: damage in the folder, and what a table leaves out. All print them."""
         self._lives: bool | None = None
         self._tails = (
-            Tail(path / METRICS, _metrics),
+            Tail(path / METRICS, _metrics, _fault),
             Tail(path / history.FILE, history.DECODER),
             Tail(path / accounts.FILE, accounts.DECODER),
         )
@@ -201,10 +203,8 @@ class RunReader:
         ]
 
     def _add(self, line: dict[str, Any]) -> None:
-        """Add a line of metrics.jsonl. A line without a version or a number is none of a run's."""
-        version = line.pop("version", None)
-        if not _is_number(version) or not 0 <= version <= 2**53:
-            return
+        """Add a line of metrics.jsonl."""
+        version = line.pop("version")
         self.names |= dict.fromkeys(map(sendable, line))
         row = {sendable(name): float(value) for name, value in line.items() if _is_number(value)}
         if row:
@@ -297,13 +297,24 @@ def check(path: Path, *files: str) -> None:
         rule = "is a file" if path.exists() else f"no such folder (from {Path.cwd()})"
     elif any((path / name).is_file() for name in files):
         return
-    elif ownership.is_ours(path):
+    elif ownership.is_ours(path) and not any((path / name).is_file() for name in FILES):
         rule, fix = "has no figures: the run has not trained yet", f"millrace watch {path}"
         raise bad_value("RUN", str(path), rule, fix)
     else:
         none = "no" if len(files) == 1 else "none of"
         rule = f"is not a run folder, because it has {none} {', '.join(files)}"
     raise bad_value("RUN", str(path), rule, EXAMPLE)
+
+
+def _fault(line: dict[str, Any]) -> str:
+    """Return what is wrong with a line of metrics, or ""."""
+    version = line.get("version")
+    if not _is_number(version) or not 0 <= version <= 2**53:  # type: ignore[operator]
+        return f"version {version!r:.40}"
+    for name, value in line.items():
+        if name.startswith("timing_s/") and _is_number(value) and value < -ROUNDING_S:
+            return f"{name:.80} is {value:g} s"
+    return ""
 
 
 def _is_number(value: object) -> bool:

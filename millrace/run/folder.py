@@ -54,16 +54,18 @@ class RunDir:
                 folder.rmdir()
 
 
-def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
-    """Find or make the folder of a run.
+def find_run(
+    config: Config, root: Path = Path("runs")
+) -> tuple[Path | None, Path | None, list[str]]:
+    """Return the folder of a run, the checkpoint that it resumes from, and notes. Change nothing.
 
-    Raises ConfigError if a new run would overwrite another run.
+    None is a new folder, or no checkpoint. Raises ConfigError for what a resume refuses, and if a
+    new run would overwrite another run.
     """
     resume = config.trainer.resume
     path = Path(config.trainer.run_dir) if config.trainer.run_dir else None
     checkpoint: Path | None = None
     notes: list[str] = []
-    missing_parents = _missing(root)
     if resume not in ("never", "auto"):
         checkpoint = _checkpoint(resume)
         path = path or ownership.home_of(checkpoint)
@@ -75,6 +77,13 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
         notes += resume_checks.check(config, checkpoint)
     if path is not None:
         _check_new(config, path)
+    return path, checkpoint, notes
+
+
+def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
+    """Find or make the folder of a run. Raises ConfigError as `find_run` does."""
+    resume, missing_parents = config.trainer.resume, _missing(root)
+    path, checkpoint, notes = find_run(config, root)
     store = open_store(config.trainer, path, checkpoint)
     made = _missing(path) if path else ()
     if path is None:

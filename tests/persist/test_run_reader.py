@@ -191,3 +191,43 @@ def test_only_new_lines_are_read_and_a_new_file_replaces_them(tmp_path: Path) ->
     (tmp_path / "new").replace(tail.path)
     assert tail.read() == (True, [{"a": 4}])
     assert tail.bad == 1 and tail.damage.startswith("line 2: not readable")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"reward/mean": 1}',
+        '{"version": -5}',
+        '{"version": 1e30, "reward/mean": 1}',
+        '{"version": "3", "reward/mean": 1}',
+        '{"version": 9, "timing_s/step": -5}',
+    ],
+)
+def test_a_line_that_no_run_writes_is_damage_for_each_reader(folder: Path, line: str) -> None:
+    before = load(folder).rows
+    with (folder / METRICS).open("a") as file:
+        file.write(f"{line}\n")
+    run = load(folder)
+    assert run.rows == before and run.notes == [f"{METRICS}: 1 lines are not readable"]
+    said = CliRunner().invoke(app, ["query", str(folder), "select count(*) from metrics"])
+    assert f"{METRICS}: 1 lines" in said.stderr
+
+
+@pytest.mark.parametrize("seconds", [-1e-6, 0.0])
+def test_seconds_of_rounding_are_no_damage(folder: Path, seconds: float) -> None:
+    with (folder / METRICS).open("a") as file:
+        file.write(json.dumps({"version": 9, "timing_s/step": seconds}) + "\n")
+    assert not load(folder).notes
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("accounts.jsonl", "seconds"), ("history.jsonl", "version")]
+)
+def test_accounts_and_history_refuse_negative_seconds_and_versions(
+    folder: Path, name: str, key: str
+) -> None:
+    path = folder / name
+    line = json.loads(path.read_text().splitlines()[-1])
+    with path.open("a") as file:
+        file.write(json.dumps(line | {key: -2}) + "\n")
+    assert any(note.startswith(name) for note in load(folder).notes)

@@ -272,7 +272,7 @@ def test_damaged_files_are_named_and_do_no_harm(tmp_path: Path) -> None:
     (folder / "trace" / "attempt-009-000.json").write_text("no trace")
     (folder / "history.jsonl").write_bytes(b"\xff\xfe\n")
     notes = json.dumps(data_of(write_report([folder]), "page"))
-    for words in ("metrics.jsonl: 2 lines", "config.yaml: ", "history.jsonl"):
+    for words in ("metrics.jsonl: 3 lines", "config.yaml: ", "history.jsonl"):
         assert f"Not readable: {words}" in notes
 
 

@@ -13,7 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from millrace.cli.main import app
 from millrace.config import Config, recipe
 from millrace.errors import ConfigError
 from millrace.pipeline.checkpoint import Checkpoints
@@ -245,3 +247,19 @@ def test_a_path_that_cannot_be_looked_at_is_refused_by_its_key(
 def test_an_evaluation_of_no_run_asks_for_the_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer.resume = 'auto'.*Fix: trainer.run_dir="):
         open_eval_dir(config_of("trainer.resume=auto"), tmp_path / "runs")
+
+
+def test_a_dry_run_says_what_the_resume_would_refuse(checkpoint: Path, tmp_path: Path) -> None:
+    files = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+
+    def dry(command: str, *overrides: str) -> Result:
+        return CliRunner().invoke(app, [command, str(RECIPE), *overrides, "--dry-run"])
+
+    resume = f"trainer.run_dir={tmp_path / 'first'}", "trainer.resume=auto"
+    assert f"resumes from {checkpoint}" in dry("train", *resume).stderr
+    assert "sft.steps = 5: no effect" in dry("train", *resume, "sft.steps=5").stderr
+    refused = dry("train", *resume, "rollout.n=4")
+    assert isinstance(refused.exception, ConfigError)
+    assert str(refused.exception).startswith("rollout.n = 4: the checkpoint")
+    assert dry("eval", *resume, "rollout.n=4").exit_code == 0
+    assert files == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
