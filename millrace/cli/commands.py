@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 import typer
@@ -36,6 +37,9 @@ class Commands(TyperGroup):
         if name in names or plugins.elsewhere(name):
             found = plugins.find("COMMAND", name, plugins.Named("commands", core))
             return name, _command(name) if found else self.commands[name], args[1:]
+        near = difflib.get_close_matches(name, names, 1)
+        if near and near[0] not in core:  # the group below suggests its own commands
+            ctx.fail(f"No such command {name!r}. Did you mean {near[0]!r}?")
         return super().resolve_command(ctx, args)
 
 

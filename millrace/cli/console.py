@@ -206,7 +206,7 @@ def configure(
     if help_config:
         _print_keys(json_)
         raise typer.Exit
-    if path is None:
+    if not path:
         raise typer.BadParameter("RECIPE is missing, for example quickstart")
     config = recipe.load(path, overrides, keep_warm_up=keep_warm_up)
     if dry_run:

@@ -218,3 +218,8 @@ def test_the_example_is_installed_and_trains_with_each_of_its_parts(tmp_path: Pa
         float(line.split()[1]) for line in python("millrace", "rewards", str(run)).splitlines()
     ]
     assert len(means) == 2 and 0 < max(means) < 1  # the task's own score is 0 or 1
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("benhc", "bench"), ("trian", "train")])
+def test_a_mistyped_command_of_the_core_or_an_extra_is_suggested(typed: str, meant: str) -> None:
+    assert f"Did you mean '{meant}'?" in CliRunner().invoke(app, [typed]).output
