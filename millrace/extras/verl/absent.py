@@ -232,6 +232,9 @@ ABSENT: dict[str, Absent] = {
     "critic.megatron.*": _CRITIC,
     "*.qat.enable": _QUANTIZED,
     "*.router_replay.mode": _REPLAY,
-    "*.veomni.*": _STRATEGY,
+    **{f"*.{name}.*": _STRATEGY for name in ("veomni", "torchtitan", "automodel")},
+    "*.fsdp_config.mixed_precision": Absent(
+        "a mapping of precisions", "fsdp_config.mixed_precision.param_dtype=bf16 as a key of its own"
+    ),
     "hydra.*": Absent("Hydra's own settings", "trainer.run_dir for the folder of the run"),
 }

@@ -55,6 +55,8 @@ _CONFIG = "actor.megatron.override_transformer_config"
 _BALANCE = (f"{_CONFIG}.moe_aux_loss_coeff", f"{_CONFIG}.moe_router_load_balancing_type")
 
 _TURNS = "rollout.multi_turn.enable"
+_AGENTS = "rollout.n_agent"
+_OLD, _PROX = "async_training.use_rollout_log_probs", "async_training.compute_prox_log_prob"
 _TOOLS = {
     f"{section}.{theirs}": f"agents.{ours}"
     for section in ("data", "rollout.multi_turn")
@@ -73,6 +75,8 @@ JOINED: dict[str, str] = {
     "reward_model.enable": "it decides about reward_model.model.path",
     **dict.fromkeys(_BALANCE, "actor.router_aux_loss_coef, with seq_aux_loss"),
     "rollout.enable_rollout_routing_replay": "true needs actor.router_replay.mode=R3",
+    _AGENTS: "rollout.n times it is the number of responses to a prompt",
+    _PROX: "true recomputes the log-probs, as async_training.use_rollout_log_probs=false",
     "rollout.max_model_len": "it must have room for a prompt and a response",
     "rollout.val_kwargs.do_sample": "false sets rollout.val_kwargs.temperature=0",
     "trainer.resume_from_path": "trainer.resume, with trainer.resume_mode=resume_path",
@@ -92,7 +96,12 @@ def join(given: Given, last: Mapping[str, int], errors: list[ConfigError]) -> di
     """
     result: dict[str, Joined] = {}
     parts_of: dict[tuple[str, ...], Callable[[Given], Parts]]
-    parts_of = {**_PARTS, ("actor.clip_ratio",): partial(_clip, last=last)}
+    parts_of = {
+        **_PARTS,
+        ("actor.clip_ratio",): partial(_clip, last=last),
+        (_AGENTS,): partial(_agents, last=last),
+        (_PROX,): partial(_proximal, last=last),
+    }
     for keys, part in parts_of.items():
         if not any(key in given for key in keys):
             continue
@@ -112,6 +121,25 @@ def _clip(given: Given, last: Mapping[str, int]) -> Parts:
     sides = [f"{key}_low", f"{key}_high"]
     chosen = [(side, given[key]) for side in sides if last.get(side) != last[key]]
     return {key: (chosen, JOINED[key])}
+
+
+def _agents(given: Given, last: Mapping[str, int]) -> Parts:
+    """Multiply both counts of one layer: n_agent copies of a prompt with n responses each."""
+    copies, n = given[_AGENTS], given["rollout.n"] if last.get("rollout.n") == last[_AGENTS] else 1
+    known = isinstance(copies, int) and isinstance(n, int)
+    parts: Parts = {_AGENTS: ([("rollout.n", copies * n if known else copies)], JOINED[_AGENTS])}
+    if last.get("rollout.n") == last[_AGENTS]:
+        parts["rollout.n"] = ([], f"{_AGENTS} times it is rollout.n here")
+    return parts
+
+
+def _proximal(given: Given, last: Mapping[str, int]) -> Parts:
+    """Take the rollout's log-probs, unless the proximal policy's are computed anew."""
+    old = given.get(_OLD, True) is True and given[_PROX] is not True
+    parts: Parts = {_PROX: ([(_OLD, old)], JOINED[_PROX])}
+    if last.get(_OLD) == last[_PROX]:
+        parts[_OLD] = ([], f"{_PROX} decides it")
+    return parts
 
 
 def _equal(given: Given, *, key: str) -> Parts:

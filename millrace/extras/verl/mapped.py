@@ -5,6 +5,7 @@ from __future__ import annotations
 from millrace.extras.verl.kinds import Mapped
 from millrace.extras.verl.values import (
     DROP,
+    SILENT,
     all_if_none,
     by_engine,
     everything,
@@ -17,9 +18,11 @@ from millrace.extras.verl.values import (
     not_none,
     one_by_one,
     one_of,
+    precision,
     renamed,
     resume_mode,
     sampled,
+    train_engine,
     trainer_mode,
     updates,
     without,
@@ -81,9 +84,16 @@ MAPPED: dict[str, Mapped] = {
         )
     },
     "actor.router_replay.mode": Mapped("model.router_replay"),
-    "actor.strategy": Mapped(
-        "trainer.engine", one_of(fsdp="fsdp", fsdp2="fsdp", megatron="megatron")
-    ),
+    "actor.strategy": Mapped("trainer.engine", train_engine),
+    "model_engine": Mapped("trainer.engine", train_engine),
+    "actor.fsdp_config.mixed_precision.param_dtype": Mapped("model.dtype", _DTYPE),
+    **{
+        f"{section}.mixed_precision.{part}_dtype": Mapped(
+            "model.dtype", precision, "it is float32 here"
+        )
+        for section in ("actor.fsdp_config", "ref.fsdp_config", "critic.fsdp")
+        for part in ("reduce", "buffer")
+    },
     "actor.optim.lr_decay_style": Mapped("actor.optim.lr_scheduler_type", lr_shape),
     **{
         f"{side}.optim.min_lr_ratio": Mapped(f"{side}.optim.min_lr_ratio", not_none)
@@ -127,9 +137,6 @@ MAPPED: dict[str, Mapped] = {
         "algorithm.rollout_correction.rollout_is_threshold", not_none
     ),
     "async_training.checkpoint_engine.device_buffer_size_M": Mapped("sync.bucket_mb"),
-    "async_training.compute_prox_log_prob": Mapped(
-        "async_training.use_rollout_log_probs", flag(False, True)
-    ),
     "critic.fsdp.full_determinism": Mapped("trainer.deterministic"),
     "critic.grad_clip": Mapped("critic.optim.clip_grad"),
     "critic.optim.lr_warmup_steps": Mapped("critic.optim.lr_warmup_steps", never),
@@ -174,6 +181,9 @@ MAPPED: dict[str, Mapped] = {
         "agents.max_tool_tokens", note="verl counts characters, and millrace tokens"
     ),
     "rollout.name": Mapped("rollout.engine", by_engine),
+    "rollout.n_val": Mapped("rollout.val_kwargs.n"),
+    "rollout.val_temperature": Mapped("rollout.val_kwargs.temperature"),
+    "rollout.enable_sleep_mode": Mapped("rollout.free_cache_engine"),
     "rollout.prompt_length": Mapped("rollout.max_prompt_length"),
     "rollout.response_length": Mapped("rollout.max_response_length"),
     "rollout.standalone_gpu_memory_utilization": Mapped("rollout.gpu_memory_utilization", if_set),
@@ -186,6 +196,9 @@ MAPPED: dict[str, Mapped] = {
     "trainer.fsdp_size": Mapped("trainer.fsdp_size", never),
     "trainer.logger": Mapped("trainer.logger", loggers, _SINKS),
     "trainer.max_actor_ckpt_to_keep": Mapped("trainer.max_ckpt_to_keep", all_if_none),
+    "trainer.remove_previous_ckpt_in_save": Mapped(
+        "trainer.max_ckpt_to_keep", flag(1, SILENT), "the newest checkpoint alone stays"
+    ),
     "trainer.project_name": Mapped("trainer.project_name", not_none),
     "trainer.resume": Mapped("trainer.resume", resume_mode),
     "trainer.resume_mode": Mapped("trainer.resume", resume_mode),

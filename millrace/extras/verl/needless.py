@@ -23,11 +23,19 @@ NEEDLESS: dict[str, str] = {
     "actor.calculate_sum_pi_squared": "the estimator that needs it has it",
     "actor.checkpoint.save_contents": "a checkpoint always has everything; `millrace export` writes "
     "a model",
+    **dict.fromkeys(
+        ("actor.checkpoint.contents", "critic.checkpoint.contents", "trainer.checkpoint.save_contents"),
+        "a checkpoint always has everything; `millrace export` writes a model",
+    ),
     "actor.checkpoint.strict": "a checkpoint is always loaded whole",
     "actor.data_loader_seed": _SEED,
     "actor.entropy_*": _CHUNKS,
     "actor.fsdp_config.entropy_*": _CHUNKS,
     "actor.fsdp_config.forward_*": "FSDP2 decides it",
+    **dict.fromkeys(
+        ("actor.fsdp_config.grad_offload", "ref.param_offload"),
+        "it moves with the weights: trainer.offload",
+    ),
     "actor.fsdp_config.optimizer_offload": "the optimizer moves with the weights: trainer.offload",
     "actor.fsdp_config.pad_to_length*": _PACKED,
     "actor.fsdp_config.reshard_after_forward": "FSDP2 decides it",
@@ -162,6 +170,7 @@ NEEDLESS: dict[str, str] = {
     "rollout.prometheus.*": _IF_ON,
     "rollout.router_config_path": "requests go to their home replica, or to the least-loaded one",
     "rollout.seed": _SEED,
+    "rollout.swap_space": "vLLM's present engine moves no KV cache to the host",
     "rollout.skip_dump_dir": _IF_ON,
     "rollout.skip_tokenizer_init": "engines get tokens",
     "rollout.trace.*": _IF_ON,

@@ -102,6 +102,24 @@ def by_engine(value: Any) -> Any:
     )
 
 
+def train_engine(value: Any) -> Any:
+    """Translate verl's names of train engines."""
+    names = {"dp": "fsdp", "fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
+    if value in names:
+        return names[value]
+    raise ValueError(
+        f"millrace trains with FSDP2 or Megatron, and has no engine {value}; model_engine=megatron "
+        "with its sizes, or leave the key out for FSDP2"
+    )
+
+
+def precision(value: Any) -> Any:
+    """Accept float32, in which gradients are summed and buffers kept."""
+    if value in ("fp32", "float32", None):
+        return SILENT
+    raise ValueError("gradients are summed and buffers kept in float32; leave the key out")
+
+
 NO_LOGGERS = frozenset({"swanlab", "vemlp_wandb", "clearml"})
 OTHER_LOGGERS = NO_LOGGERS | {"file"}
 
