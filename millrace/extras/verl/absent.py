@@ -59,6 +59,12 @@ _STRATEGY = Absent(
 
 ABSENT: dict[str, Absent] = {
     "actor.fsdp_config.model_dtype": _MASTER,
+    **{
+        f"actor.fsdp_config.mixed_precision.{part}_dtype": Absent(
+            f"a {part}_dtype of bfloat16", "leave the key out: it is float32", ("fp32", "float32")
+        )
+        for part in ("reduce", "buffer")
+    },
     "actor.fsdp_config.strategy": _STRATEGY,
     "actor.freeze_vision_tower": _MM,
     "actor.megatron.virtual_pipeline_model_parallel_size": _STAGES,
@@ -233,8 +239,5 @@ ABSENT: dict[str, Absent] = {
     "*.qat.enable": _QUANTIZED,
     "*.router_replay.mode": _REPLAY,
     **{f"*.{name}.*": _STRATEGY for name in ("veomni", "torchtitan", "automodel")},
-    "*.fsdp_config.mixed_precision": Absent(
-        "a mapping of precisions", "fsdp_config.mixed_precision.param_dtype=bf16 as a key of its own"
-    ),
     "hydra.*": Absent("Hydra's own settings", "trainer.run_dir for the folder of the run"),
 }

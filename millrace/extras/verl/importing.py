@@ -12,8 +12,8 @@ from millrace.config.packaged import find
 from millrace.config.recipe import parse, resolve
 from millrace.config.unused_keys import unread
 from millrace.errors import ConfigError, bad_value
-from millrace.extras.verl.kinds import Absent
-from millrace.extras.verl.translate import entry, is_unknown, text_of, translate
+from millrace.extras.verl.kinds import PREFIX, Absent
+from millrace.extras.verl.translate import Note, entry, is_unknown, text_of, translate
 from millrace.extras.verl.translate import unknown as unknown_key
 from millrace.extras.verl.values import updates
 
@@ -70,8 +70,11 @@ def import_layer(base: str, overrides: Sequence[str], *, drop: bool) -> Imported
     if errors:
         raise ConfigError("\n".join(map(str, errors)))
     trees = [nest(layer) for layer in layers]
-    merged, tree = resolve(trees), trees[-1]
-    config = parse({"name": "imported", **merged})
+    try:
+        merged, tree = resolve(trees), trees[-1]
+        config = parse({"name": "imported", **merged})
+    except ConfigError as error:
+        raise ConfigError(_in_words_of_verl(str(error), settings, notes)) from None
     comments = {
         key: f"{note.theirs}; {note.why}" if note.why else note.theirs
         for note in notes
@@ -94,6 +97,19 @@ def import_layer(base: str, overrides: Sequence[str], *, drop: bool) -> Imported
         [text_of(*setting) for setting in absent],
         [text_of(*setting) for setting in unknown],
     )
+
+
+def _in_words_of_verl(text: str, settings: Sequence[Setting], notes: Sequence[Note]) -> str:
+    """Return an error with the script's own spelling of each key that it sets."""
+    spelled = {key.removeprefix(PREFIX): key for key, _ in settings}
+    spelled |= {
+        to: note.setting[0]
+        for note in notes
+        for to, value in note.became
+        if len(note.became) == 1 and value == note.setting[1]
+    }
+    pattern = r"(?<![\w.])[a-z_]+(?:\.[a-z_]+)+(?![\w.])"
+    return re.sub(pattern, lambda match: spelled.get(match[0], match[0]), text)
 
 
 def _not_a_setting(item: str) -> ConfigError | None:

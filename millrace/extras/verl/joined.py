@@ -54,6 +54,7 @@ _SCHEDULE = "the schedule ends at the run's last optimizer step"
 _CONFIG = "actor.megatron.override_transformer_config"
 _BALANCE = (f"{_CONFIG}.moe_aux_loss_coeff", f"{_CONFIG}.moe_router_load_balancing_type")
 
+_ROUTER_MODES = ("actor.router_replay.mode", "actor.megatron.router_replay.mode")
 _TURNS = "rollout.multi_turn.enable"
 _AGENTS = "rollout.n_agent"
 _OLD, _PROX = "async_training.use_rollout_log_probs", "async_training.compute_prox_log_prob"
@@ -213,11 +214,12 @@ def _tools(given: Given, *, key: str) -> Parts:
 
 def _routing(given: Given) -> Parts:
     """Accept the switch of the rollout side if it agrees with the policy's mode."""
-    key, mode = "rollout.enable_rollout_routing_replay", "actor.router_replay.mode"
-    wanted = given.get(mode) == "R3"
+    key, modes = "rollout.enable_rollout_routing_replay", _ROUTER_MODES
+    mode = next((given[name] for name in modes if name in given), "disabled")
+    wanted = mode == "R3"
     if bool(given.get(key, wanted)) != wanted:
-        rule = f"is for R3 alone, and {mode} is {given.get(mode, 'disabled')}"
-        raise bad_value(key, given[key], rule, f"{key}={str(wanted).lower()}, or another {mode}")
+        rule = f"is for R3 alone, and {modes[0]} is {mode}"
+        raise bad_value(key, given[key], rule, f"{key}={str(wanted).lower()}, or another {modes[0]}")
     return {key: ([], "model.router_replay=R3 lets vLLM return experts")}
 
 

@@ -18,7 +18,6 @@ from millrace.extras.verl.values import (
     not_none,
     one_by_one,
     one_of,
-    precision,
     renamed,
     resume_mode,
     sampled,
@@ -83,17 +82,13 @@ MAPPED: dict[str, Mapped] = {
             "recompute_modules",
         )
     },
-    "actor.router_replay.mode": Mapped("model.router_replay"),
+    **{
+        f"actor.{section}router_replay.mode": Mapped("model.router_replay")
+        for section in ("", "megatron.")
+    },
     "actor.strategy": Mapped("trainer.engine", train_engine),
     "model_engine": Mapped("trainer.engine", train_engine),
     "actor.fsdp_config.mixed_precision.param_dtype": Mapped("model.dtype", _DTYPE),
-    **{
-        f"{section}.mixed_precision.{part}_dtype": Mapped(
-            "model.dtype", precision, "it is float32 here"
-        )
-        for section in ("actor.fsdp_config", "ref.fsdp_config", "critic.fsdp")
-        for part in ("reduce", "buffer")
-    },
     "actor.optim.lr_decay_style": Mapped("actor.optim.lr_scheduler_type", lr_shape),
     **{
         f"{side}.optim.min_lr_ratio": Mapped(f"{side}.optim.min_lr_ratio", not_none)

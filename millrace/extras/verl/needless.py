@@ -49,6 +49,16 @@ NEEDLESS: dict[str, str] = {
         for side in _SIDES
         for name in ("fused", "foreach", "capturable", "differentiable")
     },
+    **{
+        f"actor.optim.override_optimizer_config.{name}": "the optimizer moves with the weights: "
+        "trainer.offload"
+        for name in (
+            *("optimizer_cpu_offload", "optimizer_offload_fraction", "offload_fraction"),
+            "overlap_cpu_optimizer_d2h_h2d",
+        )
+    },
+    "actor.optim.override_optimizer_config.use_precision_aware_optimizer": "optimizer states are "
+    "float32",
     **dict.fromkeys(
         ("actor.megatron.use_mbridge", "actor.megatron.vanilla_mbridge"),
         "weights are always read from and written to Hugging Face folders",

@@ -158,7 +158,7 @@ def _starts(line: str, values: Variables, found: list[_Start]) -> None:
             skipped = not redirection[1]
             continue
         try:
-            tail += _words(word, values, line)
+            tail += items(word, values, line)
         except ConfigError as error:
             start.errors |= dict.fromkeys(str(error).splitlines())
             start.overrides += [word] if _is_dotted(word.lstrip("'\"")) else []
@@ -190,14 +190,6 @@ def _base(word: str) -> str:
     elif not re.fullmatch(rf"{NAME}(?:\.{NAME})*", name):
         return ""
     return next((base for part, base in _PROGRAMS if part in name), "")
-
-
-def _words(word: str, values: Variables, line: str) -> list[str]:
-    """Return what bash makes of one word of the command."""
-    found = items(word, values, line)
-    # Without quotes, bash splits the value.
-    whole = re.fullmatch(rf"\$(?:{NAME}|\{{{NAME}(?::?[-+=][^{{}}]*)?\}})", word)
-    return [part for item in found for part in item.split()] if whole else found
 
 
 def _sort(words: Sequence[str], start: _Start) -> None:

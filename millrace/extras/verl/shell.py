@@ -20,6 +20,8 @@ _ASSIGNMENT = re.compile(rf"^{NAME}\+?=")
 _FUNCTION = re.compile(rf"(?:function\s+({NAME})\s*(?:\(\s*\))?|({NAME})\s*\(\s*\))\s*")
 _SETTERS = ("let", "mapfile", "read", "readarray", "unset")
 """Commands that change variables, as `(( ))` and `printf -v` do."""
+_SPLIT = re.compile(rf"\$(?:{NAME}|\{{{NAME}(?::?[-+=][^{{}}]*)?\}})")
+"""A reference without quotes, whose value bash splits into words."""
 _DEEPEST = 8
 """Calls of functions inside each other. A script with more calls itself."""
 
@@ -179,12 +181,13 @@ class Shell:
         words = words_of(line)
         group = re.fullmatch(r"\{\s(.*)\}|\((?!\()(.*)\)", line, re.S)
         name = words[0] if words else ""
-        self._frames.append(_Frame("{", line, after, cause=self._cause))
+        before = self._cause if after is None else None
+        self._frames.append(_Frame("{", line, after, cause=before))
         status: bool | None = None
         cause: ConfigError | None = None
         if group:
             self.walk(group[1] or group[2] or "")
-            status = self._status
+            status, cause = self._status, self._cause
         elif name in self._functions:
             self._call(name, words[1:], line)
         elif self._assign(line):
@@ -195,7 +198,7 @@ class Shell:
                 self._start(line)
         self._frames.pop()
         self._status = status if after is True else None
-        self._cause = cause or (self._cause if after is None else None)
+        self._cause = before or cause
 
     def _call(self, name: str, words: Sequence[str], line: str) -> None:
         """Walk through the body of a function, with its arguments."""
@@ -327,7 +330,8 @@ def items(word: str, values: Variables, line: str) -> list[str]:
         return list(values.arguments)
     match = re.fullmatch(rf'"?\$\{{({NAME})\[[@*]\](:?[-+].*)?\}}"?', word, re.S)
     if not match:
-        return [expand(word, values, line)]
+        text = expand(word, values, line)
+        return text.split() if _SPLIT.fullmatch(word) else [text]
     name, default = match.groups()
     known = values.words(name)
     if name in values.causes or (known is None and not default):

@@ -113,13 +113,6 @@ def train_engine(value: Any) -> Any:
     )
 
 
-def precision(value: Any) -> Any:
-    """Accept float32, in which gradients are summed and buffers kept."""
-    if value in ("fp32", "float32", None):
-        return SILENT
-    raise ValueError("gradients are summed and buffers kept in float32; leave the key out")
-
-
 NO_LOGGERS = frozenset({"swanlab", "vemlp_wandb", "clearml"})
 OTHER_LOGGERS = NO_LOGGERS | {"file"}
 
