@@ -188,7 +188,9 @@ def base_of(
 
 def configuration(name: str) -> tuple[str, list[str]] | None:
     """Return the recipe of one of verl's configurations and what it adds, or None for another."""
-    form = r"(?:transfer_queue_)?((?:one_step_off_|fully_async_)?ppo_)(megatron_)?trainer(?:\.yaml)?"
+    form = (
+        r"(?:transfer_queue_)?((?:one_step_off_|fully_async_)?ppo_)(megatron_)?trainer(?:\.yaml)?"
+    )
     match = re.fullmatch(form, name)
     engine = ["model_engine=megatron"] if match and match[2] else []
     return (f"verl/{match[1]}trainer", engine) if match else None

@@ -116,7 +116,9 @@ def _base(given: str, script: Script) -> str:
 def _guess(script: Script) -> str:
     """Return the recipe of the trainer whose keys the overrides have."""
     if script.program:
-        rule = "is none of verl's trainers that millrace has: main_ppo, one_step_off and fully_async"
+        rule = (
+            "is none of verl's trainers that millrace has: main_ppo, one_step_off and fully_async"
+        )
         fix = "--base verl/ppo_trainer, if it trains as verl's main_ppo does"
         raise bad_value("SCRIPT", script.program, rule, fix)
     keys = {override.lstrip("+").partition("=")[0] for override in script.overrides}

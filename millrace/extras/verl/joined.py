@@ -212,6 +212,13 @@ def _tools(given: Given, *, key: str) -> Parts:
     return {_TURNS: ([], JOINED[_TURNS]), key: (tools, f"{_TURNS} is false" if off else "")}
 
 
+def _alpha(given: Given) -> Parts:
+    """Leave out the scale of adapters that there are not."""
+    key, rank = "model.lora_alpha", given.get("model.lora_rank")
+    unused = rank == 0 or (not rank and given[key] == 0)
+    return {key: ([], "model.lora_rank is 0")} if unused else {}
+
+
 def _routing(given: Given) -> Parts:
     """Accept the switch of the rollout side if it agrees with the policy's mode."""
     key, modes = "rollout.enable_rollout_routing_replay", _ROUTER_MODES
@@ -219,7 +226,9 @@ def _routing(given: Given) -> Parts:
     wanted = mode == "R3"
     if bool(given.get(key, wanted)) != wanted:
         rule = f"is for R3 alone, and {modes[0]} is {mode}"
-        raise bad_value(key, given[key], rule, f"{key}={str(wanted).lower()}, or another {modes[0]}")
+        raise bad_value(
+            key, given[key], rule, f"{key}={str(wanted).lower()}, or another {modes[0]}"
+        )
     return {key: ([], "model.router_replay=R3 lets vLLM return experts")}
 
 
@@ -279,6 +288,7 @@ _PARTS: dict[tuple[str, ...], Callable[[Given], Parts]] = {
     ("rollout.enable_rollout_routing_replay",): _routing,
     _BALANCE: _balance,
     ("rollout.max_model_len",): _room,
+    ("model.lora_alpha",): _alpha,
     _DECAY: partial(_decay, keys=_DECAY),
     _CRITIC_DECAY: partial(_decay, keys=_CRITIC_DECAY),
 }

@@ -12,6 +12,7 @@ _IF_ON = "it acts only with a feature that is off"
 _FAST = "it changes speed alone"
 _FSDP = "the reference policy uses the policy's settings"
 _CLASSIFIER = "a reward model is a classifier in transformers, which draws no tokens"
+_ATTENTION = "each engine chooses its own attention"
 _SIDES = ("actor", "critic")
 _FUSIONS = (
     *("apply_rope", "masked_softmax", "bias_activation", "bias_dropout", "bias_swiglu"),
@@ -24,7 +25,11 @@ NEEDLESS: dict[str, str] = {
     "actor.checkpoint.save_contents": "a checkpoint always has everything; `millrace export` writes "
     "a model",
     **dict.fromkeys(
-        ("actor.checkpoint.contents", "critic.checkpoint.contents", "trainer.checkpoint.save_contents"),
+        (
+            "actor.checkpoint.contents",
+            "critic.checkpoint.contents",
+            "trainer.checkpoint.save_contents",
+        ),
         "a checkpoint always has everything; `millrace export` writes a model",
     ),
     "actor.checkpoint.strict": "a checkpoint is always loaded whole",
@@ -78,6 +83,10 @@ NEEDLESS: dict[str, str] = {
             *("moe_enable_deepep", "moe_token_dispatcher_type", "moe_router_dtype"),
         )
     },
+    **{
+        f"actor.megatron.override_transformer_config.{name}": _ATTENTION
+        for name in ("attention_backend", "use_flash_attn")
+    },
     "ref.megatron.*": _FSDP,
     "actor.optim.zero_indexed_step": "the first step uses lr / lr_warmup_steps",
     "actor.pad_to_length*": _PACKED,
@@ -123,7 +132,7 @@ NEEDLESS: dict[str, str] = {
     "global_profiler.*": _IF_ON,
     "nccl_timeout": "sync.timeout_s bounds a transfer of weights",
     "checkpoint_engine": "weights always go in buckets: sync.bucket_mb",
-    "model.override_config.attn_implementation": "each engine chooses its own attention",
+    "model.override_config.attn_implementation": _ATTENTION,
     "model.fused_kernel_options.*": _CHUNKS,
     "model.lora.*": _IF_ON,
     "model.mtp.*": _IF_ON,

@@ -90,8 +90,7 @@ def _loose(text: str) -> list[str]:
         for word in alone
         if word.startswith("--config-")
         or (
-            (match := re.match(rf"({NAME})=", word))
-            and not re.search(rf"\$\{{?{match[1]}\b", text)
+            (match := re.match(rf"({NAME})=", word)) and not re.search(rf"\$\{{?{match[1]}\b", text)
         )
     ]
 

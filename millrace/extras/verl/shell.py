@@ -254,11 +254,10 @@ class Shell:
             for word in words[1:]:
                 self._default(word, line)
         else:
-            for name in _changed(line):
+            changed = _changed(line)
+            for name in changed:
                 values.forget(name, unknown(name, line))
-            return line.startswith("((") and "=" in re.sub(r"[=!<>]=", "", line) or (
-                words[:1] != [] and words[0] in _SETTERS
-            )
+            return bool(changed) and (line.startswith("((") or words[0] in _SETTERS)
         return True
 
     def _assign_array(self, match: re.Match[str], line: str) -> None:
@@ -326,8 +325,8 @@ def _changed(line: str) -> list[str]:
 
 def items(word: str, values: Variables, line: str) -> list[str]:
     """Return what bash makes of one word: the words of an array or of `$@`, or one word."""
-    if re.fullmatch(r'"?\$[@*]"?|"?\$\{@\}"?', word):
-        return list(values.arguments)
+    if whole := re.fullmatch(r'"?\$(?:[@*]|\{[@*](?::([1-9]))?\})"?', word):
+        return values.arguments[int(whole[1] or 1) - 1 :]
     match = re.fullmatch(rf'"?\$\{{({NAME})\[[@*]\](:?[-+].*)?\}}"?', word, re.S)
     if not match:
         text = expand(word, values, line)

@@ -18,8 +18,9 @@ SILENT = object()
 
 
 def never(value: Any) -> Any:
-    """Translate -1 or null, which mean never, no limit or all, to 0."""
-    return 0 if value is None or value == -1 else value
+    """Translate a number below 0, false or null, which mean never, no limit or all, to 0."""
+    none = value is None or value is False or (isinstance(value, int) and value < 0)
+    return 0 if none else value
 
 
 def not_none(value: Any) -> Any:
@@ -38,8 +39,8 @@ def one_by_one(value: Any) -> Any:
 
 
 def all_if_none(value: Any) -> Any:
-    """Translate null, which keeps all checkpoints, to a number that no run reaches."""
-    return 1_000_000 if value is None else value
+    """Translate null and 0, which keep all checkpoints, to a number that no run reaches."""
+    return 1_000_000 if never(value) == 0 else value
 
 
 def sampled(value: Any) -> Any:
