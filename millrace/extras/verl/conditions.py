@@ -37,6 +37,8 @@ def judge(line: str, values: Variables) -> Answer:
     if match := re.fullmatch(r"\[\[\s+(.*)\s+\]\]|\[\s+(.*)\s+\]|test\s+(.*)", text, re.S):
         return _any(words_of(next(filter(None, match.groups()))), values, line)
     first = text.split()[0] if text else ""
+    if first == "getopts" and not values.arguments:
+        return False, None
     return (first != "false", None) if first in (*_SUCCEED, "false") else _UNKNOWN
 
 

@@ -59,7 +59,7 @@ def _scan(text: str, brackets: str) -> Iterator[tuple[int, str, bool]]:
             yield at, char, False
             continue
         escaped = char == "\\"
-        quote = char if char in "'\"" else ""
+        quote = char if char in "'\"`" else ""
         if char in brackets:
             # The bracket after a pattern of `case` has no opening one.
             depth = depth + 1 if brackets.index(char) % 2 == 0 else max(depth - 1, 0)
@@ -109,6 +109,12 @@ def _without_comment(text: str) -> str:
 def _is_open(text: str) -> bool:
     """Return whether a quote is open, or the brackets of an array or of arithmetic."""
     return not all(bare for at, _, bare in _scan(text, "()") if at == len(text))
+
+
+def before_pipe(line: str) -> str:
+    """Return a command without what its output goes through."""
+    pipes = (at for at, char, bare in _scan(line, _ALL) if bare and char == "|")
+    return line[: next(pipes, len(line))]
 
 
 def words_of(text: str) -> list[str]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from shlex import quote
 
 from millrace.errors import ConfigError, bad_value
-from millrace.extras.verl.lines import commands, words_of
+from millrace.extras.verl.lines import before_pipe, commands, words_of
 from millrace.extras.verl.shell import Shell, items
 from millrace.extras.verl.words import NAME, Variables, expand, shown
 
@@ -74,10 +75,13 @@ def read(
     values = Variables(variables, environment or {})
     is_list = not any(_base(word) for line, _ in commands(text) for word in re.split(r"\s", line))
     found: list[_Start] = []
-    shell = Shell(values, lambda line: _starts(line, values, found))
+    unclear: dict[ConfigError, None] = {}
+    shell = Shell(values, lambda line: _starts(line, values, found, unclear))
     shell.walk(text)
     if not found:
         shell.walk_uncalled()
+    if unclear and not found:  # the program may be in one of these
+        raise next(iter(unclear))
     return _chosen(found, _loose(text) if is_list else [])
 
 
@@ -88,7 +92,7 @@ def _loose(text: str) -> list[str]:
     return [
         word
         for word in alone
-        if word.startswith("--config-")
+        if word.startswith("-")
         or (
             (match := re.match(rf"({NAME})=", word)) and not re.search(rf"\$\{{?{match[1]}\b", text)
         )
@@ -125,20 +129,23 @@ def _chosen(found: Sequence[_Start], loose: Sequence[str]) -> Script:
     return script
 
 
-def _starts(line: str, values: Variables, found: list[_Start]) -> None:
+def _starts(
+    line: str, values: Variables, found: list[_Start], unclear: dict[ConfigError, None]
+) -> None:
     """Keep a command with overrides."""
-    words = words_of(line)
+    words = words_of(before_pipe(line))
     while words and re.match(rf"{NAME}\+?=", words[0]):  # the environment of one command
         words.pop(0)
-    words = words[: words.index("|") if "|" in words else None]
     if not words or words[0] in ("echo", "printf"):
         return
+    words = [part for word in words for part in _parts(word, values, line)]
     given = [_program_text(word, values) for word in words]
-    for text in given:
+    texts = [" ".join(given[1:])] if words[0] == "eval" else given
+    for text in texts:
         if " " in text and any(_base(part) for part in text.split()):
             for inner, _ in commands(text):  # such as bash -c "python3 -m verl.trainer.main_ppo"
                 if inner.strip() != line.strip():
-                    _starts(inner, values, found)
+                    _starts(inner, values, found, unclear)
             return
     at = next((i for i, text in enumerate(given) if _base(text)), None)
     start = _Start(line=line, base=_base(given[at]) if at is not None else "")
@@ -162,16 +169,28 @@ def _starts(line: str, values: Variables, found: list[_Start]) -> None:
             start.errors |= dict.fromkeys(str(error).splitlines())
             start.overrides += [word] if _is_dotted(word.lstrip("'\"")) else []
     _sort(tail, start)
-    if start.base or any(_is_dotted(word) for word in start.overrides):
+    if start.base or start.listed or any(_is_dotted(word) for word in start.overrides):
         found.append(start)
+    else:
+        listed = [word.strip('"${[@]}') for word in words if "[@]" in word]
+        unclear |= dict.fromkeys(values.causes[name] for name in listed if name in values.causes)
+
+
+def _parts(word: str, values: Variables, line: str) -> list[str]:
+    """Return the words of a reference that has the program, each in quotes, or the word itself."""
+    try:
+        found = items(word, values, line) if word.lstrip('"')[:1] == "$" else []
+    except ConfigError:
+        return [word]
+    return [quote(item) for item in found] if any(_base(item) for item in found) else [word]
 
 
 def _program_text(word: str, values: Variables) -> str:
-    """Return a word as the search for the program sees it: a value that is unknown is no program."""
+    """Return a word as the search for the program sees it."""
     try:
         return expand(word, values, word)
     except ConfigError:
-        return ""
+        return word.strip("'\"")
 
 
 def _module(word: str, before: Sequence[str]) -> bool:

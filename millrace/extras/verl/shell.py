@@ -7,6 +7,7 @@ decide has no value: its error names the line, and the variable that decides it.
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -127,8 +128,9 @@ class Shell:
             self._step(rest, "")
         elif first in ("for", "select"):
             self._frames.append(_Frame(first, line))
-            if match := re.match(NAME, rest):
-                self._values.forget(match[0], self._branched(match[0], line))
+            if match := re.match(rf"({NAME})(?:\s+in\b(.*))?", rest, re.S):
+                self._values.forget(match[1], self._branched(match[1], line))
+                self._status = self._has_words(match[2], line)
         elif first == "case":
             self._open_case(line, rest)
         elif first in ("then", "else", "elif", "do") and frame:
@@ -143,6 +145,14 @@ class Shell:
             self._begin(match[1] or match[2], line[match.end() :].strip())
         elif after is not False and self._runs() is not False:
             self._take(line, after)
+
+    def _has_words(self, text: str | None, line: str) -> bool | None:
+        """Return whether a `for` has a word. Without `in`, it takes those of `$@`."""
+        try:
+            listed = words_of(text) if text is not None else ["$@"]
+            return bool([item for word in listed for item in items(word, self._values, line)])
+        except ConfigError:
+            return None
 
     def _open_case(self, line: str, rest: str) -> None:
         word, _, branches = (rest if " in" in rest else f"{rest} in").partition(" in")
@@ -165,8 +175,7 @@ class Shell:
             frame.enter(self._status)
             frame.cause = frame.cause or self._cause
         else:
-            ends = frame.kind in ("while", "until") and self._status is (frame.kind == "until")
-            frame.runs = False if ends else None
+            frame.runs = False if self._status is (frame.kind == "until") else None
 
     def _begin(self, name: str, body: str) -> None:
         """Begin the definition of a function. One on a single line is whole."""
@@ -190,6 +199,9 @@ class Shell:
             status, cause = self._status, self._cause
         elif name in self._functions:
             self._call(name, words[1:], line)
+        elif name == "cd" and len(words) == 2:
+            self._enter_folder(words[1], line)
+            status = True
         elif self._assign(line):
             status = None if "$(" in line or "`" in line else True
         else:
@@ -199,6 +211,15 @@ class Shell:
         self._frames.pop()
         self._status = status if after is True else None
         self._cause = before or cause
+
+    def _enter_folder(self, word: str, line: str) -> None:
+        try:
+            folder = posixpath.join(self._values.get("PWD", ""), expand(word, self._values, line))
+            if self._runs() is None:
+                raise self._branched("PWD", line)
+            self._values["PWD"] = posixpath.normpath(folder)
+        except ConfigError as error:
+            self._values.forget("PWD", error)
 
     def _call(self, name: str, words: Sequence[str], line: str) -> None:
         """Walk through the body of a function, with its arguments."""
@@ -246,6 +267,8 @@ class Shell:
             for word in words:
                 name, _, text = word.partition("=")
                 self._assign_text(name, text, line)
+        elif words[:2] == ["set", "--"] and self._runs() is None:
+            values.causes["@"] = self._branched("$@", line)
         elif words[:2] == ["set", "--"]:
             values.arguments = [item for word in words[2:] for item in items(word, values, line)]
         elif words[:1] == ["shift"]:
@@ -257,7 +280,7 @@ class Shell:
             changed = _changed(line)
             for name in changed:
                 values.forget(name, unknown(name, line))
-            return bool(changed) and (line.startswith("((") or words[0] in _SETTERS)
+            return bool(changed) and not line.startswith("printf")
         return True
 
     def _assign_array(self, match: re.Match[str], line: str) -> None:
@@ -295,7 +318,9 @@ class Shell:
             if added and name in values.causes:
                 return
             before = values.get(name, "") if added else ""
-            values[name] = before + (expand(words[0], values, line) if words else "")
+            value = expand(words[0], values, line) if words else ""
+            home = re.match(r"~(?=/|$)", text) and values.get("HOME")
+            values[name] = before + (home + value[1:] if home else value)
             values.script.add(name)
             values.causes.pop(name, None)
         except ConfigError as error:
@@ -318,14 +343,16 @@ def _changed(line: str) -> list[str]:
         names += re.findall(rf"(?:\+\+|--)({NAME})", line)
     elif line.split()[:1] and line.split()[0] in _SETTERS:
         names += re.findall(rf"(?<![-\w])({NAME})", line.partition(" ")[2])
-    elif match := re.match(rf"printf\s+-v\s+({NAME})", line):
-        names.append(match[1])
+    elif match := re.match(rf"(?:printf\s+-v\s+({NAME})|({NAME})\[[^]]*\]\+?=)", line):
+        names.append(match[1] or match[2])
     return names
 
 
 def items(word: str, values: Variables, line: str) -> list[str]:
     """Return what bash makes of one word: the words of an array or of `$@`, or one word."""
     if whole := re.fullmatch(r'"?\$(?:[@*]|\{[@*](?::([1-9]))?\})"?', word):
+        if "@" in values.causes:
+            raise values.causes["@"]
         return values.arguments[int(whole[1] or 1) - 1 :]
     match = re.fullmatch(rf'"?\$\{{({NAME})\[[@*]\](:?[-+].*)?\}}"?', word, re.S)
     if not match:

@@ -109,8 +109,8 @@ def train_engine(value: Any) -> Any:
     if value in names:
         return names[value]
     raise ValueError(
-        f"millrace trains with FSDP2 or Megatron, and has no engine {value}; model_engine=megatron "
-        "with its sizes, or leave the key out for FSDP2"
+        f"millrace trains with FSDP2 or Megatron, and has no engine {value}; megatron with its "
+        "sizes, or fsdp2"
     )
 
 

@@ -200,7 +200,10 @@ def _braces(inner: str, values: Variables, line: str) -> str:
     if sign in (",,", "^^"):
         return known.lower() if sign == ",," else known.upper()
     if sign[0] == "/":
-        wanted, _, by = (expand(part, values, line) for part in text.partition("/"))
+        parts = re.fullmatch(r"((?:\\.|[^/\\])*)(?:/(.*))?", text, re.S)
+        wanted, by = (
+            (expand(part or "", values, line) for part in parts.groups()) if parts else ("", "")
+        )
         if not wanted or re.search(r"[*?\[]", wanted):
             raise unknown(f"${{{inner}}}", line)
         return known.replace(wanted, by, -1 if sign == "//" else 1)
