@@ -75,11 +75,11 @@ def import_layer(base: str, overrides: Sequence[str], *, drop: bool) -> Imported
         config = parse({"name": "imported", **merged})
     except ConfigError as error:
         raise ConfigError(_in_words_of_verl(str(error), settings, notes)) from None
-    comments = {
-        key: f"{note.theirs}; {note.why}" if note.why else note.theirs
-        for note in notes
-        for key, _ in note.became
-    }
+    comments: dict[str, str] = {}
+    for note in notes:
+        for key, _ in note.became:
+            text = f"{note.theirs}; {note.why}" if note.why else note.theirs
+            comments[key] = f"{comments[key]}, {text}" if key in comments else text
     needless = [f"{note.theirs}: {note.why}" for note in notes if not note.became]
     for key, why, _ in unread(
         config.value_of
