@@ -195,7 +195,7 @@ def _program_text(word: str, values: Variables) -> str:
 
 def _module(word: str, before: Sequence[str]) -> bool:
     """Return whether a word is a Python file, or the module after -m."""
-    return word.endswith(".py") or (
+    return (word.endswith(".py") and "=" not in word) or (
         list(before) == ["-m"] and re.fullmatch(rf"{NAME}(?:\.{NAME})*", word) is not None
     )
 
@@ -203,7 +203,7 @@ def _module(word: str, before: Sequence[str]) -> bool:
 def _base(word: str) -> str:
     """Return the recipe of a program of verl's, or an empty string."""
     name = word.strip("'\"")
-    if name.endswith(".py"):  # the folder says which main_ppo.py it is
+    if name.endswith(".py") and "=" not in name:  # the folder says which main_ppo.py it is
         name = "/".join(name.split("/")[-2:])
     elif not re.fullmatch(rf"{NAME}(?:\.{NAME})*", name):
         return ""

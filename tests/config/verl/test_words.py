@@ -72,25 +72,32 @@ def fate(word: str, layer: Imported) -> str:
     return "kept" if all(own.get(key.removeprefix(PREFIX)) == v for key, v in settings) else ""
 
 
+def key_of(word: str) -> str:
+    return word.lstrip("+").split("=")[0]
+
+
 def words_of(path: Path) -> list[str]:
-    """Return the words of a list, with a plain value where it needs a variable of its script."""
-    lines = [line for line in path.read_text().splitlines() if line[:2] != "--"]
-    return [re.sub(r"=.*[$`].*", "=1", line) for line in lines]
+    """Return the words of a list. Values of variables are those of the list's copy here."""
+    lines = path.read_text().splitlines()
+    here = {key_of(line): line for line in (HERE / path.name).read_text().splitlines()}
+    return [here.get(key_of(line), line) if "$" in line else line for line in lines]
 
 
 @pytest.mark.parametrize("path", LISTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_word_of_a_list_has_a_fate(path: Path) -> None:
     words = words_of(path)
-    last = {word.lstrip("+").split("=")[0]: word for word in words}
+    script = read("\n".join(words), {})
+    assert len(script.overrides) == len([word for word in words if word[:2] != "--"])
     base = "fully_async" if path.stem.startswith("fully_async") else "one_step_off"
     engine = ["model_engine=megatron"] if "megatron" in path.stem else []
-    layer = import_layer(f"verl/{base}_ppo_trainer", [*engine, *words], drop=True)
+    layer = import_layer(f"verl/{base}_ppo_trainer", [*engine, *script.overrides], drop=True)
+    last = {key_of(word): word for word in script.overrides}
     assert len(last) > 40 and [word for word in last.values() if not fate(word, layer)] == []
 
 
 def test_words_of_all_kinds_have_the_fate_that_is_theirs() -> None:
     layer = import_layer("verl/ppo_trainer", [*RUN, *ODD], drop=True)
-    fates = {word.lstrip("+").split("=")[0]: fate(word, layer) for word in [*RUN, *ODD]}
+    fates = {key_of(word): fate(word, layer) for word in [*RUN, *ODD]}
     assert "" not in fates.values()
     assert {key for key, found in fates.items() if found == "unknown"} == {
         *("retriever.url", "max_turns", "data.max_obs_length"),
