@@ -6,6 +6,7 @@ scorers, with verl's parameters and results.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from millrace.rewards.answers import extract
@@ -126,6 +127,13 @@ def _prime_score(model_output: str, ground_truth: Any) -> tuple[bool, bool, str 
     return right, right, result["pred"]
 
 
+def _event_loop() -> asyncio.AbstractEventLoop:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.new_event_loop()
+
+
 _BOXES = {"last_boxed_only_string": _box, "remove_boxed": _content}
 _MATH = {"compute_score": _math_score, "is_equiv": _equal, "strip_string": hendrycks, **_BOXES}
 _PACKAGE = "verl.utils.reward_score"
@@ -149,5 +157,7 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     f"{_PACKAGE}.math_verify": {"compute_score": _verified},
     f"{_PACKAGE}.prime_math": {"compute_score": _prime_score},
+    "verl.utils.import_utils": {"deprecated": lambda *old: lambda function: function},
+    "verl.utils.ray_utils": {"get_event_loop": _event_loop},
 }
 """The modules of verl that have a stand-in, with their names."""

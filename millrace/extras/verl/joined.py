@@ -19,6 +19,7 @@ Parts = dict[str, tuple[list[Setting], str]]
 _FUNCTION = ("custom_reward_function", "reward.custom_reward_function")
 _DECAY = ("actor.optim.lr_decay_steps", "actor.optim.total_training_steps")
 _CRITIC_DECAY = ("critic.optim.lr_decay_steps", "critic.optim.total_training_steps")
+_FLOORS = ("actor.optim.min_lr", "critic.optim.min_lr")
 _LENGTHS = (
     ("rollout.max_prompt_length", "data.max_prompt_length", "rollout.prompt_length"),
     ("rollout.max_response_length", "data.max_response_length", "rollout.response_length"),
@@ -84,6 +85,7 @@ JOINED: dict[str, str] = {
     _TURNS: "false leaves tools out; else an episode has turns once a key of agents says who plays",
     **{key: f"{ours}, unless {_TURNS} is false" for key, ours in _TOOLS.items()},
     **dict.fromkeys((*_DECAY, *_CRITIC_DECAY), _SCHEDULE),
+    **dict.fromkeys(_FLOORS, "min_lr_ratio, which is a share of lr"),
     **{key: why for key, (_, _, why) in EQUAL.items()},
 }
 """These keys, and what they become."""
@@ -260,15 +262,29 @@ def _room(given: Given) -> Parts:
 
 def _decay(given: Given, *, keys: tuple[str, ...]) -> Parts:
     """Accept another length of a schedule if its learning rate is constant."""
-    optim = keys[0].rpartition(".")[0]
-    names = ("lr_scheduler_type", "lr_decay_style", "warmup_style")
-    shapes = [shape for name in names if (shape := given.get(f"{optim}.{name}")) is not None]
+    shapes = _shapes(given, keys[0].rpartition(".")[0])
     for key in keys:
         steps = given.get(key)
         if isinstance(steps, int) and steps > 0 and any(shape != "constant" for shape in shapes):
             rule = f"a {shapes[-1]} schedule always ends at the run's last optimizer step"
             raise bad_value(key, steps, rule, "leave the key out")
     return {key: ([], _SCHEDULE) for key in keys}
+
+
+def _shapes(given: Given, optim: str) -> list[Any]:
+    names = ("lr_scheduler_type", "lr_decay_style", "warmup_style")
+    return [shape for name in names if (shape := given.get(f"{optim}.{name}")) is not None]
+
+
+def _floor(given: Given, *, key: str) -> Parts:
+    """Turn the least learning rate into a share of the largest one."""
+    optim = key.rpartition(".")[0]
+    floor, lr = given[key], given.get(f"{optim}.lr")
+    if not floor or all(shape == "constant" for shape in _shapes(given, optim)):
+        return {key: ([], "a constant learning rate has no floor")}
+    if not isinstance(lr, int | float) or not isinstance(floor, int | float) or not lr:
+        raise bad_value(key, floor, f"is a share of {optim}.lr here", f"{optim}.lr as well")
+    return {key: ([(f"{optim}.min_lr_ratio", floor / lr)], "")}
 
 
 _PARTS: dict[tuple[str, ...], Callable[[Given], Parts]] = {
@@ -291,5 +307,6 @@ _PARTS: dict[tuple[str, ...], Callable[[Given], Parts]] = {
     ("model.lora_alpha",): _alpha,
     _DECAY: partial(_decay, keys=_DECAY),
     _CRITIC_DECAY: partial(_decay, keys=_CRITIC_DECAY),
+    **{(key,): partial(_floor, key=key) for key in _FLOORS},
 }
 """The keys that are read together, and the function that reads them."""

@@ -7,6 +7,7 @@ from millrace.extras.verl.values import (
     DROP,
     SILENT,
     all_if_none,
+    always,
     by_engine,
     everything,
     flag,
@@ -20,7 +21,6 @@ from millrace.extras.verl.values import (
     one_of,
     renamed,
     resume_mode,
-    sampled,
     train_engine,
     trainer_mode,
     updates,
@@ -33,6 +33,7 @@ _SINKS = "metrics.jsonl is always written; millrace has no swanlab, vemlp_wandb 
 _UPDATES = "verl counts updates; here it is the same number of updates in optimizer steps"
 _OVERLONG = ("enable", "len", "penalty_factor")
 _SIDES = ("actor", "critic")
+_SAMPLED = "rollouts are always sampled"
 
 MAPPED: dict[str, Mapped] = {
     "actor.checkpoint.async_save": Mapped("trainer.async_save"),
@@ -86,6 +87,10 @@ MAPPED: dict[str, Mapped] = {
         f"actor.{section}router_replay.mode": Mapped("model.router_replay")
         for section in ("", "megatron.")
     },
+    **{
+        f"{side}.load_weight": Mapped("model.path", always("weights are always loaded"))
+        for side in ("actor", "ref", "critic", "reward_model")
+    },
     "actor.strategy": Mapped("trainer.engine", train_engine),
     "model_engine": Mapped("trainer.engine", train_engine),
     "actor.fsdp_config.mixed_precision.param_dtype": Mapped("model.dtype", _DTYPE),
@@ -135,6 +140,11 @@ MAPPED: dict[str, Mapped] = {
     "critic.fsdp.full_determinism": Mapped("trainer.deterministic"),
     "critic.grad_clip": Mapped("critic.optim.clip_grad"),
     "critic.optim.lr_warmup_steps": Mapped("critic.optim.lr_warmup_steps", never),
+    **{
+        f"critic.kl_ctrl.{name}": Mapped(f"algorithm.kl_ctrl.{name}")
+        for name in ("type", "kl_coef", "horizon", "target_kl")
+    },
+    "critic.optim.lr_decay_style": Mapped("critic.optim.lr_scheduler_type", lr_shape),
     "critic.optim.warmup_style": Mapped("critic.optim.lr_scheduler_type", lr_shape),
     "data.gen_batch_size": Mapped(
         "data.gen_batch_size",
@@ -163,7 +173,9 @@ MAPPED: dict[str, Mapped] = {
         "rollout.engine_kwargs.cudagraph_capture_sizes", not_none
     ),
     "rollout.dtype": Mapped("model.dtype", _DTYPE),
-    "rollout.do_sample": Mapped("rollout.temperature", sampled, "rollouts are always sampled"),
+    "rollout.do_sample": Mapped(
+        "rollout.temperature", always("rollouts in training are always sampled"), _SAMPLED
+    ),
     "rollout.enable_chunked_prefill": Mapped(
         "rollout.engine_kwargs.enable_chunked_prefill", flag(DROP, False)
     ),

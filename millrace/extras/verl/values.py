@@ -43,11 +43,15 @@ def all_if_none(value: Any) -> Any:
     return 1_000_000 if never(value) == 0 else value
 
 
-def sampled(value: Any) -> Any:
-    """Accept true: rollouts in training are sampled."""
-    if value in (True, None):
-        return SILENT
-    raise ValueError("rollouts in training are always sampled; leave the key out")
+def always(rule: str) -> Callable[[Any], Any]:
+    """Return a translation that accepts true, which is what always happens here."""
+
+    def translate(value: Any) -> Any:
+        if value in (True, None):
+            return SILENT
+        raise ValueError(f"{rule}; leave the key out")
+
+    return translate
 
 
 def everything(value: Any) -> Any:

@@ -20,7 +20,8 @@ from millrace.extras.verl.translate import Note, entry, translate
 
 HERE = Path(__file__).parent
 KEYS = (HERE / "keys.txt").read_text().split()
-"""Every key of verl's PPO, one-step-off and fully-async configurations, of two versions of verl."""
+"""Every key of verl's PPO, one-step-off and fully-async configurations, with each of its engines, and
+of its older versions."""
 SCRIPTS = sorted(path for path in HERE.glob("*.txt") if path.name != "keys.txt")
 """Overrides of launch scripts of verl, with other paths."""
 
@@ -45,16 +46,14 @@ def test_every_entry_matches_a_key_of_verl_or_its_older_spelling() -> None:
 
 OLDER = {
     "actor.checkpoint.contents",
-    "actor.fsdp_config.grad_offload",
     "actor.fsdp_config.mixed_precision.buffer_dtype",
     "actor.fsdp_config.mixed_precision.param_dtype",
     "actor.fsdp_config.mixed_precision.reduce_dtype",
-    "actor.optim.lr_decay_steps",
-    "actor.optim.lr_decay_style",
+    "algorithm.rollout_correction.rollout_rs_threshold_lower",
     "critic.checkpoint.contents",
-    "critic.optim.lr_decay_steps",
+    "critic.kl_ctrl.horizon",
+    "critic.kl_ctrl.target_kl",
     "model_engine",
-    "ref.param_offload",
     "rollout.enable_sleep_mode",
     "rollout.n_agent",
     "rollout.n_val",
@@ -64,9 +63,10 @@ OLDER = {
     "trainer.fsdp_size",
     "trainer.remove_previous_ckpt_in_save",
     "trainer.resume",
+    "trainer.val_generations_to_log_to_wandb",
 }
-"""Keys that the lists lack: the choice of the engine, those of verl's Megatron optimizer and of its
-older versions and forks, and keys of millrace that take values of verl's."""
+"""Keys that the list lacks: the choice of the engine, those of other versions of verl and of its
+forks, and keys of millrace that take values of verl's."""
 
 
 def test_mapped_keys_lead_to_keys_of_millrace() -> None:
@@ -442,6 +442,16 @@ def test_the_length_of_a_schedule_counts_if_its_learning_rate_changes() -> None:
     assert ours_of([steps, (f"{optim}.lr_decay_style", "constant")])
     with pytest.raises(ConfigError, match="lr_decay_steps = 100"):
         ours_of([(f"{optim}.lr_decay_style", "cosine")], [steps])
+
+
+def test_the_least_learning_rate_becomes_a_share() -> None:
+    optim = "actor_rollout_ref.actor.optim"
+    floor, lr = (f"{optim}.min_lr", 1e-7), (f"{optim}.lr", 1e-6)
+    shape = (f"{optim}.lr_decay_style", "cosine")
+    assert dict(ours_of([floor, lr, shape]))["actor.optim.min_lr_ratio"] == pytest.approx(0.1)
+    assert dict(ours_of([floor, lr])) == {"actor.optim.lr": 1e-6}
+    with pytest.raises(ConfigError, match=r"optim\.min_lr = 1e-07"):
+        ours_of([floor, shape])
 
 
 def test_arguments_of_the_optimizer_with_keys_here_are_mapped() -> None:
