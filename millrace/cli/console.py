@@ -188,10 +188,9 @@ def base_of(
 
 def configuration(name: str) -> tuple[str, list[str]] | None:
     """Return the recipe of one of verl's configurations and what it adds, or None for another."""
-    form = (
-        r"(?:transfer_queue_)?((?:one_step_off_|fully_async_)?ppo_)(megatron_)?trainer(?:\.yaml)?"
-    )
-    match = re.fullmatch(form, name)
+    form = r"(?:transfer_queue_)?((?:one_step_off_|fully_async_)?ppo_)(megatron_)?trainer(\.yaml)?"
+    # What dapo_trainer adds to ppo_trainer is off.
+    match = re.fullmatch(form, re.sub("^dapo_", "ppo_", name))
     engine = ["model_engine=megatron"] if match and match[2] else []
     return (f"verl/{match[1]}trainer", engine) if match else None
 

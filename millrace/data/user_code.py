@@ -193,7 +193,8 @@ def _remedy(where: str, error: BaseException) -> str:
     own = (p for p in path.parents if (p / root).is_dir() or (p / f"{root}.py").is_file())
     if folder := next(own, None):
         return f"PYTHONPATH={folder}, which has {root}"
-    return f"pip install {root}, or PYTHONPATH=the folder that has {root}"
+    elsewhere = f"PYTHONPATH=the folder that has {root}"
+    return f"pip install {root}, or {elsewhere}: a module that can be imported"
 
 
 def failure(error: BaseException) -> str:

@@ -102,6 +102,7 @@ PLAIN = (
         ("one_step_off_ppo_megatron_trainer", "one_step_off_ppo", "megatron"),
         ("transfer_queue_ppo_megatron_trainer", "ppo", "megatron"),
         ("transfer_queue_ppo_trainer", "ppo", "fsdp"),
+        ("dapo_megatron_trainer.yaml", "ppo", "megatron"),
     ],
 )
 def test_the_configurations_of_verl_are_known(

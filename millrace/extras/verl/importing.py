@@ -108,7 +108,7 @@ def _in_words_of_verl(text: str, settings: Sequence[Setting], notes: Sequence[No
         for to, value in note.became
         if len(note.became) == 1 and value == note.setting[1]
     }
-    pattern = r"(?<![\w.])[a-z_]+(?:\.[a-z_]+)+(?![\w.])"
+    pattern = r"(?<![\w.])([a-z_]+(?:\.[a-z_]+)+)(?=(?:\.\d+)?(?![\w.]))"
     return re.sub(pattern, lambda match: spelled.get(match[0], match[0]), text)
 
 

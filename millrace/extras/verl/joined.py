@@ -24,6 +24,8 @@ _LENGTHS = (
     ("rollout.max_prompt_length", "data.max_prompt_length", "rollout.prompt_length"),
     ("rollout.max_response_length", "data.max_response_length", "rollout.response_length"),
 )
+_ROOMS = ("rollout.max_model_len", "rollout.engine_kwargs.vllm.max_model_len")
+_COMPILED = ("actor.use_torch_compile", "actor.fsdp_config.use_torch_compile")
 _WEIGHTS = "it starts from the policy's weights"
 _ULYSSES = (
     "actor.ulysses_sequence_parallel_size",
@@ -58,6 +60,7 @@ _BALANCE = (f"{_CONFIG}.moe_aux_loss_coeff", f"{_CONFIG}.moe_router_load_balanci
 _ROUTER_MODES = ("actor.router_replay.mode", "actor.megatron.router_replay.mode")
 _TURNS = "rollout.multi_turn.enable"
 _AGENTS = "rollout.n_agent"
+_MEMORY, _ALONE = "rollout.gpu_memory_utilization", "rollout.standalone_gpu_memory_utilization"
 _OLD, _PROX = "async_training.use_rollout_log_probs", "async_training.compute_prox_log_prob"
 _TOOLS = {
     f"{section}.{theirs}": f"agents.{ours}"
@@ -78,8 +81,9 @@ JOINED: dict[str, str] = {
     **dict.fromkeys(_BALANCE, "actor.router_aux_loss_coef, with seq_aux_loss"),
     "rollout.enable_rollout_routing_replay": "true needs actor.router_replay.mode=R3",
     _AGENTS: "rollout.n times it is the number of responses to a prompt",
+    _ALONE: "rollout.gpu_memory_utilization, of rollouts on devices of their own",
     _PROX: "true recomputes the log-probs, as async_training.use_rollout_log_probs=false",
-    "rollout.max_model_len": "it must have room for a prompt and a response",
+    **dict.fromkeys(_ROOMS, "it must have room for a prompt and a response"),
     "rollout.val_kwargs.do_sample": "false sets rollout.val_kwargs.temperature=0",
     "trainer.resume_from_path": "trainer.resume, with trainer.resume_mode=resume_path",
     _TURNS: "false leaves tools out; else an episode has turns once a key of agents says who plays",
@@ -104,6 +108,7 @@ def join(given: Given, last: Mapping[str, int], errors: list[ConfigError]) -> di
         ("actor.clip_ratio",): partial(_clip, last=last),
         (_AGENTS,): partial(_agents, last=last),
         (_PROX,): partial(_proximal, last=last),
+        (_ALONE,): partial(_memory, last=last),
     }
     for keys, part in parts_of.items():
         if not any(key in given for key in keys):
@@ -133,6 +138,15 @@ def _agents(given: Given, last: Mapping[str, int]) -> Parts:
     parts: Parts = {_AGENTS: ([("rollout.n", copies * n if known else copies)], JOINED[_AGENTS])}
     if last.get("rollout.n") == last[_AGENTS]:
         parts["rollout.n"] = ([], f"{_AGENTS} times it is rollout.n here")
+    return parts
+
+
+def _memory(given: Given, last: Mapping[str, int]) -> Parts:
+    """Take the share of replicas on devices of their own, in place of that of shared ones."""
+    share = given[_ALONE]
+    parts: Parts = {_ALONE: ([(_MEMORY, share)] if share else [], JOINED[_ALONE])}
+    if share and last.get(_MEMORY) == last[_ALONE]:
+        parts[_MEMORY] = ([], f"{_ALONE} is that of rollouts on devices of their own")
     return parts
 
 
@@ -221,6 +235,13 @@ def _alpha(given: Given) -> Parts:
     return {key: ([], "model.lora_rank is 0")} if unused else {}
 
 
+def _compiled(given: Given, *, key: str) -> Parts:
+    """Leave out torch.compile with Megatron, which has kernels of its own."""
+    engines = ("trainer.engine", "model_engine", "actor.strategy")
+    megatron = any(given.get(name) == "megatron" for name in engines)
+    return {key: ([], "it changes speed alone, and Megatron lacks it")} if megatron else {}
+
+
 def _routing(given: Given) -> Parts:
     """Accept the switch of the rollout side if it agrees with the policy's mode."""
     key, modes = "rollout.enable_rollout_routing_replay", _ROUTER_MODES
@@ -247,9 +268,8 @@ def _balance(given: Given) -> Parts:
     return {key: (balances, ""), type_key: ([], "" if coef else f"{key} is 0")}
 
 
-def _room(given: Given) -> Parts:
+def _room(given: Given, *, key: str) -> Parts:
     """Accept a limit of vLLM's that cuts nothing."""
-    key = "rollout.max_model_len"
     lengths = [_value(given, names, 512) for names in _LENGTHS]
     limit, known = given[key], all(isinstance(n, int) for n in (given[key], *lengths))
     if known and limit < (room := sum(lengths)):
@@ -303,8 +323,9 @@ _PARTS: dict[tuple[str, ...], Callable[[Given], Parts]] = {
     **{(key, _TURNS): partial(_tools, key=key) for key in _TOOLS},
     ("rollout.enable_rollout_routing_replay",): _routing,
     _BALANCE: _balance,
-    ("rollout.max_model_len",): _room,
+    **{(key,): partial(_room, key=key) for key in _ROOMS},
     ("model.lora_alpha",): _alpha,
+    **{(key,): partial(_compiled, key=key) for key in _COMPILED},
     _DECAY: partial(_decay, keys=_DECAY),
     _CRITIC_DECAY: partial(_decay, keys=_CRITIC_DECAY),
     **{(key,): partial(_floor, key=key) for key in _FLOORS},

@@ -209,6 +209,7 @@ NEEDLESS: dict[str, str] = {
     "rollout.prometheus.*": _IF_ON,
     "rollout.router_config_path": "requests go to their home replica, or to the least-loaded one",
     "rollout.seed": _SEED,
+    "rollout.enable_sleep_mode": "rollout.free_cache_engine decides it",
     "rollout.swap_space": "vLLM's present engine moves no KV cache to the host",
     "rollout.skip_dump_dir": _IF_ON,
     "rollout.skip_tokenizer_init": "engines get tokens",
