@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from millrace.config.explain import default_of
 from millrace.config.layers import Setting
 from millrace.errors import ConfigError, bad_value
 
@@ -231,7 +232,7 @@ def _tools(given: Given, *, key: str) -> Parts:
 def _alpha(given: Given) -> Parts:
     """Leave out the scale of adapters that there are not."""
     key, rank = "model.lora_alpha", given.get("model.lora_rank")
-    unused = rank == 0 or (not rank and given[key] == 0)
+    unused = not rank and (given[key] == 0 or (rank == 0 and given[key] != default_of(key)))
     return {key: ([], "model.lora_rank is 0")} if unused else {}
 
 

@@ -94,8 +94,8 @@ def is_unknown(key: str, native: Callable[[str], bool]) -> bool:
 
 def _is_shallow(key: str, native: Callable[[str], bool]) -> bool:
     """Return whether the error for unknown keys of millrace can name the key as it is spelled."""
-    section = key.rpartition(".")[0]
-    return not key.startswith(PREFIX) and (not section or native(section))
+    top, section = key.partition(".")[0], key.rpartition(".")[0]
+    return not key.startswith(PREFIX) and (not native(top) or native(section))
 
 
 def unknown(key: str, value: Any) -> ConfigError:

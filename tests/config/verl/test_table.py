@@ -194,7 +194,7 @@ def test_a_setting_becomes_what_it_means(theirs: str, value: Any, ours: dict[str
             True,
             ["fsdp_config.param_offload", "--drop"],
         ),
-        ("retriever.topk", 3, ["no such key", "leave it out"]),
+        ("actor.adaptive_entropy.enabled", True, ["no such key", "leave it out"]),
     ],
 )
 def test_a_feature_that_is_missing_is_named(key: str, value: Any, parts: list[str]) -> None:
@@ -345,7 +345,7 @@ OLD = "async_training.use_rollout_log_probs"
         ({"rollout.n": 8}, {"rollout.n_agent": 5}, {"rollout.n": 5}),
         ({}, {"actor.use_torch_compile": True, "model_engine": "megatron"}, {"trainer.engine": "megatron"}),
         ({}, {"actor.use_torch_compile": True}, {"model.compile": True}),
-        ({}, {"model.lora_rank": 0, "model.lora_alpha": 16}, {"model.lora_rank": 0}),
+        ({}, {"model.lora_rank": 0, "model.lora_alpha": 32}, {"model.lora_rank": 0}),
         ({"model.lora_rank": 8}, {"model.lora_alpha": 16}, {"model.lora_rank": 8, "model.lora_alpha": 16}),
         ({}, {"actor.megatron.router_replay.mode": "R3", "rollout.enable_rollout_routing_replay": True}, {"model.router_replay": "R3"}),
         ({"rollout.multi_turn.tool_config_path": "t.yaml"}, {"rollout.multi_turn.enable": False}, {}),
