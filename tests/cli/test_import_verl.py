@@ -134,6 +134,15 @@ def test_unknown_keys_come_first_and_an_override_takes_the_place_of_the_scripts(
     assert code == 2 and "retriever.topk = 3" in err and "--drop" in err
 
 
+def test_an_answer_may_be_an_override(run: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"{PLAIN} trainer.n_gpus_per_node=$(nvidia-smi -L | wc -l)\n")
+    code, _, err = run("import-verl", str(path))
+    assert code == 2 and "--set trainer.n_gpus_per_node=VALUE" in err
+    code, out, err = run("import-verl", str(path), "--set", "trainer.n_gpus_per_node=4")
+    assert code == 0 and "n_gpus_per_node: 4" in out, err
+
+
 def test_a_program_that_is_not_known_needs_a_base(run: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(PLAIN.replace("verl.trainer.main_ppo", "recipe.spin.main_spin"))

@@ -14,8 +14,7 @@ from millrace.cli.console import configuration
 from millrace.config import recipe
 from millrace.errors import ConfigError, bad_value
 from millrace.extras.verl.importing import import_layer
-from millrace.extras.verl.kinds import PREFIX
-from millrace.extras.verl.script import Script, read
+from millrace.extras.verl.script import Script, read, short
 
 ScriptFile = Annotated[
     Path,
@@ -54,24 +53,16 @@ def import_verl(script: ScriptFile, set_: Sets = None, base: Base = "", drop: Dr
     Example: millrace import-verl run_dapo_7b.sh > my.yaml
     """
     given = set_ or []
-    answers = [item for item in given if "." not in item.partition("=")[0]]
-    found = read(_text(script), _variables(answers), _environment(script))
-    _replace(found, [item for item in given if item not in answers])
+    replaced = [item for item in given if "." in item.partition("=")[0]]
+    answers = _variables([item for item in given if item not in replaced])
+    keys = {short(item) for item in replaced}
+    found = read(_text(script), answers, _environment(script), keys)
+    found.overrides = [*(word for word in found.overrides if short(word) not in keys), *replaced]
     if not found.overrides:
         rule = "has no overrides: no word of the form section.key=value"
         raise bad_value("SCRIPT", str(script), rule, "the script that starts verl's program")
     base = _base(base, found)
     typer.echo(_recipe(script, found, base, drop), nl=False)
-
-
-def _replace(script: Script, given: list[str]) -> None:
-    """Put overrides of the caller's in place of those of the script that set the same keys."""
-    keys = {_short(item) for item in given}
-    script.overrides = [*(word for word in script.overrides if _short(word) not in keys), *given]
-
-
-def _short(override: str) -> str:
-    return override.lstrip("+").partition("=")[0].removeprefix(PREFIX)
 
 
 def _environment(script: Path) -> dict[str, str]:

@@ -8,11 +8,12 @@ and do not matter here.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from shlex import quote
 
 from millrace.errors import ConfigError, bad_value
+from millrace.extras.verl.kinds import PREFIX
 from millrace.extras.verl.lines import before_pipe, commands, words_of
 from millrace.extras.verl.shell import Shell, items
 from millrace.extras.verl.words import NAME, Variables, expand, shown
@@ -59,12 +60,15 @@ class _Start(Script):
 
 
 def read(
-    text: str, variables: Mapping[str, str], environment: Mapping[str, str] | None = None
+    text: str,
+    variables: Mapping[str, str],
+    environment: Mapping[str, str] | None = None,
+    replaced: Collection[str] = (),
 ) -> Script:
     """Return the overrides of a script.
 
     `variables` are the answers of the caller, which win over the script. `environment` has the
-    variables that the script finds. Raises ConfigError for each variable without a value that the
+    variables that the script finds. `replaced` has the keys whose values do not matter. Raises ConfigError for each variable without a value that the
     command needs, for a word that is neither an override nor an option, for an open quote, and for
     overrides of several commands.
     """
@@ -76,7 +80,7 @@ def read(
     is_list = not any(_base(word) for line, _ in commands(text) for word in re.split(r"\s", line))
     found: list[_Start] = []
     unclear: dict[ConfigError, None] = {}
-    shell = Shell(values, lambda line: _starts(line, values, found, unclear))
+    shell = Shell(values, lambda line: _starts(line, values, found, unclear, replaced))
     shell.walk(text)
     if not found:
         shell.walk_uncalled()
@@ -130,7 +134,11 @@ def _chosen(found: Sequence[_Start], loose: Sequence[str]) -> Script:
 
 
 def _starts(
-    line: str, values: Variables, found: list[_Start], unclear: dict[ConfigError, None]
+    line: str,
+    values: Variables,
+    found: list[_Start],
+    unclear: dict[ConfigError, None],
+    replaced: Collection[str],
 ) -> None:
     """Keep a command with overrides."""
     words = words_of(before_pipe(line))
@@ -145,7 +153,7 @@ def _starts(
         if " " in text and any(_base(part) for part in text.split()):
             for inner, _ in commands(text):  # such as bash -c "python3 -m verl.trainer.main_ppo"
                 if inner.strip() != line.strip():
-                    _starts(inner, values, found, unclear)
+                    _starts(inner, values, found, unclear, replaced)
             return
     at = next((i for i, text in enumerate(given) if _base(text)), None)
     start = _Start(line=line, base=_base(given[at]) if at is not None else "")
@@ -166,14 +174,28 @@ def _starts(
         try:
             tail += items(word, values, line)
         except ConfigError as error:
-            start.errors |= dict.fromkeys(str(error).splitlines())
-            start.overrides += [word] if _is_dotted(word.lstrip("'\"")) else []
+            key = word.lstrip("'\"") if _is_dotted(word.lstrip("'\"")) else ""
+            start.overrides += [key] if key else []
+            if short(key) not in replaced:
+                text = str(error).replace("write the value into the script", _answer(key))
+                start.errors |= dict.fromkeys(text.splitlines())
     _sort(tail, start)
     if start.base or start.listed or any(_is_dotted(word) for word in start.overrides):
         found.append(start)
     else:
         listed = [word.strip('"${[@]}') for word in words if "[@]" in word]
         unclear |= dict.fromkeys(values.causes[name] for name in listed if name in values.causes)
+
+
+def short(override: str) -> str:
+    """Return the key of an override, without verl's prefix."""
+    return override.lstrip("+").partition("=")[0].removeprefix(PREFIX)
+
+
+def _answer(word: str) -> str:
+    """Return the answer that gives the value of an override, or the change of the script."""
+    key = word.lstrip("+").partition("=")[0]
+    return f"--set {key}=VALUE" if key else "write the value into the script"
 
 
 def _parts(word: str, values: Variables, line: str) -> list[str]:

@@ -82,7 +82,7 @@ class Shell:
 
     def walk_uncalled(self) -> None:
         """Walk through the functions that the script defines, as if each were called."""
-        for body in self._functions.values():
+        for body in list(self._functions.values()):
             self.walk(body)
 
     def _runs(self) -> bool | None:
@@ -191,6 +191,7 @@ class Shell:
         group = re.fullmatch(r"\{\s(.*)\}|\((?!\()(.*)\)", line, re.S)
         name = words[0] if words else ""
         before = self._cause if after is None else None
+        depth = len(self._frames)
         self._frames.append(_Frame("{", line, after, cause=before))
         status: bool | None = None
         cause: ConfigError | None = None
@@ -208,7 +209,7 @@ class Shell:
             status, cause = judge(line, self._values)
             if status is None:
                 self._start(line)
-        self._frames.pop()
+        del self._frames[depth:]
         self._status = status if after is True else None
         self._cause = before or cause
 
@@ -272,7 +273,10 @@ class Shell:
         elif words[:2] == ["set", "--"]:
             values.arguments = [item for word in words[2:] for item in items(word, values, line)]
         elif words[:1] == ["shift"]:
-            values.arguments = values.arguments[int(words[1]) if words[1:] else 1 :]
+            n = "".join(words[1:2]) or "1"
+            if not n.isdecimal():
+                values.causes["@"] = unknown("$@", line)
+            values.arguments = values.arguments[int(n) if n.isdecimal() else 0 :]
         elif line.startswith(":"):
             for word in words[1:]:
                 self._default(word, line)

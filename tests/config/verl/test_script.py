@@ -281,3 +281,15 @@ def test_a_command_that_prepares_data_gives_no_overrides() -> None:
 def test_any_text_is_read_or_refused(text: str) -> None:
     with suppress(ConfigError):
         read(text, {})
+
+
+TOKENS = """if then else elif fi case in esac ;; ; && || | { } ( ) [ ]
+A=1 B=(t.x=1) B+=(t.y=2) "${B[@]}" $A ${A:-3} python3 -m verl.trainer.main_ppo t.x=1 f() f shift
+set -- "$@" $(date ` " ' # <<EOF EOF 2>&1 > bash -c eval ((A++)) a) *) unset A[0]=1 for while do done"""
+
+
+@given(st.lists(st.sampled_from([*TOKENS.split(), "\n", "\n", "\\\n"]), max_size=30))
+@settings(max_examples=300, deadline=None)
+def test_any_commands_are_read_or_refused(tokens: list[str]) -> None:
+    with suppress(ConfigError):
+        read(" ".join(tokens), {})
