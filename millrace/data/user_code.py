@@ -15,7 +15,7 @@ from typing import Any
 
 from millrace.codec import sendable
 from millrace.data.spec import nearest
-from millrace.errors import bad_value
+from millrace.errors import INSTALL, bad_value
 
 _sources: dict[str, bytes] = {}
 """The source of each file of a user that ran, by its module's name."""
@@ -194,7 +194,17 @@ def _remedy(where: str, error: BaseException) -> str:
     if folder := next(own, None):
         return f"PYTHONPATH={folder}, which has {root}"
     elsewhere = f"PYTHONPATH=the folder that has {root}"
-    return f"pip install {root}, or {elsewhere}: a module that can be imported"
+    install = INSTALL.get(root, f"pip install {_PACKAGES.get(root, root)}")
+    return f"{install}, or {elsewhere}: a module that can be imported"
+
+
+_PACKAGES = {
+    "PIL": "pillow",
+    "bs4": "beautifulsoup4",
+    "cv2": "opencv-python",
+    "sklearn": "scikit-learn",
+}
+"""Packages with another name than their module."""
 
 
 def failure(error: BaseException) -> str:

@@ -155,7 +155,9 @@ def _starts(
                 if inner.strip() != line.strip():
                     _starts(inner, values, found, unclear, replaced)
             return
-    at = next((i for i, text in enumerate(given) if _base(text)), None)
+    known = [i for i, text in enumerate(given) if _base(text)]
+    named = [i for i in known if _module(given[i], given[i - 1 : i])]
+    at = next(iter(named or known), None)
     start = _Start(line=line, base=_base(given[at]) if at is not None else "")
     if at is None:
         programs = [i for i, text in enumerate(given) if _module(text, given[i - 1 : i])]

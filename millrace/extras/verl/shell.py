@@ -365,7 +365,9 @@ def items(word: str, values: Variables, line: str) -> list[str]:
     name, default = match.groups()
     known = values.words(name)
     if name in values.causes or (known is None and not default):
-        raise values.causes.get(name) or unknown(name, line)
+        rule = f"{name} has no value in the script, and is a list of words for verl's program"
+        fix = f'--set {name}="WORDS", all of its words'
+        raise values.causes.get(name) or bad_value("SCRIPT", shown(line), rule, fix)
     sign, text = (default.lstrip(":")[0], default.lstrip(":")[1:]) if default else ("", "")
     if sign == "+" or (sign == "-" and not known):
         # bash takes the text if the array has words (+), or if it has none (-).

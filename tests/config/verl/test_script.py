@@ -150,6 +150,10 @@ MADE_UP = {
         "python3 -m verl.trainer.main_ppo +model_engine=x ~a.b t.x=1 > log 2>&1 &\nwait\n",
         {},
     ),
+    "a profiler": (
+        "nsys_profile=main_ppo\nenv REPORT=1 python3 -o main_ppo_report -m verl.trainer.main_ppo t.x=1\n",
+        {},
+    ),
     "torchrun": ("torchrun --nproc=8 -m verl.trainer.main_ppo t.x=1 < /dev/null || exit 1\n", {}),
     "a group in brackets": ("(cd /tmp && python3 -m verl.trainer.main_ppo t.x=$PWD)\n", {}),
     "spellings of values": (
@@ -215,7 +219,7 @@ def test_a_path_of_the_script_is_known() -> None:
         ("n=$(nproc)\npython3 a.b=${n:-4}", ["$(nproc) has no value"]),
         ("if x; then lr=1; else lr=2; fi\npython3 a.b=$lr", ["inside `if`", "--set lr=VALUE"]),
         ("for i in 1 2; do\nlr=$i\ndone\npython3 a.b=$lr", ["inside `if`"]),
-        ('python3 a.b=1 "${MORE[@]}"', ["MORE has no value"]),
+        ('python3 a.b=1 "${MORE[@]}"', ["MORE has no value", '--set MORE="WORDS"']),
         ("lr=1\n[ -f x ] && lr=2\npython3 a.b=$lr", ["lr is set inside", "--set lr=VALUE"]),
         ("lr=1\n[ -f x ] || { lr=2; }\npython3 a.b=$lr", ["lr is set inside"]),
         ("lr=1\nf() {\nlr=2\n}\nx && f\npython3 a.b=$lr", ["lr is set inside"]),
