@@ -23,6 +23,8 @@ _SETTERS = ("let", "mapfile", "read", "readarray", "unset")
 """Commands that change variables, as `(( ))` and `printf -v` do."""
 _SPLIT = re.compile(rf"\$(?:{NAME}|\{{{NAME}(?::?[-+=][^{{}}]*)?\}})")
 """A reference without quotes, whose value bash splits into words."""
+_START = re.compile(r"\+{0,2}ray_kwargs\.")
+"""An override that says how Ray starts its workers, which is needless here."""
 _DEEPEST = 8
 """Calls of functions inside each other. A script with more calls itself."""
 
@@ -293,15 +295,18 @@ class Shell:
         values = self._values
         if name in values.given:
             return
-        if self._runs() is None:
-            values.forget(name, self._branched(name, line, array=True))
-            return
-        if added and name in values.causes:
+        unsure = self._runs() is None
+        if added and name in values.causes and not unsure:
             return
         try:
             found = [item for word in words_of(text) for item in items(word, values, line)]
+            before = values.arrays.get(name, [])
+            if unsure and all(_START.match(word) for word in [*before, *found]):
+                return
+            if unsure:
+                raise self._branched(name, line, array=True)
         except ConfigError as error:
-            values.forget(name, error)  # it is raised where an override needs the name
+            values.forget(name, self._branched(name, line, array=True) if unsure else error)
             return
         values.arrays[name] = [*(values.arrays.get(name, []) if added else []), *found]
         values.causes.pop(name, None)

@@ -196,6 +196,16 @@ def test_an_answer_takes_the_place_of_an_array() -> None:
         read(text, {"KEY": "1"})
 
 
+def test_how_ray_starts_its_workers_is_not_asked_for() -> None:
+    text = (
+        "R=(ray_kwargs.ray_init.x=null)\nif command -v uv; then\n  R=(ray_kwargs.ray_init.x='uv run')\n"
+        'fi\npython3 -m verl.trainer.main_ppo a.b=1 "${R[@]}"\n'
+    )
+    assert read(text, {}).overrides == ["a.b=1", "ray_kwargs.ray_init.x=null"]
+    with pytest.raises(ConfigError, match="R is a list of words"):
+        read(text.replace("='uv", "=1 a.c='uv"), {})
+
+
 def test_a_path_of_the_script_is_known() -> None:
     text = 'D="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"\npython3 a.b=$D a.c=$(whoami)\n'
     known = {"BASH_SOURCE": "/r/examples/run.sh", "PWD": "/w", "USER": "me"}
