@@ -276,7 +276,7 @@ BUDGETS = {
     "decode": 1600,
     "environments": 980,
     "errors": 250,
-    "extras": 9350,
+    "extras": 10150,
     "models": 730,
     "observe": 2400,
     "persist": 750,

@@ -174,19 +174,25 @@ def base_of(
 
     if name is None and folder is None:
         return path, overrides
-    known = [recipe for recipe in packaged() if recipe.startswith("verl/")]
-    base = f"verl/{(name or '').removesuffix('.yaml')}"
-    if base not in known:
+    if (found := configuration(name or "")) is None:
         key, value = ("--config-name", name) if name is not None else ("--config-path", folder)
-        names = " or ".join(recipe.removeprefix("verl/") for recipe in known)
-        rule = (
-            "millrace has the base configurations of verl's trainers with FSDP, and reads no folder"
-        )
-        raise bad_value(key, value, rule, f"--config-name {names}, or a RECIPE")
+        known = [recipe.removeprefix("verl/") for recipe in packaged() if recipe[:5] == "verl/"]
+        rule = "millrace has the base configurations of verl's trainers, and reads no folder"
+        raise bad_value(key, value, rule, f"--config-name {' or '.join(known)}, or a RECIPE")
+    base, added = found
     if path is not None and "=" not in path:
         rule = f"--config-name {name} names a recipe too"
-        raise bad_value("RECIPE", path, rule, f"one of them, or verl/{name} as RECIPE")
-    return base, [*([path] if path is not None else []), *(overrides or [])]
+        raise bad_value("RECIPE", path, rule, f"one of them, or {base} as RECIPE")
+    return base, [*added, *([path] if path is not None else []), *(overrides or [])]
+
+
+def configuration(name: str) -> tuple[str, list[str]] | None:
+    """Return the recipe of one of verl's configurations and what it adds, or None for another."""
+    form = r"(?:transfer_queue_)?((?:one_step_off_|fully_async_)?ppo_)(megatron_)?trainer(\.yaml)?"
+    # What dapo_trainer adds to ppo_trainer is off.
+    match = re.fullmatch(form, re.sub("^dapo_", "ppo_", name))
+    engine = ["model_engine=megatron"] if match and match[2] else []
+    return (f"verl/{match[1]}trainer", engine) if match else None
 
 
 def configure(

@@ -119,7 +119,9 @@ def _train_batch(merged: Tree, layers: Sequence[Tree]) -> None:
             batch,
             "must be a multiple of actor.ppo_mini_batch_size x async_training.require_batches = "
             f"{step}",
-            f"data.train_batch_size={max(step, batch // step * step)}",
+            f"data.train_batch_size={batch // step * step}"
+            if batch > step
+            else f"actor.ppo_mini_batch_size={max(1, batch // require)}, the batch that there is",
         )
     batch_layers = [
         i for i, layer in enumerate(layers) if "train_batch_size" in (layer.get("data") or {})

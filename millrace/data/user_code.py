@@ -6,17 +6,50 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from millrace.codec import sendable
 from millrace.data.spec import nearest
-from millrace.errors import bad_value
+from millrace.errors import INSTALL, bad_value
 
 _sources: dict[str, bytes] = {}
 """The source of each file of a user that ran, by its module's name."""
+
+_stand_ins: dict[str, dict[str, Any]] = {}
+"""The names in the modules of packages that are not installed, by the modules' names."""
+
+
+class _StandIns(MetaPathFinder, Loader):
+    """Finds modules of packages that user code imports and that may be absent."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> ModuleSpec | None:
+        if name not in _stand_ins:
+            return None
+        installed = PathFinder.find_spec(name.partition(".")[0])
+        if installed is not None and installed.origin is not None:  # a folder alone has none
+            return None
+        return ModuleSpec(name, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(_stand_ins[module.__name__])
+
+
+def stand_in(modules: Mapping[str, Mapping[str, Any]]) -> None:
+    """Let user code import these names where their package is not installed."""
+    if not _stand_ins:
+        sys.meta_path.insert(0, _StandIns())
+    for name, content in modules.items():
+        parts = name.split(".")
+        for n in range(1, len(parts)):
+            _stand_ins.setdefault(".".join(parts[:n]), {})
+        _stand_ins.setdefault(name, {}).update(content)
 
 
 def check_name(key: str, spec: str) -> None:
@@ -143,13 +176,35 @@ def _import(key: str, spec: str, run: Callable[[], ModuleType]) -> ModuleType:
     try:
         return run()
     except (Exception, SystemExit) as error:
-        missing = isinstance(error, ModuleNotFoundError)
-        fix = (
-            "a module that can be imported from here, or path.py:name"
-            if missing
-            else "correct it; try it with python -c"
-        )
-        raise bad_value(key, spec, f"importing it raised {failure(error)}", fix) from error
+        rule = f"importing it raised {failure(error)}"
+        raise bad_value(key, spec, rule, _remedy(spec.rpartition(":")[0] or spec, error)) from error
+
+
+def _remedy(where: str, error: BaseException) -> str:
+    """Return what mends a failed import: a package, a path, or a correction."""
+    name = error.name or "" if isinstance(error, ImportError) else ""
+    root, path = name.partition(".")[0], Path(where).expanduser().resolve()
+    if "relative import" in str(error):
+        return f"__init__.py in {path.parent} and the folders above that it imports from"
+    if isinstance(error, ModuleNotFoundError) and where.partition(".")[0] == root:
+        return "a module that can be imported from here, or path.py:name"
+    if not (isinstance(error, ModuleNotFoundError) or root in _stand_ins):
+        return "correct it; try it with python -c"
+    own = (p for p in path.parents if (p / root).is_dir() or (p / f"{root}.py").is_file())
+    if folder := next(own, None):
+        return f"PYTHONPATH={folder}, which has {root}"
+    elsewhere = f"PYTHONPATH=the folder that has {root}"
+    install = INSTALL.get(root, f"pip install {_PACKAGES.get(root, root)}")
+    return f"{install}, or {elsewhere}: a module that can be imported"
+
+
+_PACKAGES = {
+    "PIL": "pillow",
+    "bs4": "beautifulsoup4",
+    "cv2": "opencv-python",
+    "sklearn": "scikit-learn",
+}
+"""Packages with another name than their module."""
 
 
 def failure(error: BaseException) -> str:

@@ -27,6 +27,7 @@ from millrace.data.spec import nearest
 from millrace.errors import RewardError, bad_value
 from millrace.rewards.answers import extract
 from millrace.rewards.builtin import BUILTIN
+from millrace.rewards.verl_names import MODULES
 from millrace.rewards.wire import Call
 from millrace.types import Message, Score
 
@@ -184,6 +185,7 @@ def load_function(spec: str, options: Mapping[str, Mapping[str, Any]] | None = N
     if spec in BUILTIN:
         call = partial(BUILTIN[spec], **(options or {}).get(spec, {}))
         return Function(call, "verl", is_async=False, wanted=None, names_answers=True)
+    user_code.stand_in(MODULES)
     return _function(spec, user_code.load(_KEY, spec))
 
 

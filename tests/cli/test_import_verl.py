@@ -88,7 +88,80 @@ def test_keys_that_the_algorithm_does_not_read_are_needless(
     assert recipe.load(tmp_path / "my.yaml").algorithm.lam == 1.0
 
 
-@pytest.mark.parametrize("name", ["mine", "ppo_megatron_trainer.yaml"])
+PLAIN = (
+    "python3 -m verl.trainer.main_ppo data.train_files=a.parquet algorithm.adv_estimator=grpo "
+    "actor_rollout_ref.rollout.n=4 actor_rollout_ref.model.path=m "
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "engine"),
+    [
+        ("ppo_megatron_trainer", "ppo", "megatron"),
+        ("fully_async_ppo_megatron_trainer.yaml", "fully_async_ppo", "megatron"),
+        ("one_step_off_ppo_megatron_trainer", "one_step_off_ppo", "megatron"),
+        ("transfer_queue_ppo_megatron_trainer", "ppo", "megatron"),
+        ("transfer_queue_ppo_trainer", "ppo", "fsdp"),
+        ("dapo_megatron_trainer.yaml", "ppo", "megatron"),
+    ],
+)
+def test_the_configurations_of_verl_are_known(
+    run: Callable[..., Any], tmp_path: Path, name: str, base: str, engine: str
+) -> None:
+    (tmp_path / "run.sh").write_text(f"{PLAIN} --config-path=config --config-name '{name}'\n")
+    code, out, err = run("import-verl", str(tmp_path / "run.sh"))
+    assert code == 0, err
+    assert f"inherits: verl/{base}_trainer\n" in out and "#   --config-path=config: " in out
+    assert ("engine: megatron  # model_engine=megatron" in out) == (engine == "megatron")
+    (tmp_path / "my.yaml").write_text(out)
+    assert recipe.load(tmp_path / "my.yaml").trainer.engine == engine
+
+
+def test_unknown_keys_come_first_and_an_override_takes_the_place_of_the_scripts(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"{PLAIN} retriever.topk=3 actor_rollout_ref.rollout.name=sglang ~a.b\n")
+    code, out, err = run("import-verl", str(path), "--drop")
+    assert code == 2 and "actor_rollout_ref.rollout.name = 'sglang'" in err and not out
+    answer = ("--set", "actor_rollout_ref.rollout.name=vllm", "--set", "rollout.n=8")
+    code, out, err = run("import-verl", str(path), "--drop", *answer)
+    assert code == 0, err
+    _, second, third, *_ = out.splitlines()
+    assert (second, third) == ("# unknown to verl: decide about each:", "#   retriever.topk=3")
+    assert "# left out:\n#   ~a.b=\n" in out and "n: 8" in out
+    code, _, err = run("import-verl", str(path), *answer)
+    assert code == 2 and "retriever.topk = 3" in err and "--drop" in err
+
+
+def test_an_answer_may_be_an_override(run: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"{PLAIN} trainer.n_gpus_per_node=$(nvidia-smi -L | wc -l)\n")
+    code, _, err = run("import-verl", str(path))
+    assert code == 2 and "--set trainer.n_gpus_per_node=VALUE" in err
+    code, out, err = run("import-verl", str(path), "--set", "trainer.n_gpus_per_node=4")
+    assert code == 0 and "n_gpus_per_node: 4" in out, err
+
+
+def test_a_program_that_is_not_known_needs_a_base(run: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(PLAIN.replace("verl.trainer.main_ppo", "recipe.spin.main_spin"))
+    code, _, err = run("import-verl", str(path))
+    assert code == 2 and "'recipe.spin.main_spin'" in err and "--base verl/ppo_trainer" in err
+    code, out, _ = run("import-verl", str(path), "--base", "verl/ppo_trainer")
+    assert code == 0 and "inherits: verl/ppo_trainer" in out
+
+
+def test_the_environment_gives_folders(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "run.sh").write_text(PLAIN.replace("a.parquet", "$HOME/a.parquet"))
+    code, out, err = run("import-verl", str(tmp_path / "run.sh"))
+    assert code == 0 and "train_files: /home/me/a.parquet" in out, err
+
+
+@pytest.mark.parametrize("name", ["mine", "ppo_trainer_megatron.yaml"])
 def test_a_configuration_that_is_not_read_is_refused(
     run: Callable[..., Any], tmp_path: Path, name: str
 ) -> None:
@@ -124,7 +197,11 @@ def test_config_name_takes_the_place_of_the_recipe(run: Callable[..., Any]) -> N
     assert first[0] == 0, first[2]
     assert first[1] == run("train", "verl/fully_async_ppo_trainer", *arguments)[1]
     assert '"actor_rollout_ref.rollout.name=hf -> rollout.engine=torch"' in first[1]
-    for option in ("--config-path=config", "--config-name=ppo_megatron_trainer"):
+    assert (
+        "trainer.engine=megatron"
+        in run("train", "--config-name=fully_async_ppo_megatron_trainer", *arguments)[1]
+    )
+    for option in ("--config-path=config", "--config-name=ppo_trainer_megatron"):
         code, _, err = run("train", option, *arguments)
         assert code == 2 and option.partition("=")[0] in err and "ppo_trainer" in err
 

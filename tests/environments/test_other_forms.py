@@ -86,7 +86,6 @@ def hermes(tools: Any) -> ChatAgent:
 
 def test_a_tool_of_verl_keeps_its_state_for_an_episode_and_is_released(verl_tools: Path) -> None:
     tools = ToolConfig(str(verl_tools))
-    assert "verl" not in sys.modules
     kwargs = {"tools_kwargs": {"guess": {"create_kwargs": {"secret": 7}}}}
     said = [call("guess", number=3), call("guess", number=7), "it was 7"]
     prompt = prompt_of("x", extra_info=kwargs | {"agent_name": "tool_agent"})

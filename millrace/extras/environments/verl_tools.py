@@ -1,23 +1,20 @@
 """verl's tools: the YAML of classes with create, execute and release, and decorated functions.
 
 The user's files import verl. Where verl is not installed, stand-ins of its few words take its
-place while such a file loads.
+place.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
 from millrace.data.spec import nearest
-from millrace.data.user_code import check_file, failure, load, load_module
+from millrace.data.user_code import check_file, failure, load, load_module, stand_in
 from millrace.environments.chat import Tool
 from millrace.environments.task_tools import Row, column
 from millrace.environments.threads import RAISED
@@ -193,8 +190,8 @@ def _tool(key: str, path: str, n: int, entry: dict[str, Any]) -> Any:
         rule = f"tools[{n}] is of type {kind}, and only native tools are read"
         raise bad_value(key, path, rule, "type: native, or an MCP tool of millrace")
     module, _, attribute = name.rpartition(".")
-    with stand_ins():
-        kind_of = load(key, f"{module}:{attribute}", kind="class")
+    stand_in(_MODULES)
+    kind_of = load(key, f"{module}:{attribute}", kind="class")
     schema = entry.get("tool_schema")
     try:
         made = kind_of(config=config, tool_schema=Schema.model_validate(schema) if schema else None)
@@ -209,8 +206,8 @@ def _tool(key: str, path: str, n: int, entry: dict[str, Any]) -> Any:
 def load_function_tools(path: str, key: str = "agents.tools") -> list[FunctionTool]:
     """Return the functions of a file that verl's @function_tool marks. Raises ConfigError."""
     check_file(key, path, path)
-    with stand_ins():
-        module = load_module(key, path, path)
+    stand_in(_MODULES)
+    module = load_module(key, path, path)
     tools = [v for v in vars(module).values() if isinstance(v, FunctionTool)]
     if not tools:
         raise bad_value(key, path, "no function of it has @function_tool", "decorate the functions")
@@ -224,34 +221,15 @@ def function_tool(function: Any = None, *, schema: Any = None, **options: Any) -
     return FunctionTool(function, schema)
 
 
-@contextmanager
-def stand_ins() -> Iterator[None]:
-    """Let `import verl...` find the words of verl's tools, where verl is not installed."""
-    installed = importlib.util.find_spec("verl")
-    if installed is not None and installed.origin is not None:  # a folder `verl` here is no package
-        yield
-        return
+def _traced(function: Any = None, **options: Any) -> Any:
+    return function if callable(function) else lambda f: f
 
-    def traced(function: Any = None, **options: Any) -> Any:
-        return function if callable(function) else lambda f: f
 
-    words = dict.fromkeys(("OpenAIFunctionToolSchema", "OpenAIFunctionSchema"), Schema)
-    made: dict[str, dict[str, Any]] = {
-        "verl": {},
-        "verl.tools": {},
-        "verl.tools.base_tool": {"BaseTool": BaseTool},
-        "verl.tools.schemas": {"ToolResponse": ToolResponse, **words},
-        "verl.tools.function_tool": {"function_tool": function_tool},
-        "verl.utils": {},
-        "verl.utils.rollout_trace": {"rollout_trace_op": traced},
-    }
-    modules = {}
-    for name, content in made.items():
-        modules[name] = ModuleType(name)
-        vars(modules[name]).update(content | {"__path__": []})
-    sys.modules.update(modules)
-    try:
-        yield
-    finally:
-        for name in modules:
-            sys.modules.pop(name, None)
+_SCHEMAS = dict.fromkeys(("OpenAIFunctionToolSchema", "OpenAIFunctionSchema"), Schema)
+_MODULES: dict[str, dict[str, Any]] = {
+    "verl.tools.base_tool": {"BaseTool": BaseTool},
+    "verl.tools.schemas": {"ToolResponse": ToolResponse, **_SCHEMAS},
+    "verl.tools.function_tool": {"function_tool": function_tool},
+    "verl.utils.rollout_trace": {"rollout_trace_op": _traced},
+}
+"""The modules of verl that tools import, with their names."""

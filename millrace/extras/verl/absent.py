@@ -27,6 +27,22 @@ _OPTIMIZER = Absent(
     "leave the key out",
     ("AdamW", "adamw", "adam", "torch.optim"),
 )
+_STATES = Absent(
+    "optimizer states and gradients in bfloat16",
+    "leave the key out: they are float32",
+    ("fp32", "float32"),
+)
+_MEGATRON_OPTIM = {
+    "lr_warmup_init": Absent("a warm-up that begins above 0", "leave the key out"),
+    "weight_decay_incr_style": Absent(
+        "a weight decay that grows", "leave the key out", ("constant",)
+    ),
+    "use_layer_wise_distributed_optimizer": _OPTIMIZER,
+    **dict.fromkeys(("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), _STATES),
+}
+"""Arguments of the optimizer with verl's Megatron engine."""
+_OTHER_OPTIM = ("name", "decay_type", "min_lr_factor", "lr_min", "lr_start", "lr_decay_ratio")
+"""Arguments of the optimizer with verl's other engines."""
 _OVERRIDES = Absent(
     "arguments of AdamW other than betas, eps, lr and weight_decay", "leave the key out"
 )
@@ -58,7 +74,14 @@ _STRATEGY = Absent(
 )
 
 ABSENT: dict[str, Absent] = {
+    **{f"{side}.optim.{name}": _STRATEGY for side in ("actor", "critic") for name in _OTHER_OPTIM},
     "actor.fsdp_config.model_dtype": _MASTER,
+    **{
+        f"actor.fsdp_config.mixed_precision.{part}_dtype": Absent(
+            f"a {part}_dtype of bfloat16", "leave the key out: it is float32", ("fp32", "float32")
+        )
+        for part in ("reduce", "buffer")
+    },
     "actor.fsdp_config.strategy": _STRATEGY,
     "actor.freeze_vision_tower": _MM,
     "actor.megatron.virtual_pipeline_model_parallel_size": _STAGES,
@@ -66,8 +89,17 @@ ABSENT: dict[str, Absent] = {
     "actor.optim.optimizer": _OPTIMIZER,
     "actor.optim.optimizer_impl": _OPTIMIZER,
     "actor.optim.override_optimizer_config*": _OVERRIDES,
+    **{
+        f"{side}.optim.{name}": row
+        for side in ("actor", "critic")
+        for name, row in _MEGATRON_OPTIM.items()
+    },
+    "actor.profile.use_profile": _PROFILER,
     "actor.profiler.enable": _PROFILER,
     "actor.shuffle": Absent("a shuffle of mini-batches", "leave the key out"),
+    "algorithm.rollout_correction.rollout_rs_threshold_lower": Absent(
+        "a lower bound of rejection in a key of its own", "rollout_rs_threshold=LOWER_UPPER"
+    ),
     "algorithm.use_pf_ppo": Absent("PF-PPO", "leave the key out"),
     "async_training.use_dynamic_resource_scheduling": _SHARING,
     "async_training.use_trainer_do_validate": _SHARING,
@@ -212,6 +244,7 @@ ABSENT: dict[str, Absent] = {
         "a save before the lease of a node ends", "SIGTERM, which always saves"
     ),
     "trainer.rollout_data_dir": Absent("rollouts as files", "leave the key out"),
+    "trainer.profile_steps": _PROFILER,
     "trainer.checkpoint_callback_class": Absent("a callback at each save", "leave the key out"),
     "trainer.v1.colocate_async.num_warmup_batches": _WARM_UP,
     "trainer.v1.sampler.custom_sampler.*": _SAMPLER,
@@ -232,6 +265,6 @@ ABSENT: dict[str, Absent] = {
     "critic.megatron.*": _CRITIC,
     "*.qat.enable": _QUANTIZED,
     "*.router_replay.mode": _REPLAY,
-    "*.veomni.*": _STRATEGY,
+    **{f"*.{name}.*": _STRATEGY for name in ("veomni", "torchtitan", "automodel")},
     "hydra.*": Absent("Hydra's own settings", "trainer.run_dir for the folder of the run"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,11 +10,11 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from millrace.cli.console import configuration
 from millrace.config import recipe
-from millrace.config.packaged import packaged
 from millrace.errors import ConfigError, bad_value
 from millrace.extras.verl.importing import import_layer
-from millrace.extras.verl.script import Script, read
+from millrace.extras.verl.script import Script, read, short
 
 ScriptFile = Annotated[
     Path,
@@ -25,7 +26,9 @@ ScriptFile = Annotated[
 Sets = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="NAME=VALUE", help="Value of a variable that the script does not set."
+        "--set",
+        metavar="NAME=VALUE",
+        help="Value of a variable, words of an array, or section.key=value in place of the script's.",
     ),
 ]
 Base = Annotated[
@@ -49,12 +52,24 @@ def import_verl(script: ScriptFile, set_: Sets = None, base: Base = "", drop: Dr
 
     Example: millrace import-verl run_dapo_7b.sh > my.yaml
     """
-    found = read(_text(script), _variables(set_ or []))
+    given = set_ or []
+    replaced = [item for item in given if "." in item.partition("=")[0]]
+    answers = _variables([item for item in given if item not in replaced])
+    keys = {short(item) for item in replaced}
+    found = read(_text(script), answers, _environment(script), keys)
+    found.overrides = [*(word for word in found.overrides if short(word) not in keys), *replaced]
     if not found.overrides:
         rule = "has no overrides: no word of the form section.key=value"
         raise bad_value("SCRIPT", str(script), rule, "the script that starts verl's program")
-    base = base or _of_config(found.config) or found.base or _guess(found)
+    base = _base(base, found)
     typer.echo(_recipe(script, found, base, drop), nl=False)
+
+
+def _environment(script: Path) -> dict[str, str]:
+    """Return the variables of the caller's environment that scripts build paths from."""
+    path = os.path.abspath(script)
+    known = {name: os.environ[name] for name in ("HOME", "USER") if name in os.environ}
+    return {**known, "PWD": os.getcwd(), "0": path, "BASH_SOURCE": path}
 
 
 def _text(script: Path) -> str:
@@ -74,20 +89,29 @@ def _variables(given: list[str]) -> dict[str, str]:
     return dict(item.split("=", 1) for item in given)
 
 
-def _of_config(name: str) -> str:
-    """Return the recipe of a --config-name. Raises ConfigError if it is not one of verl's."""
-    if not name:
-        return ""
-    recipe = f"verl/{name.removesuffix('.yaml')}"
-    if recipe not in packaged():
-        rule = "the script has this --config-name, whose file millrace does not read"
-        fix = "--base verl/ppo_trainer, with the file's settings as overrides in the script"
-        raise bad_value("--config-name", name, rule, fix)
-    return recipe
+def _base(given: str, script: Script) -> str:
+    """Return the recipe with verl's defaults. Raises ConfigError if the script's is not known."""
+    if script.config:
+        found = configuration(script.config)
+        if not found and not given:
+            rule = "the script has this --config-name, whose file millrace does not read"
+            base = script.base or "verl/ppo_trainer"
+            fix = f"--base {base}, with the file's settings as overrides in the script"
+            raise bad_value("--config-name", script.config, rule, fix)
+        base, added = found or ("", [])
+        script.overrides[:0] = added
+        return given or base
+    return given or script.base or _guess(script)
 
 
 def _guess(script: Script) -> str:
     """Return the recipe of the trainer whose keys the overrides have."""
+    if script.program:
+        rule = (
+            "is none of verl's trainers that millrace has: main_ppo, one_step_off and fully_async"
+        )
+        fix = "--base verl/ppo_trainer, if it trains as verl's main_ppo does"
+        raise bad_value("SCRIPT", script.program, rule, fix)
     keys = {override.lstrip("+").partition("=")[0] for override in script.overrides}
     if any(key.startswith("async_training.") for key in keys):
         return "verl/fully_async_ppo_trainer"
@@ -99,17 +123,28 @@ def _recipe(script: Path, found: Script, base: str, drop: bool) -> str:
     try:
         layer = import_layer(base, found.overrides, drop=drop)
     except ConfigError as error:
-        if drop or "millrace does not have" not in str(error):
+        if drop or not any(f"{words} " in str(error) for words in _DROPPED):
             raise
-        raise ConfigError(f"{error}\nwith --drop, absent features are left out") from None
+        raise ConfigError(f"{error}\nwith --drop, such settings are left out") from None
     lines = [
         f"# verl's settings of {script.name}, in millrace's words. Comments have verl's spelling.",
+        *_listed("unknown to verl: decide about each", layer.unknown),
         f"inherits: {base}",
         *_emit(layer.tree, layer.comments, ()),
     ]
-    for title, items in (("needless here", layer.needless), ("left out", layer.absent)):
-        lines += [f"# {title}:", *(f"#   {item}" for item in items)] if items else []
+    needless = list(layer.needless)
+    if found.folder:
+        needless.append(f"--config-path={found.folder}: the name alone says which of verl's it is")
+    lines += [*_listed("needless here", needless), *_listed("left out", layer.absent)]
     return "\n".join(lines) + "\n"
+
+
+_DROPPED = ("millrace does not have", "neither verl nor millrace has", "none can be removed")
+"""Words of the errors for settings that --drop leaves out."""
+
+
+def _listed(title: str, items: list[str]) -> list[str]:
+    return [f"# {title}:", *(f"#   {item}" for item in items)] if items else []
 
 
 def _emit(tree: dict[str, Any], comments: dict[str, str], path: tuple[str, ...]) -> list[str]:

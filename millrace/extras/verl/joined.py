@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from millrace.config.explain import default_of
 from millrace.config.layers import Setting
 from millrace.errors import ConfigError, bad_value
 
@@ -19,10 +20,13 @@ Parts = dict[str, tuple[list[Setting], str]]
 _FUNCTION = ("custom_reward_function", "reward.custom_reward_function")
 _DECAY = ("actor.optim.lr_decay_steps", "actor.optim.total_training_steps")
 _CRITIC_DECAY = ("critic.optim.lr_decay_steps", "critic.optim.total_training_steps")
+_FLOORS = ("actor.optim.min_lr", "critic.optim.min_lr")
 _LENGTHS = (
     ("rollout.max_prompt_length", "data.max_prompt_length", "rollout.prompt_length"),
     ("rollout.max_response_length", "data.max_response_length", "rollout.response_length"),
 )
+_ROOMS = ("rollout.max_model_len", "rollout.engine_kwargs.vllm.max_model_len")
+_COMPILED = ("actor.use_torch_compile", "actor.fsdp_config.use_torch_compile")
 _WEIGHTS = "it starts from the policy's weights"
 _ULYSSES = (
     "actor.ulysses_sequence_parallel_size",
@@ -54,7 +58,11 @@ _SCHEDULE = "the schedule ends at the run's last optimizer step"
 _CONFIG = "actor.megatron.override_transformer_config"
 _BALANCE = (f"{_CONFIG}.moe_aux_loss_coeff", f"{_CONFIG}.moe_router_load_balancing_type")
 
+_ROUTER_MODES = ("actor.router_replay.mode", "actor.megatron.router_replay.mode")
 _TURNS = "rollout.multi_turn.enable"
+_AGENTS = "rollout.n_agent"
+_MEMORY, _ALONE = "rollout.gpu_memory_utilization", "rollout.standalone_gpu_memory_utilization"
+_OLD, _PROX = "async_training.use_rollout_log_probs", "async_training.compute_prox_log_prob"
 _TOOLS = {
     f"{section}.{theirs}": f"agents.{ours}"
     for section in ("data", "rollout.multi_turn")
@@ -73,12 +81,16 @@ JOINED: dict[str, str] = {
     "reward_model.enable": "it decides about reward_model.model.path",
     **dict.fromkeys(_BALANCE, "actor.router_aux_loss_coef, with seq_aux_loss"),
     "rollout.enable_rollout_routing_replay": "true needs actor.router_replay.mode=R3",
-    "rollout.max_model_len": "it must have room for a prompt and a response",
+    _AGENTS: "rollout.n times it is the number of responses to a prompt",
+    _ALONE: "rollout.gpu_memory_utilization, of rollouts on devices of their own",
+    _PROX: "true recomputes the log-probs, as async_training.use_rollout_log_probs=false",
+    **dict.fromkeys(_ROOMS, "it must have room for a prompt and a response"),
     "rollout.val_kwargs.do_sample": "false sets rollout.val_kwargs.temperature=0",
     "trainer.resume_from_path": "trainer.resume, with trainer.resume_mode=resume_path",
     _TURNS: "false leaves tools out; else an episode has turns once a key of agents says who plays",
     **{key: f"{ours}, unless {_TURNS} is false" for key, ours in _TOOLS.items()},
     **dict.fromkeys((*_DECAY, *_CRITIC_DECAY), _SCHEDULE),
+    **dict.fromkeys(_FLOORS, "min_lr_ratio, which is a share of lr"),
     **{key: why for key, (_, _, why) in EQUAL.items()},
 }
 """These keys, and what they become."""
@@ -92,7 +104,13 @@ def join(given: Given, last: Mapping[str, int], errors: list[ConfigError]) -> di
     """
     result: dict[str, Joined] = {}
     parts_of: dict[tuple[str, ...], Callable[[Given], Parts]]
-    parts_of = {**_PARTS, ("actor.clip_ratio",): partial(_clip, last=last)}
+    parts_of = {
+        **_PARTS,
+        ("actor.clip_ratio",): partial(_clip, last=last),
+        (_AGENTS,): partial(_agents, last=last),
+        (_PROX,): partial(_proximal, last=last),
+        (_ALONE,): partial(_memory, last=last),
+    }
     for keys, part in parts_of.items():
         if not any(key in given for key in keys):
             continue
@@ -112,6 +130,34 @@ def _clip(given: Given, last: Mapping[str, int]) -> Parts:
     sides = [f"{key}_low", f"{key}_high"]
     chosen = [(side, given[key]) for side in sides if last.get(side) != last[key]]
     return {key: (chosen, JOINED[key])}
+
+
+def _agents(given: Given, last: Mapping[str, int]) -> Parts:
+    """Multiply both counts of one layer: n_agent copies of a prompt with n responses each."""
+    copies, n = given[_AGENTS], given["rollout.n"] if last.get("rollout.n") == last[_AGENTS] else 1
+    known = isinstance(copies, int) and isinstance(n, int)
+    parts: Parts = {_AGENTS: ([("rollout.n", copies * n if known else copies)], JOINED[_AGENTS])}
+    if last.get("rollout.n") == last[_AGENTS]:
+        parts["rollout.n"] = ([], f"{_AGENTS} times it is rollout.n here")
+    return parts
+
+
+def _memory(given: Given, last: Mapping[str, int]) -> Parts:
+    """Take the share of replicas on devices of their own, in place of that of shared ones."""
+    share = given[_ALONE]
+    parts: Parts = {_ALONE: ([(_MEMORY, share)] if share else [], JOINED[_ALONE])}
+    if share and last.get(_MEMORY) == last[_ALONE]:
+        parts[_MEMORY] = ([], f"{_ALONE} is that of rollouts on devices of their own")
+    return parts
+
+
+def _proximal(given: Given, last: Mapping[str, int]) -> Parts:
+    """Take the rollout's log-probs, unless the proximal policy's are computed anew."""
+    old = given.get(_OLD, True) is True and given[_PROX] is not True
+    parts: Parts = {_PROX: ([(_OLD, old)], JOINED[_PROX])}
+    if last.get(_OLD) == last[_PROX]:
+        parts[_OLD] = ([], f"{_PROX} decides it")
+    return parts
 
 
 def _equal(given: Given, *, key: str) -> Parts:
@@ -183,13 +229,30 @@ def _tools(given: Given, *, key: str) -> Parts:
     return {_TURNS: ([], JOINED[_TURNS]), key: (tools, f"{_TURNS} is false" if off else "")}
 
 
+def _alpha(given: Given) -> Parts:
+    """Leave out the scale of adapters that there are not."""
+    key, rank = "model.lora_alpha", given.get("model.lora_rank")
+    unused = not rank and (given[key] == 0 or (rank == 0 and given[key] != default_of(key)))
+    return {key: ([], "model.lora_rank is 0")} if unused else {}
+
+
+def _compiled(given: Given, *, key: str) -> Parts:
+    """Leave out torch.compile with Megatron, which has kernels of its own."""
+    engines = ("trainer.engine", "model_engine", "actor.strategy")
+    megatron = any(given.get(name) == "megatron" for name in engines)
+    return {key: ([], "it changes speed alone, and Megatron lacks it")} if megatron else {}
+
+
 def _routing(given: Given) -> Parts:
     """Accept the switch of the rollout side if it agrees with the policy's mode."""
-    key, mode = "rollout.enable_rollout_routing_replay", "actor.router_replay.mode"
-    wanted = given.get(mode) == "R3"
+    key, modes = "rollout.enable_rollout_routing_replay", _ROUTER_MODES
+    mode = next((given[name] for name in modes if name in given), "disabled")
+    wanted = mode == "R3"
     if bool(given.get(key, wanted)) != wanted:
-        rule = f"is for R3 alone, and {mode} is {given.get(mode, 'disabled')}"
-        raise bad_value(key, given[key], rule, f"{key}={str(wanted).lower()}, or another {mode}")
+        rule = f"is for R3 alone, and {modes[0]} is {mode}"
+        raise bad_value(
+            key, given[key], rule, f"{key}={str(wanted).lower()}, or another {modes[0]}"
+        )
     return {key: ([], "model.router_replay=R3 lets vLLM return experts")}
 
 
@@ -206,9 +269,8 @@ def _balance(given: Given) -> Parts:
     return {key: (balances, ""), type_key: ([], "" if coef else f"{key} is 0")}
 
 
-def _room(given: Given) -> Parts:
+def _room(given: Given, *, key: str) -> Parts:
     """Accept a limit of vLLM's that cuts nothing."""
-    key = "rollout.max_model_len"
     lengths = [_value(given, names, 512) for names in _LENGTHS]
     limit, known = given[key], all(isinstance(n, int) for n in (given[key], *lengths))
     if known and limit < (room := sum(lengths)):
@@ -221,15 +283,29 @@ def _room(given: Given) -> Parts:
 
 def _decay(given: Given, *, keys: tuple[str, ...]) -> Parts:
     """Accept another length of a schedule if its learning rate is constant."""
-    optim = keys[0].rpartition(".")[0]
-    names = ("lr_scheduler_type", "lr_decay_style", "warmup_style")
-    shapes = [shape for name in names if (shape := given.get(f"{optim}.{name}")) is not None]
+    shapes = _shapes(given, keys[0].rpartition(".")[0])
     for key in keys:
         steps = given.get(key)
         if isinstance(steps, int) and steps > 0 and any(shape != "constant" for shape in shapes):
             rule = f"a {shapes[-1]} schedule always ends at the run's last optimizer step"
             raise bad_value(key, steps, rule, "leave the key out")
     return {key: ([], _SCHEDULE) for key in keys}
+
+
+def _shapes(given: Given, optim: str) -> list[Any]:
+    names = ("lr_scheduler_type", "lr_decay_style", "warmup_style")
+    return [shape for name in names if (shape := given.get(f"{optim}.{name}")) is not None]
+
+
+def _floor(given: Given, *, key: str) -> Parts:
+    """Turn the least learning rate into a share of the largest one."""
+    optim = key.rpartition(".")[0]
+    floor, lr = given[key], given.get(f"{optim}.lr")
+    if not floor or all(shape == "constant" for shape in _shapes(given, optim)):
+        return {key: ([], "a constant learning rate has no floor")}
+    if not isinstance(lr, int | float) or not isinstance(floor, int | float) or not lr:
+        raise bad_value(key, floor, f"is a share of {optim}.lr here", f"{optim}.lr as well")
+    return {key: ([(f"{optim}.min_lr_ratio", floor / lr)], "")}
 
 
 _PARTS: dict[tuple[str, ...], Callable[[Given], Parts]] = {
@@ -248,8 +324,11 @@ _PARTS: dict[tuple[str, ...], Callable[[Given], Parts]] = {
     **{(key, _TURNS): partial(_tools, key=key) for key in _TOOLS},
     ("rollout.enable_rollout_routing_replay",): _routing,
     _BALANCE: _balance,
-    ("rollout.max_model_len",): _room,
+    **{(key,): partial(_room, key=key) for key in _ROOMS},
+    ("model.lora_alpha",): _alpha,
+    **{(key,): partial(_compiled, key=key) for key in _COMPILED},
     _DECAY: partial(_decay, keys=_DECAY),
     _CRITIC_DECAY: partial(_decay, keys=_CRITIC_DECAY),
+    **{(key,): partial(_floor, key=key) for key in _FLOORS},
 }
 """The keys that are read together, and the function that reads them."""

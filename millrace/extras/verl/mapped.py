@@ -5,7 +5,9 @@ from __future__ import annotations
 from millrace.extras.verl.kinds import Mapped
 from millrace.extras.verl.values import (
     DROP,
+    SILENT,
     all_if_none,
+    always,
     by_engine,
     everything,
     flag,
@@ -19,7 +21,7 @@ from millrace.extras.verl.values import (
     one_of,
     renamed,
     resume_mode,
-    sampled,
+    train_engine,
     trainer_mode,
     updates,
     without,
@@ -31,6 +33,7 @@ _SINKS = "metrics.jsonl is always written; millrace has no swanlab, vemlp_wandb 
 _UPDATES = "verl counts updates; here it is the same number of updates in optimizer steps"
 _OVERLONG = ("enable", "len", "penalty_factor")
 _SIDES = ("actor", "critic")
+_SAMPLED = "rollouts are always sampled"
 
 MAPPED: dict[str, Mapped] = {
     "actor.checkpoint.async_save": Mapped("trainer.async_save"),
@@ -80,10 +83,17 @@ MAPPED: dict[str, Mapped] = {
             "recompute_modules",
         )
     },
-    "actor.router_replay.mode": Mapped("model.router_replay"),
-    "actor.strategy": Mapped(
-        "trainer.engine", one_of(fsdp="fsdp", fsdp2="fsdp", megatron="megatron")
-    ),
+    **{
+        f"actor.{section}router_replay.mode": Mapped("model.router_replay")
+        for section in ("", "megatron.")
+    },
+    **{
+        f"{side}.load_weight": Mapped("model.path", always("weights are always loaded"))
+        for side in ("actor", "ref", "critic", "reward_model")
+    },
+    "actor.strategy": Mapped("trainer.engine", train_engine),
+    "model_engine": Mapped("trainer.engine", train_engine),
+    "actor.fsdp_config.mixed_precision.param_dtype": Mapped("model.dtype", _DTYPE),
     "actor.optim.lr_decay_style": Mapped("actor.optim.lr_scheduler_type", lr_shape),
     **{
         f"{side}.optim.min_lr_ratio": Mapped(f"{side}.optim.min_lr_ratio", not_none)
@@ -127,12 +137,14 @@ MAPPED: dict[str, Mapped] = {
         "algorithm.rollout_correction.rollout_is_threshold", not_none
     ),
     "async_training.checkpoint_engine.device_buffer_size_M": Mapped("sync.bucket_mb"),
-    "async_training.compute_prox_log_prob": Mapped(
-        "async_training.use_rollout_log_probs", flag(False, True)
-    ),
     "critic.fsdp.full_determinism": Mapped("trainer.deterministic"),
     "critic.grad_clip": Mapped("critic.optim.clip_grad"),
     "critic.optim.lr_warmup_steps": Mapped("critic.optim.lr_warmup_steps", never),
+    **{
+        f"critic.kl_ctrl.{name}": Mapped(f"algorithm.kl_ctrl.{name}")
+        for name in ("type", "kl_coef", "horizon", "target_kl")
+    },
+    "critic.optim.lr_decay_style": Mapped("critic.optim.lr_scheduler_type", lr_shape),
     "critic.optim.warmup_style": Mapped("critic.optim.lr_scheduler_type", lr_shape),
     "data.gen_batch_size": Mapped(
         "data.gen_batch_size",
@@ -161,7 +173,9 @@ MAPPED: dict[str, Mapped] = {
         "rollout.engine_kwargs.cudagraph_capture_sizes", not_none
     ),
     "rollout.dtype": Mapped("model.dtype", _DTYPE),
-    "rollout.do_sample": Mapped("rollout.temperature", sampled, "rollouts are always sampled"),
+    "rollout.do_sample": Mapped(
+        "rollout.temperature", always("rollouts in training are always sampled"), _SAMPLED
+    ),
     "rollout.enable_chunked_prefill": Mapped(
         "rollout.engine_kwargs.enable_chunked_prefill", flag(DROP, False)
     ),
@@ -174,9 +188,10 @@ MAPPED: dict[str, Mapped] = {
         "agents.max_tool_tokens", note="verl counts characters, and millrace tokens"
     ),
     "rollout.name": Mapped("rollout.engine", by_engine),
+    "rollout.n_val": Mapped("rollout.val_kwargs.n"),
+    "rollout.val_temperature": Mapped("rollout.val_kwargs.temperature"),
     "rollout.prompt_length": Mapped("rollout.max_prompt_length"),
     "rollout.response_length": Mapped("rollout.max_response_length"),
-    "rollout.standalone_gpu_memory_utilization": Mapped("rollout.gpu_memory_utilization", if_set),
     "rollout.test_freq": Mapped("rollout.test_freq", never),
     "rollout.top_k": Mapped("rollout.top_k", never),
     "rollout.total_epochs": Mapped("trainer.total_epochs"),
@@ -186,6 +201,9 @@ MAPPED: dict[str, Mapped] = {
     "trainer.fsdp_size": Mapped("trainer.fsdp_size", never),
     "trainer.logger": Mapped("trainer.logger", loggers, _SINKS),
     "trainer.max_actor_ckpt_to_keep": Mapped("trainer.max_ckpt_to_keep", all_if_none),
+    "trainer.remove_previous_ckpt_in_save": Mapped(
+        "trainer.max_ckpt_to_keep", flag(1, SILENT), "the newest checkpoint alone stays"
+    ),
     "trainer.project_name": Mapped("trainer.project_name", not_none),
     "trainer.resume": Mapped("trainer.resume", resume_mode),
     "trainer.resume_mode": Mapped("trainer.resume", resume_mode),

@@ -12,6 +12,7 @@ _IF_ON = "it acts only with a feature that is off"
 _FAST = "it changes speed alone"
 _FSDP = "the reference policy uses the policy's settings"
 _CLASSIFIER = "a reward model is a classifier in transformers, which draws no tokens"
+_ATTENTION = "each engine chooses its own attention"
 _SIDES = ("actor", "critic")
 _FUSIONS = (
     *("apply_rope", "masked_softmax", "bias_activation", "bias_dropout", "bias_swiglu"),
@@ -23,11 +24,36 @@ NEEDLESS: dict[str, str] = {
     "actor.calculate_sum_pi_squared": "the estimator that needs it has it",
     "actor.checkpoint.save_contents": "a checkpoint always has everything; `millrace export` writes "
     "a model",
+    **dict.fromkeys(
+        (
+            "actor.checkpoint.contents",
+            "critic.checkpoint.contents",
+            "trainer.checkpoint.save_contents",
+        ),
+        "a checkpoint always has everything; `millrace export` writes a model",
+    ),
+    **{
+        f"{side}.{name}": why
+        for side in _SIDES
+        for name, why in {
+            "checkpoint.mbridge_config": "weights are always read from and written to Hugging Face "
+            "folders",
+            "optim.lr_wsd_decay_*": _IF_ON,
+            "optim.muon_*": _IF_ON,
+            "optim.use_checkpoint_opt_param_scheduler": "a resume continues the schedule",
+            "optim.use_precision_aware_optimizer": "optimizer states are float32",
+        }.items()
+    },
+    "*.profile.*": _IF_ON,
     "actor.checkpoint.strict": "a checkpoint is always loaded whole",
     "actor.data_loader_seed": _SEED,
     "actor.entropy_*": _CHUNKS,
     "actor.fsdp_config.entropy_*": _CHUNKS,
     "actor.fsdp_config.forward_*": "FSDP2 decides it",
+    **dict.fromkeys(
+        ("actor.fsdp_config.grad_offload", "ref.param_offload"),
+        "it moves with the weights: trainer.offload",
+    ),
     "actor.fsdp_config.optimizer_offload": "the optimizer moves with the weights: trainer.offload",
     "actor.fsdp_config.pad_to_length*": _PACKED,
     "actor.fsdp_config.reshard_after_forward": "FSDP2 decides it",
@@ -41,6 +67,16 @@ NEEDLESS: dict[str, str] = {
         for side in _SIDES
         for name in ("fused", "foreach", "capturable", "differentiable")
     },
+    **{
+        f"actor.optim.override_optimizer_config.{name}": "the optimizer moves with the weights: "
+        "trainer.offload"
+        for name in (
+            *("optimizer_cpu_offload", "optimizer_offload_fraction", "offload_fraction"),
+            "overlap_cpu_optimizer_d2h_h2d",
+        )
+    },
+    "actor.optim.override_optimizer_config.use_precision_aware_optimizer": "optimizer states are "
+    "float32",
     **dict.fromkeys(
         ("actor.megatron.use_mbridge", "actor.megatron.vanilla_mbridge"),
         "weights are always read from and written to Hugging Face folders",
@@ -59,6 +95,10 @@ NEEDLESS: dict[str, str] = {
             *("deallocate_pipeline_outputs", "persist_layer_norm", "moe_grouped_gemm"),
             *("moe_enable_deepep", "moe_token_dispatcher_type", "moe_router_dtype"),
         )
+    },
+    **{
+        f"actor.megatron.override_transformer_config.{name}": _ATTENTION
+        for name in ("attention_backend", "use_flash_attn")
     },
     "ref.megatron.*": _FSDP,
     "actor.optim.zero_indexed_step": "the first step uses lr / lr_warmup_steps",
@@ -103,10 +143,13 @@ NEEDLESS: dict[str, str] = {
     "data.video_key": _TEXT,
     "distillation.*": _IF_ON,
     "global_profiler.*": _IF_ON,
+    "critic.nccl_timeout": "sync.timeout_s bounds a transfer of weights",
+    "reward_model.nccl_timeout": "sync.timeout_s bounds a transfer of weights",
     "nccl_timeout": "sync.timeout_s bounds a transfer of weights",
     "checkpoint_engine": "weights always go in buckets: sync.bucket_mb",
-    "model.override_config.attn_implementation": "each engine chooses its own attention",
+    "model.override_config.attn_implementation": _ATTENTION,
     "model.fused_kernel_options.*": _CHUNKS,
+    "model.gradient_checkpointing_kwargs.*": "trainer.megatron.recompute_granularity decides it",
     "model.lora.*": _IF_ON,
     "model.mtp.*": _IF_ON,
     "model.tiled_mlp.num_shards": _IF_ON,
@@ -118,6 +161,7 @@ NEEDLESS: dict[str, str] = {
     "ref.entropy_*": _CHUNKS,
     "ref.fsdp_config.*": _FSDP,
     "ref.log_prob_*": _OWN_PASS,
+    "ref.optim.*": "the reference policy is not trained",
     "ref.pad_to_length": _PACKED,
     "ref.use_torch_compile": _FSDP,
     "reward.reward_kwargs.overlong_buffer_cfg.log": "the penalty is always a metric",
@@ -136,6 +180,8 @@ NEEDLESS: dict[str, str] = {
     "reward_model.launch_reward_fn_async": "rewards are always computed beside the rollouts",
     "reward_model.micro_batch_size": _CLASSIFIER,
     "reward_model.model.fsdp_config.*": _CLASSIFIER,
+    "reward_model.megatron.*": _CLASSIFIER,
+    "reward_model.param_offload": _CLASSIFIER,
     "reward_model.model.input_tokenizer": "a reward model reads text through its own chat template",
     "reward_model.model.use_*": _FAST,
     "reward_model.n_gpus_per_node": "reward.model.num_workers counts its processes",
@@ -151,6 +197,7 @@ NEEDLESS: dict[str, str] = {
     "rollout.calculate_log_probs": "log-probs are always computed",
     "rollout.disable_log_stats": "it changes logs alone",
     "rollout.disaggregation.*": _IF_ON,
+    "rollout.layer_name_map.*": "weights go by the names of Hugging Face's layers",
     "rollout.layered_summon": "weights go from rank to rank in buckets",
     "rollout.load_format": "the first weights come from the trainer",
     "rollout.log_prob_*": _OWN_PASS,
@@ -162,15 +209,21 @@ NEEDLESS: dict[str, str] = {
     "rollout.prometheus.*": _IF_ON,
     "rollout.router_config_path": "requests go to their home replica, or to the least-loaded one",
     "rollout.seed": _SEED,
+    "rollout.enable_sleep_mode": "rollout.free_cache_engine decides it",
+    "rollout.swap_space": "vLLM's present engine moves no KV cache to the host",
     "rollout.skip_dump_dir": _IF_ON,
     "rollout.skip_tokenizer_init": "engines get tokens",
     "rollout.trace.*": _IF_ON,
     "skip.*": _IF_ON,
     "trainer.balance_batch": "ranks always get equal shares of the tokens",
     "trainer.del_local_ckpt_after_load": "trainer.max_ckpt_to_keep decides it",
+    "trainer.val_generations_to_log_to_wandb": "the run's folder always has transcripts of "
+    "validation",
     "trainer.log_val_generations": "the run's folder always has transcripts of validation",
     "trainer.max_critic_ckpt_to_keep": "a checkpoint has both models: trainer.max_ckpt_to_keep",
     "trainer.ray_wait_register_center_timeout": "trainer.wait_deadline_s bounds every wait",
+    "trainer.*_nsight_options*": _IF_ON,
+    "trainer.npu_profile.*": _IF_ON,
     "trainer.use_legacy_worker_impl": "millrace has one train engine",
     "trainer.use_v1": "millrace has one trainer",
     "trainer.v1.separate_async.hybrid_rollout.*": _IF_ON,
@@ -179,6 +232,7 @@ NEEDLESS: dict[str, str] = {
     "transfer_queue.*": "samples stay with the driver",
     "*._target_": "millrace builds its own objects",
     "*.profiler.*": _IF_ON,
+    "profiler.*": _IF_ON,
     "*.router_replay.*": _IF_ON,
     "*.qat.*": _IF_ON,
 }

@@ -1,25 +1,24 @@
 """The overrides in a launch script of verl's, read without running the script.
 
-It understands assignments, `${NAME}` with defaults such as `${NAME:-value}`, arithmetic `$(( ))`,
-arrays, line continuations, quotes and comments. Nothing is executed: a variable that only a command
-or a condition can set is an error that names it.
+`shell` walks through the script. Of the command that starts verl, each word after the program is an
+override, an option of Hydra's, or an error that names it. The words before the program start it,
+and do not matter here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from shlex import quote
 
 from millrace.errors import ConfigError, bad_value
-from millrace.extras.verl.words import NAME, Variables, expand, unknown
+from millrace.extras.verl.kinds import PREFIX
+from millrace.extras.verl.lines import before_pipe, commands, words_of
+from millrace.extras.verl.shell import Shell, items
+from millrace.extras.verl.words import NAME, Variables, expand, shown
 
-_OVERRIDE = re.compile(r"^(?:\+{0,2}[A-Za-z_][\w.]*=|~[A-Za-z_][\w.]*)")
-_ASSIGNMENT = re.compile(rf"^{NAME}\+?=")
-_OPENING = ("if", "for", "while", "until", "case")
-_CLOSING = ("fi", "done", "esac", "}")
-_SETTERS = ("let", "mapfile", "read", "readarray", "unset")
-"""Commands that change variables, as `(( ))` and `printf -v` do."""
+_OVERRIDE = re.compile(r"(?:\+{0,2}[A-Za-z_][\w./@:-]*=|~[A-Za-z_])")
 _PROGRAMS = (
     ("fully_async", "verl/fully_async_ppo_trainer"),
     ("one_step_off", "verl/one_step_off_ppo_trainer"),
@@ -27,6 +26,8 @@ _PROGRAMS = (
     ("main_dapo", "verl/ppo_trainer"),
 )
 """A part of the name of verl's program, and the recipe with its defaults."""
+_NAME_OPTIONS, _PATH_OPTIONS = ("--config-name", "-cn"), ("--config-path", "-cp")
+_REDIRECTION = re.compile(r"(?:\d*|&)(?:>>?|<)&?(.*)")
 
 
 @dataclass(slots=True)
@@ -34,338 +35,227 @@ class Script:
     """The overrides of a launch script, and the recipe with its defaults."""
 
     overrides: list[str] = field(default_factory=list)
-    """`key=value`, in their order, with all variables replaced."""
+    """Hydra's words, in their order, with all variables replaced."""
     base: str = ""
     """The packaged recipe with the defaults of the program that the script starts, or empty."""
     config: str = ""
     """The value of --config-name, or empty."""
+    folder: str = ""
+    """The value of --config-path, or empty."""
+    program: str = ""
+    """The program that the script starts, if it is not one that has a recipe."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Command:
+@dataclass(slots=True)
+class _Start(Script):
     """A command with overrides."""
 
-    line: str
-    base: str
-    """The recipe of the program of verl's that it starts, or empty."""
-    config: str
-    overrides: list[str]
-    listed: bool
+    line: str = ""
+    listed: bool = False
     """Whether it has no program: it is a line in a list of overrides."""
+    others: list[str] = field(default_factory=list)
+    """The words after the program that Hydra does not read."""
+    errors: dict[str, None] = field(default_factory=dict)
+    """Why some of its words are unknown."""
 
 
-def read(text: str, variables: Mapping[str, str]) -> Script:
+def read(
+    text: str,
+    variables: Mapping[str, str],
+    environment: Mapping[str, str] | None = None,
+    replaced: Collection[str] = (),
+) -> Script:
     """Return the overrides of a script.
 
-    `variables` are the values of names that the script does not set itself. Raises ConfigError for
-    all variables without a value that the command needs, for arithmetic that cannot be computed,
-    for an open quote, and for overrides of several commands.
+    `variables` are the answers of the caller, which win over the script. `environment` has the
+    variables that the script finds. `replaced` has the keys whose values do not matter. Raises ConfigError for each variable without a value that the
+    command needs, for a word that is neither an override nor an option, for an open quote, and for
+    overrides of several commands.
     """
-    values = Variables(variables)
-    found: list[_Command] = []
-    depth = 0
-    for whole, conditional in commands(text):
-        line = re.sub(r"^(?:then|else|do)\s+", "", whole)
-        if depth:  # the pattern of a case
-            line = re.sub(r"^\(?[^()=\s]+(?:\s*\|\s*[^()=\s]+)*\)\s*", "", line) or line
-        first = line.split()[0]
-        depth += (
-            (first in _OPENING) - (first in _CLOSING) + bool(re.search(r"(?:^|[\s)])\{$", line))
+    unused = [name for name in variables if not re.search(rf"\b{name}\b", text)]
+    if unused:
+        rule = "the script has no variable of this name"
+        raise bad_value("--set", unused[0], rule, "a name that the script uses")
+    values = Variables(variables, environment or {})
+    is_list = not any(_base(word) for line, _ in commands(text) for word in re.split(r"\s", line))
+    found: list[_Start] = []
+    unclear: dict[ConfigError, None] = {}
+    shell = Shell(values, lambda line: _starts(line, values, found, unclear, replaced))
+    shell.walk(text)
+    if not found:
+        shell.walk_uncalled()
+    if unclear and not found:  # the program may be in one of these
+        raise next(iter(unclear))
+    return _chosen(found, _loose(text) if is_list else [])
+
+
+def _loose(text: str) -> list[str]:
+    """Return the lines of a list of overrides that bash would take for variables or options."""
+    words = [words_of(line) for line, _ in commands(text)]
+    alone = [one[0] for one in words if len(one) == 1]
+    return [
+        word
+        for word in alone
+        if word.startswith("-")
+        or (
+            (match := re.match(rf"({NAME})=", word)) and not re.search(rf"\$\{{?{match[1]}\b", text)
         )
-        if not _assign(values, line, branch=conditional or depth > 0):
-            found += _command(line, values)
-    return _chosen(found)
+    ]
 
 
-def _chosen(found: Sequence[_Command]) -> Script:
+def _chosen(found: Sequence[_Start], loose: Sequence[str]) -> Script:
     """Return the overrides of the one command that starts a training."""
-    listed = [command for command in found if command.listed]
-    others = [command for command in found if not command.listed]
-    started = [command for command in others if command.base] or others
-    if len(started) > 1:
+    listed = [start for start in found if start.listed]
+    others = [start for start in found if not start.listed]
+    started = [start for start in others if start.base] or others
+    if len({(start.base, *start.overrides) for start in started}) > 1:
         rule = f"the script has {len(started)} commands with overrides, and a recipe is for one"
-        fix = "a copy of the script with one of them"
-        raise bad_value("SCRIPT", _shown(started[1].line), rule, fix)
+        fix = "a copy of the script with one of them, or --set for the branch that is meant"
+        raise bad_value("SCRIPT", shown(started[1].line), rule, fix)
+    script = started[0] if started else _Start()
     if not started:
-        return Script([item for command in listed for item in command.overrides])
-    if listed:
+        for start in listed:
+            script.others += start.others
+            script.errors |= start.errors
+        _sort([*(word for start in listed for word in start.overrides), *loose], script)
+    if script.errors:
+        raise ConfigError("\n".join(script.errors))
+    if started and listed:
         rule = (
             "bash does not pass this line on: a comment or a missing \\ ends the command above it"
         )
-        raise bad_value("SCRIPT", _shown(listed[0].line), rule, "leave the line out, or join it")
-    return Script(started[0].overrides, started[0].base, started[0].config)
+        raise bad_value("SCRIPT", shown(listed[0].line), rule, "leave the line out, or join it")
+    if script.others and (script.base or script.program or not started):
+        rule = "is neither an override, key=value, nor an option that millrace reads"
+        words = ", ".join(script.others[1:4])
+        rule += f"; nor are {words}" if words else ""
+        raise bad_value("SCRIPT", script.others[0], rule, "leave it out of the script")
+    return script
 
 
-def _assign(values: Variables, line: str, *, branch: bool) -> bool:
-    """Keep the variables that a command sets. Return whether it does nothing else."""
-    body = re.sub(r"^(?:export|local|readonly|declare|typeset)(?:\s+-\w+)*\s+", "", line)
-    words = words_of(body)
-    if match := re.match(rf"^({NAME})(\+?)=\((.*)\)$", body, re.S):
-        _assign_array(values, match, line, branch=branch)
-    elif words and all(_ASSIGNMENT.match(word) for word in words):
-        for word in words:
-            name, _, text = word.partition("=")
-            _assign_text(values, name, text, line, branch=branch)
-    elif line.startswith(":"):
-        for word in words[1:]:
-            _default(word, values, line)
-    else:
-        for name in _changed(line):
-            values.forget(name, _branched(name, line) if "{" in line else unknown(name, line))
-        return line.startswith(("((", "{")) or words[0] in _SETTERS
-    return True
-
-
-def _changed(line: str) -> list[str]:
-    """Return the variables that a command changes in a way that only bash knows."""
-    names: list[str] = []
-    if line.startswith("(("):
-        names += re.findall(rf"({NAME})\s*(?:[-+*/%]?=(?!=)|\+\+|--)", line)
-        names += re.findall(rf"(?:\+\+|--)({NAME})", line)
-    elif re.match(rf"(?:function\s+)?(?:{NAME}\s*\(\)\s*)?\{{\s", line):  # on one line
-        names += re.findall(rf"(?:[\s;{{])({NAME})\+?=", line)
-    elif line.split()[0] in _SETTERS:
-        names += re.findall(rf"(?<![-\w])({NAME})", line.partition(" ")[2])
-    elif match := re.match(rf"printf\s+-v\s+({NAME})", line):
-        names.append(match[1])
-    return names
-
-
-def _assign_array(values: Variables, match: re.Match[str], line: str, *, branch: bool) -> None:
-    """Keep the words of an array. An array that is set inside `if` or a loop stays unknown."""
-    name, added, text = match.groups()
-    if branch:
-        values.forget(name, _branched(name, line))
-        return
-    try:
-        items = [item for word in words_of(text) for item in _items(word, values, line)]
-    except ConfigError as error:
-        values.forget(name, error)  # it is raised where an override needs the name
-        return
-    values.arrays[name] = [*(values.arrays.get(name, []) if added else []), *items]
-    values.causes.pop(name, None)
-
-
-def _items(word: str, values: Variables, line: str) -> list[str]:
-    """Return what bash makes of one word: the words of an array, or one word."""
-    match = re.fullmatch(rf'"?\$\{{({NAME})\[[@*]\](:?[-+].*)?\}}"?', word, re.S)
-    if not match:
-        return [expand(word, values, line)]
-    name, default = match.groups()
-    known = values.arrays.get(name)
-    if name in values.causes or (known is None and not default):
-        raise values.causes.get(name) or unknown(name, line)
-    sign, text = (default.lstrip(":")[0], default.lstrip(":")[1:]) if default else ("", "")
-    if sign == "+" or (sign == "-" and not known):
-        # bash takes the text if the array has words (+), or if it has none (-).
-        if sign == "+" and not known:
-            return []
-        return [item for one in words_of(text) for item in _items(one, values, line)]
-    return known or []
-
-
-def _default(word: str, values: Variables, line: str) -> None:
-    """Keep the value that `: ${NAME:=value}` sets."""
-    try:
-        expand(word, values, line)
-    except ConfigError as error:
-        if match := re.match(rf'"?\$\{{({NAME})', word):
-            values.forget(match[1], error)
-
-
-def _assign_text(values: Variables, name: str, text: str, line: str, *, branch: bool) -> None:
-    """Keep the value of a variable. A value that only a command or a branch knows stays unknown.
-
-    A value from the caller wins: it is the answer to an error of this script.
-    """
-    added = name.endswith("+")
-    name = name.removesuffix("+")
-    if name in values and name not in values.script:
-        return
-    words = words_of(text)
-    try:
-        if branch:
-            raise _branched(name, line)
-        if "`" in text:
-            raise unknown(name, line)
-        before = values.get(name, "") if added else ""
-        values[name] = before + (expand(words[0], values, line) if words else "")
-        values.script.add(name)
-        values.causes.pop(name, None)
-    except ConfigError as error:
-        values.forget(name, error)  # it is raised where an override needs the name
-
-
-def _command(line: str, values: Variables) -> list[_Command]:
-    """Return a command with its overrides, if it has any."""
-    words = words_of(line)
-    while words and _ASSIGNMENT.match(words[0]):  # the environment of one command
+def _starts(
+    line: str,
+    values: Variables,
+    found: list[_Start],
+    unclear: dict[ConfigError, None],
+    replaced: Collection[str],
+) -> None:
+    """Keep a command with overrides."""
+    words = words_of(before_pipe(line))
+    while words and re.match(rf"{NAME}\+?=", words[0]):  # the environment of one command
         words.pop(0)
-    words = words[: words.index("|") if "|" in words else None]
     if not words or words[0] in ("echo", "printf"):
-        return []
-    programs = [word for word in words if not _is_override(word.lstrip("'\""))]
-    bases = [base for part, base in _PROGRAMS if any(part in _program(w) for w in programs)]
-    overrides: list[str] = []
-    errors: dict[str, None] = {}
-    certain, before = bool(bases), ""
-    for word in words:
-        if not re.fullmatch(r"[0-9&]*>>?", before):  # else it is the file of a redirection
-            try:
-                overrides += _overrides(word, values, line)
-            except ConfigError as error:
-                errors[str(error)] = None
-                certain |= _is_override(word.lstrip("'\""))
-        before = word
-    if errors and (certain or overrides):
-        raise ConfigError("\n".join(errors))
-    if not overrides:
-        return []
-    names = re.findall(r"\s--config-name(?:=|\s+)(\S+)", line)
-    config = expand(names[-1], values, line) if names else ""
-    return [_Command(line, (bases or [""])[0], config, overrides, _is_override(words[0]))]
+        return
+    words = [part for word in words for part in _parts(word, values, line)]
+    given = [_program_text(word, values) for word in words]
+    texts = [" ".join(given[1:])] if words[0] == "eval" else given
+    for text in texts:
+        if " " in text and any(_base(part) for part in text.split()):
+            for inner, _ in commands(text):  # such as bash -c "python3 -m verl.trainer.main_ppo"
+                if inner.strip() != line.strip():
+                    _starts(inner, values, found, unclear, replaced)
+            return
+    known = [i for i, text in enumerate(given) if _base(text)]
+    named = [i for i in known if _module(given[i], given[i - 1 : i])]
+    at = next(iter(named or known), None)
+    start = _Start(line=line, base=_base(given[at]) if at is not None else "")
+    if at is None:
+        programs = [i for i, text in enumerate(given) if _module(text, given[i - 1 : i])]
+        at = programs[-1] if programs else None
+        start.program = given[at] if at is not None else ""
+        start.listed = at is None and _is_override(words[0])
+        at = -1 if start.listed else at or 0
+    tail, skipped = list[str](), False
+    for word in words[at + 1 :]:
+        if skipped:  # the file of a redirection
+            skipped = False
+            continue
+        if redirection := _REDIRECTION.fullmatch(word):
+            skipped = not redirection[1]
+            continue
+        try:
+            tail += items(word, values, line)
+        except ConfigError as error:
+            key = word.lstrip("'\"") if _is_dotted(word.lstrip("'\"")) else ""
+            start.overrides += [key] if key else []
+            if short(key) not in replaced:
+                text = str(error).replace("write the value into the script", _answer(key))
+                start.errors |= dict.fromkeys(text.splitlines())
+    _sort(tail, start)
+    if start.base or start.listed or any(_is_dotted(word) for word in start.overrides):
+        found.append(start)
+    else:
+        listed = [word.strip('"${[@]}') for word in words if "[@]" in word]
+        unclear |= dict.fromkeys(values.causes[name] for name in listed if name in values.causes)
 
 
-def _program(word: str) -> str:
-    """Return a module's name, or the end of a Python file's path; else an empty string."""
-    if word.endswith(".py"):  # the folder says which main_ppo.py it is
-        return "/".join(word.split("/")[-2:])
-    return word if re.fullmatch(rf"{NAME}(?:\.{NAME})*", word) else ""
+def short(override: str) -> str:
+    """Return the key of an override, without verl's prefix."""
+    return override.lstrip("+").partition("=")[0].removeprefix(PREFIX)
 
 
-def _overrides(word: str, values: Variables, line: str) -> list[str]:
-    """Return the overrides in a word. Raises ConfigError if it may have some without a value."""
-    # Without quotes, bash splits the value.
-    whole = re.fullmatch(rf"\$(?:{NAME}|\{{{NAME}(?::?[-+=][^{{}}]*)?\}})", word)
+def _answer(word: str) -> str:
+    """Return the answer that gives the value of an override, or the change of the script."""
+    key = word.lstrip("+").partition("=")[0]
+    return f"--set {key}=VALUE" if key else "write the value into the script"
+
+
+def _parts(word: str, values: Variables, line: str) -> list[str]:
+    """Return the words of a reference that has the program, each in quotes, or the word itself."""
     try:
-        items = _items(word, values, line)
+        found = items(word, values, line) if word.lstrip('"')[:1] == "$" else []
     except ConfigError:
-        if whole or "[@]" in word or "[*]" in word or _is_override(word.lstrip("'\"")):
-            raise
-        return []
-    items = items[0].split() if whole else items
-    return [item for item in items if _is_override(item)]
+        return [word]
+    return [quote(item) for item in found] if any(_base(item) for item in found) else [word]
+
+
+def _program_text(word: str, values: Variables) -> str:
+    """Return a word as the search for the program sees it."""
+    try:
+        return expand(word, values, word)
+    except ConfigError:
+        return word.strip("'\"")
+
+
+def _module(word: str, before: Sequence[str]) -> bool:
+    """Return whether a word is a Python file, or the module after -m."""
+    return (word.endswith(".py") and "=" not in word) or (
+        list(before) == ["-m"] and re.fullmatch(rf"{NAME}(?:\.{NAME})*", word) is not None
+    )
+
+
+def _base(word: str) -> str:
+    """Return the recipe of a program of verl's, or an empty string."""
+    name = word.strip("'\"")
+    if name.endswith(".py") and "=" not in name:  # the folder says which main_ppo.py it is
+        name = "/".join(name.split("/")[-2:])
+    elif not re.fullmatch(rf"{NAME}(?:\.{NAME})*", name):
+        return ""
+    return next((base for part, base in _PROGRAMS if part in name), "")
+
+
+def _sort(words: Sequence[str], start: _Start) -> None:
+    """Put each word where it belongs: overrides, the configuration's name and folder, or others."""
+    left = [word for word in words if word]
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        if name in (*_NAME_OPTIONS, *_PATH_OPTIONS):
+            value = value if equals else left.pop(0) if left else ""
+            if name in _NAME_OPTIONS:
+                start.config = value
+            else:
+                start.folder = value
+        elif _is_override(word):
+            start.overrides.append(word)
+        else:
+            start.others.append(word)
 
 
 def _is_override(word: str) -> bool:
-    """Return whether a word is `section.key=value`, or Hydra's form of it with + or ~."""
-    return bool(_OVERRIDE.match(word)) and "." in word.partition("=")[0]
+    """Return whether a word is Hydra's: `key=value`, also with + or ++, a group's choice, or ~key."""
+    return _OVERRIDE.match(word.lstrip("'\"")) is not None
 
 
-def _branched(name: str, line: str) -> ConfigError:
-    rule = (
-        f"{name} is set inside `if`, `case`, a loop, a function or a condition, and nothing is "
-        "executed"
-    )
-    return bad_value("SCRIPT", _shown(line), rule, f"--set {name}=VALUE")
-
-
-def _shown(line: str) -> str:
-    return " ".join(line.split())[:80]
-
-
-def commands(text: str) -> list[tuple[str, bool]]:
-    """Return the script's commands, and whether each stands after `&&` or `||`.
-
-    Comments and the texts of here-documents are left out. A line with a continuation, an open
-    bracket or an open quote goes on in the next one.
-    """
-    found: list[tuple[str, bool]] = []
-    pending, ends = "", list[str]()
-    for raw in text.splitlines():
-        if ends:
-            ends = ends[1:] if raw.strip() == ends[0] else ends
-            continue
-        bare = _without_comment(pending + raw)
-        if continued := re.fullmatch(r"((?:.*[^\\])?(?:\\\\)*)\\[ \t]*", bare, re.S):
-            pending = continued[1]
-        elif _is_open(bare):
-            pending = f"{bare}\n"
-        else:
-            ends = _here_documents(bare)
-            found += _commands(bare)
-            pending = ""
-    if _is_open(pending):
-        shown = pending.strip().splitlines()[0][:80]
-        raise bad_value("SCRIPT", shown, "has an open quote or bracket", "close it")
-    return [*found, *_commands(pending)]
-
-
-def _here_documents(line: str) -> list[str]:
-    """Return the words that end the here-documents of a line."""
-    starts = [at for at, char, bare in _scan(line, _ALL) if bare and char == "<"]
-    document = re.compile(r"(?<!<)<<-?\s*([\"']?)(\w+)\1")
-    return [match[2] for at in starts if (match := document.match(line, at))]
-
-
-def _scan(text: str, brackets: str) -> Iterator[tuple[int, str, bool]]:
-    """Yield the position, the character and whether it is bare, for each character and the end.
-
-    A bare character stands outside of quotes and brackets. A bracket itself is not bare. `brackets`
-    has the kinds that count, each with its two sides.
-    """
-    quote, depth, escaped = "", 0, False
-    for at, char in enumerate(text):
-        if quote or escaped:
-            quote = "" if char == quote and not escaped else quote
-            escaped = char == "\\" and quote == '"' and not escaped
-            yield at, char, False
-            continue
-        escaped = char == "\\"
-        quote = char if char in "'\"" else ""
-        if char in brackets:
-            depth += 1 if brackets.index(char) % 2 == 0 else -1
-            yield at, char, False
-        else:
-            yield at, char, not quote and depth <= 0
-    yield len(text), "", not quote and depth <= 0
-
-
-_ALL = "()[]{}"
-
-
-def _commands(text: str) -> list[tuple[str, bool]]:
-    """Split a line at `;`, `&`, `&&` and `||` outside of quotes and brackets."""
-    parts, start, conditional = [], 0, False
-    for at, char, bare in _scan(text, _ALL):
-        double = text[at : at + 2]
-        single = char == ";" or (char == "&" and text[at - 1 : at] not in (">", "<", "|"))
-        single = single and double != "&>"
-        if bare and at >= start and (single or double in ("&&", "||")):
-            sign = double if double in ("&&", "||") else char
-            parts.append((text[start:at].strip(), conditional))
-            start, conditional = at + len(sign), len(sign) == 2
-    parts.append((text[start:].strip(), conditional))
-    return [(part, after) for part, after in parts if part]
-
-
-def _without_comment(text: str) -> str:
-    """Remove comments: `#` at the start of a word, outside of quotes."""
-    out = ""
-    while True:
-        starts = (
-            at
-            for at, char, bare in _scan(text, "")
-            if bare and char == "#" and (at == 0 or text[at - 1].isspace())
-        )
-        at = next(starts, len(text))
-        end = text.find("\n", at)
-        out += text[:at]
-        if end < 0:
-            return out
-        text = text[end:]
-
-
-def _is_open(text: str) -> bool:
-    """Return whether a quote is open, or the brackets of an array or of arithmetic."""
-    return not all(bare for at, _, bare in _scan(text, "()") if at == len(text))
-
-
-def words_of(text: str) -> list[str]:
-    """Split a line at spaces outside of quotes and of `$(( ))`. Quotes stay."""
-    words, start = [], 0
-    for at, char, bare in _scan(text, _ALL):
-        if at == len(text) or (bare and char.isspace()):
-            words.append(text[start:at])
-            start = at + 1
-    return [word for word in words if word]
+def _is_dotted(word: str) -> bool:
+    return _is_override(word) and "." in word.partition("=")[0]

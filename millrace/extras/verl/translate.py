@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from millrace.config.explain import all_keys
 from millrace.config.layers import Setting
 from millrace.errors import ConfigError, bad_value
 from millrace.extras.verl.absent import ABSENT
@@ -85,6 +87,31 @@ def entry(key: str, native: Callable[[str], bool]) -> Mapped | Absent | str | No
     return None
 
 
+def is_unknown(key: str, native: Callable[[str], bool]) -> bool:
+    """Return whether neither verl nor millrace has a key."""
+    return entry(key, native) is None and not native(key.removeprefix(PREFIX))
+
+
+def _is_shallow(key: str, native: Callable[[str], bool]) -> bool:
+    """Return whether the error for unknown keys of millrace can name the key as it is spelled."""
+    top, section = key.partition(".")[0], key.rpartition(".")[0]
+    return not key.startswith(PREFIX) and (not native(top) or native(section))
+
+
+def unknown(key: str, value: Any) -> ConfigError:
+    """Return the error for an unknown key. It suggests names of the key's own section alone."""
+    short = key.removeprefix(PREFIX)
+    section, dot, _ = short.rpartition(".")
+    tables = (MAPPED, ABSENT, NEEDLESS, JOINED, dict(all_keys()))
+    names = {name.removeprefix(PREFIX) for table in tables for name in table}
+    own = [name for name in names if name.rpartition(".")[:2] == (section, dot) and "*" not in name]
+    near = difflib.get_close_matches(short, own, 1, 0.9)
+    prefix = key[: len(key) - len(short)]
+    fix = f"{prefix}{near[0]}, or " if near else ""
+    rule = "no such key: neither verl nor millrace has it"
+    return bad_value(key, value, rule, f"{fix}leave it out, as `import-verl --drop` does")
+
+
 def translate(
     layers: Iterable[Iterable[Setting]], native: Callable[[str], bool]
 ) -> tuple[list[list[Setting]], list[Note]]:
@@ -108,6 +135,9 @@ def translate(
     for at, layer in enumerate(given):
         for key, value in layer.items():
             row = entry(key, native)
+            if row is None and is_unknown(key, native) and not _is_shallow(key, native):
+                work.errors.append(unknown(key, value))
+                continue
             if row is None or last[_name(key)] == at:
                 work.add(at, (key, value), row)
     errors = [*work.errors, *(_refused(row, found) for row, found in work.absent.items())]
@@ -148,7 +178,7 @@ class _Work:
         """Translate a setting of layer `at`."""
         key, value = theirs
         short = key.removeprefix(PREFIX)
-        if short in JOINED:
+        if short in JOINED or short in self.joined:
             if short in self.joined:
                 layer, result, why = self.joined[short]
                 self.ours[layer] += [(theirs, ours) for ours in result]

@@ -18,8 +18,9 @@ SILENT = object()
 
 
 def never(value: Any) -> Any:
-    """Translate -1 or null, which mean never, no limit or all, to 0."""
-    return 0 if value is None or value == -1 else value
+    """Translate a number below 0, false or null, which mean never, no limit or all, to 0."""
+    none = value is None or value is False or (isinstance(value, int) and value < 0)
+    return 0 if none else value
 
 
 def not_none(value: Any) -> Any:
@@ -38,15 +39,19 @@ def one_by_one(value: Any) -> Any:
 
 
 def all_if_none(value: Any) -> Any:
-    """Translate null, which keeps all checkpoints, to a number that no run reaches."""
-    return 1_000_000 if value is None else value
+    """Translate null and 0, which keep all checkpoints, to a number that no run reaches."""
+    return 1_000_000 if never(value) == 0 else value
 
 
-def sampled(value: Any) -> Any:
-    """Accept true: rollouts in training are sampled."""
-    if value in (True, None):
-        return SILENT
-    raise ValueError("rollouts in training are always sampled; leave the key out")
+def always(rule: str) -> Callable[[Any], Any]:
+    """Return a translation that accepts true, which is what always happens here."""
+
+    def translate(value: Any) -> Any:
+        if value in (True, None):
+            return SILENT
+        raise ValueError(f"{rule}; leave the key out")
+
+    return translate
 
 
 def everything(value: Any) -> Any:
@@ -99,6 +104,17 @@ def by_engine(value: Any) -> Any:
     raise ValueError(
         f"millrace has no {value} engine; actor_rollout_ref.rollout.name=vllm, or hf for the torch "
         "engine"
+    )
+
+
+def train_engine(value: Any) -> Any:
+    """Translate verl's names of train engines."""
+    names = {"dp": "fsdp", "fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
+    if value in names:
+        return names[value]
+    raise ValueError(
+        f"millrace trains with FSDP2 or Megatron, and has no engine {value}; megatron with its "
+        "sizes, or fsdp2"
     )
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import posixpath
 import re
+import time
 from collections.abc import Mapping
 
 from millrace.errors import ConfigError, bad_value
+from millrace.extras.verl.lines import commands, words_of
 
 NAME = r"[A-Za-z_]\w*"
 _OPERATORS = {
@@ -21,25 +24,48 @@ _OPERATORS = {
 """As bash: a quotient is cut towards 0, and a remainder has the sign of the dividend."""
 
 
-class Variables(dict[str, str]):
-    """The values of variables."""
+class Unknown(ConfigError):
+    """A variable, a command or a branch has no value that the script tells."""
 
-    def __init__(self, known: Mapping[str, str]) -> None:
-        super().__init__(known)
-        self.script: set[str] = set()
-        """The variables that the script itself sets."""
+    name: str = ""
+    """The variable that --set may give, or empty."""
+
+
+class Variables(dict[str, str]):
+    """The values of variables. Those of the caller are answers: no command of the script changes them."""
+
+    def __init__(self, known: Mapping[str, str], environment: Mapping[str, str]) -> None:
+        super().__init__({**environment, **known})
+        self.given = set(known)
+        self.script = set(environment)
+        """The variables that the script sets, or may set."""
         self.arrays: dict[str, list[str]] = {}
+        self.arguments: list[str] = []
+        """The words of `$@`."""
         self.causes: dict[str, ConfigError] = {}
         """Why a variable that the script sets has no value."""
 
     def forget(self, name: str, cause: ConfigError) -> None:
         """Leave a variable without a value, unless the caller gave one."""
-        if name in self and name not in self.script:
+        if name in self.given:
             return
         self.pop(name, None)
         self.arrays.pop(name, None)
         self.script.add(name)
         self.causes[name] = cause
+
+    def first(self, name: str) -> str | None:
+        """Return the value of `$name`: of an array it is the first word."""
+        if name.isdigit() and name != "0":
+            return dict(enumerate(self.arguments, 1)).get(int(name), self.get(name))
+        listed = self.arrays.get(name)
+        return self.get(name, listed[0] if listed else "" if listed == [] else None)
+
+    def words(self, name: str) -> list[str] | None:
+        """Return the words of an array, also of one that the caller gave as a text."""
+        if name in self.given:
+            return [expand(word, self, self[name]) for word in words_of(self[name])]
+        return self.arrays.get(name)
 
 
 def expand(word: str, values: Variables, line: str) -> str:
@@ -56,6 +82,10 @@ def expand(word: str, values: Variables, line: str) -> str:
             at += 2
         elif word.startswith("$'", at) and not quote:
             raise unknown(word[at:], line)
+        elif char == "`" and quote != "'":
+            end = _closing(word[at + 1 :], 0, "", "`") + at + 1
+            out += _substitution(word[at + 1 : end], values, line)
+            at = end + 1
         elif char == "$" and quote != "'":
             text, at = _reference(word, at, values, line)
             out += text
@@ -72,39 +102,83 @@ def _reference(word: str, at: int, values: Variables, line: str) -> tuple[str, i
         end = _closing(rest, 1, "(", ")")
         return _arithmetic(rest[3 : end - 1], values, line), at + end + 1
     if rest.startswith("$("):
-        raise unknown(rest[: _closing(rest, 1, "(", ")") + 1], line)
+        end = _closing(rest, 1, "(", ")")
+        return _substitution(rest[2:end], values, line), at + end + 1
     if rest.startswith("${"):
         end = _closing(rest, 1, "{", "}")
         return _braces(rest[2:end], values, line), at + end + 1
-    if match := re.match(rf"\$({NAME})", rest):
+    if match := re.match(rf"\$({NAME}|\d)", rest):
         return _value(match[1], values, line), at + match.end()
-    if match := re.match(r"\$[\d#?]", rest):
-        raise unknown(match[0], line)
+    if rest.startswith("$#"):
+        return str(len(values.arguments)), at + 2
+    if rest.startswith("$?"):
+        raise unknown("$?", line)
     if re.match(r"\$[@*]", rest):
-        return "", at + 2
+        return " ".join(values.arguments), at + 2
     return "$", at + 1
+
+
+def _substitution(inner: str, values: Variables, line: str) -> str:
+    """Return what `$(inner)` prints, for the few commands whose output is known without them."""
+    found = unknown(f"$({inner})", line)
+    parts = [words_of(text) for text, _ in commands(inner)]
+    if any(re.search(r"[|<>]", word) for words in parts for word in words):
+        raise found
+    *before, (name, *words) = parts or [[""]]
+    given = [expand(word, values, line) for word in words]
+    folder = values.get("PWD", "")
+    if [name for name, *_ in before] == ["cd"] and len(before[0]) == 2:
+        folder = posixpath.join(folder, expand(before[0][1], values, line))
+    elif before:
+        raise found
+    if name == "date" and len(given) == 1 and given[0][:1] == "+" and "N" not in given[0]:
+        return time.strftime(given[0][1:])
+    if name == "pwd" and not given and folder:
+        return posixpath.normpath(folder)
+    if name == "whoami" and not given and "USER" in values:
+        return values["USER"]
+    if name == "echo" and given and given[0][:1] != "-":
+        return " ".join(given)
+    if name in ("basename", "dirname", "realpath") and given and given[0][:1] != "-":
+        path = given[0].rstrip("/") or "/"
+        if name == "basename":
+            return posixpath.basename(path).removesuffix(given[1] if given[1:] else "")
+        return posixpath.normpath(
+            posixpath.join(folder, path) if name == "realpath" else posixpath.dirname(path)
+        )
+    raise found
 
 
 def _closing(text: str, at: int, opening: str, closing: str) -> int:
     depth = 0
     for i in range(at, len(text)):
         depth += (text[i] == opening) - (text[i] == closing)
-        if depth == 0:
+        if depth == (0 if opening else -1):
             return i
     raise bad_value("SCRIPT", text[:80], f"has no closing {closing!r}", f"add {closing!r}")
 
 
+_BRACES = re.compile(
+    rf"(#?)({NAME}|\d)(\[(?:\d+|[@*])\])?(:?[-=+?]|##?|%%?|,,|\^\^|//?)?(.*)", re.S
+)
+
+
 def _braces(inner: str, values: Variables, line: str) -> str:
-    """Return `${inner}`, with bash's defaults and the removal of a prefix or suffix."""
-    match = re.fullmatch(rf"({NAME}|[1-9])(:?[-=+?]|##?|%%?)?(.*)", inner, re.S)
+    """Return `${inner}`, with bash's defaults, cuts, replacements, cases and lengths."""
+    match = _BRACES.fullmatch(inner)
     if not match:
         raise unknown(f"${{{inner}}}", line)
-    name, sign, text = match.groups()
+    length, name, index, sign, text = match.groups()
     if name in values.causes:
         raise values.causes[name]
+    known = values.first(name)
+    if index and name not in ("BASH_SOURCE",):
+        listed = values.words(name)
+        if length and listed is not None:
+            return str(len(listed))
+        at = index[1:-1]
+        known = dict(enumerate(listed or [])).get(int(at)) if at.isdigit() else None
     if sign and sign.strip(":") in "-=+?":
-        listed = values.arrays.get(name)
-        known = values.get(name, listed[0] if listed else None)
         absent = known is None or (sign.startswith(":") and not known)
         if absent and sign.endswith("?"):
             raise unknown(name, line)
@@ -115,21 +189,34 @@ def _braces(inner: str, values: Variables, line: str) -> str:
             values.script.add(name)
             values[name] = result
         return result
-    value = _value(name, values, line)
+    if known is None:
+        raise unknown(name, line)
+    if length:
+        return str(len(known))
     if not sign:
         if text:
             raise unknown(f"${{{inner}}}", line)
-        return value
+        return known
+    if sign in (",,", "^^"):
+        return known.lower() if sign == ",," else known.upper()
+    if sign[0] == "/":
+        parts = re.fullmatch(r"((?:\\.|[^/\\])*)(?:/(.*))?", text, re.S)
+        wanted, by = (
+            (expand(part or "", values, line) for part in parts.groups()) if parts else ("", "")
+        )
+        if not wanted or re.search(r"[*?\[]", wanted):
+            raise unknown(f"${{{inner}}}", line)
+        return known.replace(wanted, by, -1 if sign == "//" else 1)
     pattern = expand(text, values, line)
-    cuts = list(range(len(value) + 1))
+    cuts = list(range(len(known) + 1))
     if sign.startswith("#"):
-        cuts = [i for i in cuts if _fits(value[:i], pattern)]
-        return value[(max if len(sign) == 2 else min)(cuts, default=0) :]
-    cuts = [i for i in cuts if _fits(value[i:], pattern)]
-    return value[: (min if len(sign) == 2 else max)(cuts, default=len(value))]
+        cuts = [i for i in cuts if fits(known[:i], pattern)]
+        return known[(max if len(sign) == 2 else min)(cuts, default=0) :]
+    cuts = [i for i in cuts if fits(known[i:], pattern)]
+    return known[: (min if len(sign) == 2 else max)(cuts, default=len(known))]
 
 
-def _fits(text: str, pattern: str) -> bool:
+def fits(text: str, pattern: str) -> bool:
     """Return whether a glob of bash's, with `*` and `?`, matches the whole text."""
     glob = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
     return re.fullmatch(glob, text, re.S) is not None
@@ -138,20 +225,33 @@ def _fits(text: str, pattern: str) -> bool:
 def _value(name: str, values: Variables, line: str) -> str:
     if name in values.causes:
         raise values.causes[name]
-    if name not in values:
-        raise unknown(name, line)
-    return values[name]
+    known = values.first(name)
+    if known is None:
+        raise unknown(f"${name}" if name.isdigit() else name, line)
+    return known
 
 
-def unknown(name: str, line: str) -> ConfigError:
-    set_name = re.match(rf"(?:export\s+)?({NAME})=", line)
+def unknown(name: str, line: str) -> Unknown:
+    set_name = re.match(rf"(?:export\s+|local\s+)?({NAME})=", line)
     fix = name if re.fullmatch(NAME, name) else set_name[1] if set_name else ""
-    return bad_value(
-        "SCRIPT",
-        " ".join(line.split())[:80],
-        f"{name} has no value in the script, and nothing is executed",
-        f"--set {fix}=VALUE" if fix else "write the value into the script",
+    rule = f"{name} has no value in the script, and nothing is executed"
+    error = Unknown(
+        str(
+            bad_value(
+                "SCRIPT",
+                shown(line),
+                rule,
+                f"--set {fix}=VALUE" if fix else "write the value into the script",
+            )
+        )
     )
+    error.name = fix
+    return error
+
+
+def shown(line: str) -> str:
+    """Return the start of a command, in one line, for an error."""
+    return " ".join(line.split())[:80]
 
 
 def _arithmetic(text: str, values: Variables, line: str) -> str:

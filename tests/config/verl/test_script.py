@@ -96,7 +96,120 @@ def test_commands_are_taken_apart_as_bash_does(tmp_path: Path, text: str) -> Non
 
 
 def test_a_list_of_overrides_needs_no_command() -> None:
-    assert read("a.b=1\n+c.d=[x,y]\n", {}).overrides == ["a.b=1", "+c.d=[x,y]"]
+    text = "--config-name=ppo_megatron_trainer\na.b=1\n+c.d=[x,y]\nmodel_engine=megatron\n~e\n"
+    found = read(text, {})
+    assert found.overrides == ["a.b=1", "+c.d=[x,y]", "~e", "model_engine=megatron"]
+    assert found.config == "ppo_megatron_trainer"
+
+
+MADE_UP = {
+    "a launcher that a probe chooses": (
+        'L=(python3)\nif command -v uv; then\n  L=(uv run python3)\nfi\n"${L[@]}" -m '
+        "verl.trainer.main_ppo data.train_files=$HOME/a.parquet trainer.x=$PWD\n",
+        {},
+    ),
+    "a device that a case decides": (
+        'DEVICE=${DEVICE:-$(probe)}\nN=${N:-}\nEXTRA=()\ncase "${DEVICE}" in\n  gpu)\n'
+        "    N=${N:-8}\n    EXTRA+=(\n      rollout.a=1\n    )\n    ;;\n  npu | cpu) N=16 ;;\n"
+        '  *) exit 1 ;;\nesac\nif [ "$DEVICE" = gpu ] && { [ $N -ge 8 ] || [ x = y ]; }; then\n'
+        "  EXTRA+=(rollout.b=2)\nelse\n  EXTRA+=(rollout.c=3)\nfi\n[ $N -gt 8 ] && V=2 || V=null\n"
+        'python3 -m verl.trainer.main_ppo model_engine=megatron trainer.n=$N actor.v=$V "${EXTRA[@]}"\n',
+        {"DEVICE": "gpu"},
+    ),
+    "the other branch": (
+        "case $D in (a|b) X=1;; c*) X=2 ;; *) X=3 ;; esac\nif [[ $D == cat && -n $X ]]; then Y=1\n"
+        "elif true; then Y=2; fi\npython3 -m verl.trainer.main_ppo t.x=$X t.y=$Y\n",
+        {"D": "cat"},
+    ),
+    "a function with arguments": (
+        'run() {\n  local name=$1\n  shift\n  python3 -m verl.trainer.main_ppo t.n=$name "$@" t.z=1\n}\n'
+        'run first t.x=1 "t.y=a b"\n',
+        {},
+    ),
+    "options of the script": (
+        "M=m\nwhile [[ $# -gt 0 ]]; do case $1 in --m) M=$2; shift 2 ;; esac; done\n"
+        'while getopts "k:" o; do M=$OPTARG; done\nfor a in "$@"; do M=$a; done\n'
+        '[ -n "$1" ] && M=$1\npython3 -m verl.trainer.main_ppo t.m=$M "${@:2}" "$@"\n',
+        {},
+    ),
+    "texts of words": (
+        'A="t.x=1\n  t.y=2"\nB=(t.z=0 $A)\nCMD="python3 -m verl.trainer.main_ppo"\n'
+        '$CMD "${B[@]}" ${NONE:-} $A\n',
+        {},
+    ),
+    "a command in an array": (
+        'C=(python3 -m verl.trainer.main_ppo "t.x=a b")\nC+=(t.y=1)\n"${C[@]}" 2>&1|tee log\n',
+        {},
+    ),
+    "a command in quotes": (
+        "X=1\nbash -c \"python3 -m verl.trainer.main_ppo t.x=$X 't.y=[a, b]'\"\n",
+        {},
+    ),
+    "a submitted job": (
+        "ray job submit --address=a --runtime-env-json '{\"a\": 1}' -- env A.b=1 "
+        "python3 -m verl.trainer.main_ppo +model_engine=x ~a.b t.x=1 > log 2>&1 &\nwait\n",
+        {},
+    ),
+    "a profiler": (
+        "nsys_profile=main_ppo\nenv REPORT=1 python3 -o main_ppo_report -m verl.trainer.main_ppo t.x=1\n",
+        {},
+    ),
+    "torchrun": ("torchrun --nproc=8 -m verl.trainer.main_ppo t.x=1 < /dev/null || exit 1\n", {}),
+    "a group in brackets": ("(cd /tmp && python3 -m verl.trainer.main_ppo t.x=$PWD)\n", {}),
+    "spellings of values": (
+        "M=Org/Name-7B\nA=(1 2)\nF=$(basename ${M}).sh\npython3 -m verl.trainer.main_ppo t.x=${M,,} "
+        "t.y=${M//\\//_} t.z=${#A[@]} t.w=${A[1]} t.f=$F t.g=`echo ${#M}` t.h=$(dirname $M)\n",
+        {},
+    ),
+}
+"""Scripts of the kinds that verl's examples and its forks have, with the variables that they need."""
+
+
+@pytest.mark.parametrize("name", MADE_UP)
+def test_no_word_of_a_script_is_lost(tmp_path: Path, name: str) -> None:
+    text, given = MADE_UP[name]
+    for program in ("python3", "uv", "ray", "torchrun"):
+        (tmp_path / program).write_text(
+            '#!/bin/bash\nfor w in "$@"; do printf "%s\\0" "$w" >> "${0%/*}/said"; done\n'
+        )
+        (tmp_path / program).chmod(0o755)
+    (tmp_path / "run.sh").write_text(text)
+    known = {"HOME": "/home/me", "PWD": str(tmp_path)}
+    subprocess.run(
+        ["/bin/bash", "run.sh"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", **known, **given},
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
+    words = (tmp_path / "said").read_text().split("\0")[:-1]
+    after = words[words.index("verl.trainer.main_ppo") + 1 :]
+    found = read(text, given, known)
+    assert found.overrides == after and found.base == "verl/ppo_trainer"
+
+
+def test_an_answer_takes_the_place_of_an_array() -> None:
+    text = 'A=(a.b=1)\nif [ "$K" = 1 ]; then\n  A+=(a.c=1)\nfi\npython3 "${A[@]}" a.e=1\n'
+    assert read(text, {"A": "a.b=2 'a.d=x y'"}).overrides == ["a.b=2", "a.d=x y", "a.e=1"]
+    assert read(text, {"K": "1"}).overrides == ["a.b=1", "a.c=1", "a.e=1"]
+    with pytest.raises(ConfigError, match="no variable of this name"):
+        read(text, {"KEY": "1"})
+
+
+def test_how_ray_starts_its_workers_is_not_asked_for() -> None:
+    text = (
+        "R=(ray_kwargs.ray_init.x=null)\nif command -v uv; then\n  R=(ray_kwargs.ray_init.x='uv run')\n"
+        'fi\npython3 -m verl.trainer.main_ppo a.b=1 "${R[@]}"\n'
+    )
+    assert read(text, {}).overrides == ["a.b=1", "ray_kwargs.ray_init.x=null"]
+    with pytest.raises(ConfigError, match="R is a list of words"):
+        read(text.replace("='uv", "=1 a.c='uv"), {})
+
+
+def test_a_path_of_the_script_is_known() -> None:
+    text = 'D="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"\npython3 a.b=$D a.c=$(whoami)\n'
+    known = {"BASH_SOURCE": "/r/examples/run.sh", "PWD": "/w", "USER": "me"}
+    assert read(text, {}, known).overrides == ["a.b=/r", "a.c=me"]
 
 
 @pytest.mark.parametrize(
@@ -116,11 +229,27 @@ def test_a_list_of_overrides_needs_no_command() -> None:
         ("n=$(nproc)\npython3 a.b=${n:-4}", ["$(nproc) has no value"]),
         ("if x; then lr=1; else lr=2; fi\npython3 a.b=$lr", ["inside `if`", "--set lr=VALUE"]),
         ("for i in 1 2; do\nlr=$i\ndone\npython3 a.b=$lr", ["inside `if`"]),
-        ('python3 a.b=1 "${MORE[@]}"', ["MORE has no value"]),
-        ("lr=1\n[ -z x ] && lr=2\npython3 a.b=$lr", ["lr is set inside", "--set lr=VALUE"]),
-        ("lr=1\n[ x ] || { lr=2; }\npython3 a.b=$lr", ["lr is set inside"]),
-        ("lr=1\nf() {\nlr=2\n}\npython3 a.b=$lr", ["lr is set inside"]),
-        ("lr=1\ncase x in\n*) lr=2 ;;\nesac\npython3 a.b=$lr", ["lr is set inside"]),
+        ('python3 a.b=1 "${MORE[@]}"', ["MORE has no value", '--set MORE="WORDS"']),
+        ("lr=1\n[ -f x ] && lr=2\npython3 a.b=$lr", ["lr is set inside", "--set lr=VALUE"]),
+        ("lr=1\n[ -f x ] || { lr=2; }\npython3 a.b=$lr", ["lr is set inside"]),
+        ("lr=1\nf() {\nlr=2\n}\nx && f\npython3 a.b=$lr", ["lr is set inside"]),
+        (
+            "lr=1\nd=$(x)\ncase $d in\n*) lr=2 ;;\nesac\npython3 a.b=$lr",
+            ["lr is set inside", "--set d=VALUE", "or --set lr=VALUE"],
+        ),
+        (
+            'A=(a.b=1)\nif [ "$GPU" = x ]; then A+=(a.c=1); fi\npython3 "${A[@]}"',
+            ["A is a list of words", "a.c=1", "--set GPU=VALUE", '--set A="WORDS"'],
+        ),
+        ("E=\nif x; then E='a.c=1'; fi\npython3 a.b=1 $E", ["E is set", "--set E=VALUE"]),
+        ('A=(a.b=1)\nA[0]=a.c=1\npython3 a.d=1 "${A[@]}"', ["A has no value"]),
+        ('for i in 1 2; do A+=(a.b=$i); done\npython3 a.c=1 "${A[@]}"', ["for i in 1 2", "A="]),
+        ('x && set -- a.b=1\npython3 a.c=1 "$@"', ["$@ is set inside"]),
+        ('A=(-m verl.trainer.main_ppo)\nx && A+=(a.b=1)\n"${A[@]}"', ["A is a list", "a.b=1"]),
+        ("python3 -m verl.trainer.main_ppo a.b=1 --multirun", ["'--multirun'", "leave it out"]),
+        ("python3 -m verl.trainer.main_ppo a.b=1 c.d e=1", ["'c.d'", "override, key=value"]),
+        ("python3 -m verl.trainer.main_ppo a.b=1 -cd conf x", ["'-cd'", "conf, x"]),
+        ("a.b=1\n--info\n", ["'--info'"]),
         ("n=1\n((n += 1))\npython3 a.b=$n", ["n has no value"]),
         ("n=1\nunset n\npython3 a.b=$n", ["n has no value"]),
         ("python3 main_ppo a.b=1\npython3 main_ppo a.c=1", ["has 2 commands", "a copy"]),
@@ -166,3 +295,15 @@ def test_a_command_that_prepares_data_gives_no_overrides() -> None:
 def test_any_text_is_read_or_refused(text: str) -> None:
     with suppress(ConfigError):
         read(text, {})
+
+
+TOKENS = """if then else elif fi case in esac ;; ; && || | { } ( ) [ ]
+A=1 B=(t.x=1) B+=(t.y=2) "${B[@]}" $A ${A:-3} python3 -m verl.trainer.main_ppo t.x=1 f() f shift
+set -- "$@" $(date ` " ' # <<EOF EOF 2>&1 > bash -c eval ((A++)) a) *) unset A[0]=1 for while do done"""
+
+
+@given(st.lists(st.sampled_from([*TOKENS.split(), "\n", "\n", "\\\n"]), max_size=30))
+@settings(max_examples=300, deadline=None)
+def test_any_commands_are_read_or_refused(tokens: list[str]) -> None:
+    with suppress(ConfigError):
+        read(" ".join(tokens), {})

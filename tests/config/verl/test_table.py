@@ -20,7 +20,8 @@ from millrace.extras.verl.translate import Note, entry, translate
 
 HERE = Path(__file__).parent
 KEYS = (HERE / "keys.txt").read_text().split()
-"""Every key of verl's PPO, one-step-off and fully-async configurations, of two versions of verl."""
+"""Every key of verl's PPO, one-step-off and fully-async configurations, with each of its engines, and
+of its older versions."""
 SCRIPTS = sorted(path for path in HERE.glob("*.txt") if path.name != "keys.txt")
 """Overrides of launch scripts of verl, with other paths."""
 
@@ -44,14 +45,29 @@ def test_every_entry_matches_a_key_of_verl_or_its_older_spelling() -> None:
 
 
 OLDER = {
-    "actor.optim.lr_decay_steps",
-    "actor.optim.lr_decay_style",
-    "critic.optim.lr_decay_steps",
+    "actor.checkpoint.contents",
+    "actor.fsdp_config.mixed_precision.buffer_dtype",
+    "actor.fsdp_config.mixed_precision.param_dtype",
+    "actor.fsdp_config.mixed_precision.reduce_dtype",
+    "algorithm.rollout_correction.rollout_rs_threshold_lower",
+    "critic.checkpoint.contents",
+    "critic.kl_ctrl.horizon",
+    "critic.kl_ctrl.target_kl",
+    "model_engine",
+    "rollout.enable_sleep_mode",
+    "rollout.engine_kwargs.vllm.max_model_len",
+    "rollout.n_agent",
+    "rollout.n_val",
+    "rollout.swap_space",
+    "rollout.val_temperature",
+    "trainer.checkpoint.save_contents",
     "trainer.fsdp_size",
+    "trainer.remove_previous_ckpt_in_save",
     "trainer.resume",
+    "trainer.val_generations_to_log_to_wandb",
 }
-"""Keys that the lists lack: those of verl's Megatron optimizer, and keys of millrace that take
-values of verl's."""
+"""Keys that the list lacks: the choice of the engine, those of other versions of verl and of its
+forks, and keys of millrace that take values of verl's."""
 
 
 def test_mapped_keys_lead_to_keys_of_millrace() -> None:
@@ -124,6 +140,27 @@ def settings_of(key: str, value: Any) -> tuple[dict[str, Any], list[Note]]:
         ("actor_rollout_ref.rollout.agent.default_agent_loop", "tool_agent", {}),
         ("reward_model.model.path", "m", {}),
         ("rollout.nnodes", 2, {"rollout": {"nnodes": 2}}),
+        ("model_engine", "megatron", {"trainer": {"engine": "megatron"}}),
+        ("model_engine", "dp", {"trainer": {"engine": "fsdp"}}),
+        ("actor_rollout_ref.actor.megatron.router_replay.mode", "R3", {"model": {"router_replay": "R3"}}),
+        ("actor_rollout_ref.actor.fsdp_config.grad_offload", True, {}),
+        ("actor_rollout_ref.ref.param_offload", True, {}),
+        ("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype", "bf16", {"model": {"dtype": "bfloat16"}}),
+        ("actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype", "fp32", {}),
+        ("actor_rollout_ref.rollout.n_val", 4, {"rollout": {"val_kwargs": {"n": 4}}}),
+        ("actor_rollout_ref.rollout.val_temperature", 0.6, {"rollout": {"val_kwargs": {"temperature": 0.6}}}),
+        ("actor_rollout_ref.rollout.swap_space", 8, {}),
+        ("actor_rollout_ref.rollout.enable_sleep_mode", False, {}),
+        ("actor_rollout_ref.rollout.n_agent", 5, {"rollout": {"n": 5}}),
+        ("actor_rollout_ref.actor.checkpoint.contents", ["model", "hf_model"], {}),
+        ("trainer.remove_previous_ckpt_in_save", True, {"trainer": {"max_ckpt_to_keep": 1}}),
+        ("trainer.remove_previous_ckpt_in_save", False, {}),
+        ("trainer.max_actor_ckpt_to_keep", None, {"trainer": {"max_ckpt_to_keep": 1_000_000}}),
+        ("trainer.max_actor_ckpt_to_keep", 0, {"trainer": {"max_ckpt_to_keep": 1_000_000}}),
+        ("trainer.test_freq", False, {"trainer": {"test_freq": 0}}),
+        ("actor_rollout_ref.model.lora_alpha", 0, {}),
+        ("actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_offload_fraction", 1.0, {}),
+        ("actor_rollout_ref.actor.megatron.override_transformer_config.use_flash_attn", True, {}),
     ],
 )  # fmt: skip
 def test_a_setting_becomes_what_it_means(theirs: str, value: Any, ours: dict[str, Any]) -> None:
@@ -144,6 +181,20 @@ def test_a_setting_becomes_what_it_means(theirs: str, value: Any, ours: dict[str
         ("trainer.v1.trainer_mode", "other", ["sync, colocate_async, separate_async"]),
         ("actor_rollout_ref.ref.ulysses_sequence_parallel_size", 2, ["must be actor.ulysses"]),
         ("trainer.resume_from_path", None, []),
+        ("model_engine", "veomni", ["veomni", "megatron", "fsdp2"]),
+        ("actor_rollout_ref.actor.strategy", "automodel", ["automodel"]),
+        ("actor_rollout_ref.actor.torchtitan.attn_type", "flex", ["train engines other"]),
+        (
+            "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype",
+            "bf16",
+            ["reduce_dtype"],
+        ),
+        (
+            "actor_rollout_ref.actor.fsdp_config.params_offload",
+            True,
+            ["fsdp_config.param_offload", "--drop"],
+        ),
+        ("actor.adaptive_entropy.enabled", True, ["no such key", "leave it out"]),
     ],
 )
 def test_a_feature_that_is_missing_is_named(key: str, value: Any, parts: list[str]) -> None:
@@ -260,6 +311,7 @@ def test_each_program_has_verls_default_of_the_old_policy(program: str, bypass: 
 
 FUNCTION, RS = "custom_reward_function", "algorithm.rollout_correction"
 BYPASS_KEY, PROX = f"{RS}.bypass_mode", "async_training.compute_prox_log_prob"
+OLD = "async_training.use_rollout_log_probs"
 
 
 @pytest.mark.parametrize(
@@ -284,6 +336,18 @@ BYPASS_KEY, PROX = f"{RS}.bypass_mode", "async_training.compute_prox_log_prob"
         ({f"{RS}.loss_type": "reinforce"}, {BYPASS_KEY: False}, {"async_training.use_rollout_log_probs": False}),
         ({"trainer.max_ckpt_to_keep": 3}, {"trainer.max_actor_ckpt_to_keep": None}, {"trainer.max_ckpt_to_keep": 1_000_000}),
         ({BYPASS_KEY: True}, {PROX: True}, {"async_training.use_rollout_log_probs": False}),
+        ({}, {"rollout.gpu_memory_utilization": 0.4, "rollout.standalone_gpu_memory_utilization": 0.7}, {"rollout.gpu_memory_utilization": 0.7}),
+        ({}, {OLD: True, PROX: True}, {OLD: False}),
+        ({OLD: True}, {PROX: True}, {OLD: False}),
+        ({}, {OLD: True, PROX: False}, {OLD: True}),
+        ({}, {OLD: False, PROX: False}, {OLD: False}),
+        ({}, {"rollout.n_agent": 5, "rollout.n": 2}, {"rollout.n": 10}),
+        ({"rollout.n": 8}, {"rollout.n_agent": 5}, {"rollout.n": 5}),
+        ({}, {"actor.use_torch_compile": True, "model_engine": "megatron"}, {"trainer.engine": "megatron"}),
+        ({}, {"actor.use_torch_compile": True}, {"model.compile": True}),
+        ({}, {"model.lora_rank": 0, "model.lora_alpha": 32}, {"model.lora_rank": 0}),
+        ({"model.lora_rank": 8}, {"model.lora_alpha": 16}, {"model.lora_rank": 8, "model.lora_alpha": 16}),
+        ({}, {"actor.megatron.router_replay.mode": "R3", "rollout.enable_rollout_routing_replay": True}, {"model.router_replay": "R3"}),
         ({"rollout.multi_turn.tool_config_path": "t.yaml"}, {"rollout.multi_turn.enable": False}, {}),
         ({"rollout.multi_turn.enable": False}, {"data.function_tool_path": "t.py"}, {}),
         ({"rollout.multi_turn.enable": False, "data.function_tool_path": "t.py"}, {"rollout.multi_turn.enable": True}, {"agents.tools": "t.py"}),
@@ -346,6 +410,7 @@ def test_two_keys_that_agree_are_one_setting() -> None:
         ("actor_rollout_ref.rollout.do_sample", True, False),
         ("actor_rollout_ref.rollout.logprobs_mode", "processed_logprobs", "raw_logprobs"),
         ("actor_rollout_ref.rollout.max_model_len", 1024, 1000),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.max_model_len", 1024, 1000),
         ("critic.loss_agg_mode", "token-mean", "seq-mean-token-sum"),
         ("critic.ppo_mini_batch_size", 32, 8),
         ("critic.ppo_epochs", 1, 2),
@@ -382,6 +447,16 @@ def test_the_length_of_a_schedule_counts_if_its_learning_rate_changes() -> None:
     assert ours_of([steps, (f"{optim}.lr_decay_style", "constant")])
     with pytest.raises(ConfigError, match="lr_decay_steps = 100"):
         ours_of([(f"{optim}.lr_decay_style", "cosine")], [steps])
+
+
+def test_the_least_learning_rate_becomes_a_share() -> None:
+    optim = "actor_rollout_ref.actor.optim"
+    floor, lr = (f"{optim}.min_lr", 1e-7), (f"{optim}.lr", 1e-6)
+    shape = (f"{optim}.lr_decay_style", "cosine")
+    assert dict(ours_of([floor, lr, shape]))["actor.optim.min_lr_ratio"] == pytest.approx(0.1)
+    assert dict(ours_of([floor, lr])) == {"actor.optim.lr": 1e-6}
+    with pytest.raises(ConfigError, match=r"optim\.min_lr = 1e-07"):
+        ours_of([floor, shape])
 
 
 def test_arguments_of_the_optimizer_with_keys_here_are_mapped() -> None:
