@@ -272,7 +272,7 @@ BUDGETS = {
     "algorithms": 2850,
     "cli": 2100,
     "config": 4050,
-    "data": 1950,
+    "data": 2750,
     "decode": 1600,
     "environments": 980,
     "errors": 250,

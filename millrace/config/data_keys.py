@@ -45,6 +45,11 @@ class DataConfig(Section):
     """
     train_max_samples: int = Field(0, ge=0)
     """Use only this many of the first training rows. 0 uses all rows."""
+    appended_rows: Literal["refuse", "use"] = "refuse"
+    """What a resume does if rows were added at the end of the training data.
+
+    refuse ends the command. use trains on them from the next epoch on.
+    """
     val_max_samples: int = Field(0, ge=0)
     """Use only this many of the first validation rows. 0 uses all rows."""
 

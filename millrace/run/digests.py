@@ -27,19 +27,21 @@ WITHOUT_EFFECT_ON_WEIGHTS = (
     *("report", "guard", "sync"),
     *(f"trainer.{key}" for key in (*_PLACES_OF_TRAINING, *_RECORDS)),
     *(f"rollout.{key}" for key in (*_PLACES_OF_ROLLOUTS, "test_freq", "val_kwargs")),
-    *("data.val_files", "data.val_max_samples"),
+    *("data.val_files", "data.val_max_samples", "data.appended_rows"),
+    *("data.train_files", "data.train_max_samples"),  # their rows have a digest of their own
 )
 """Keys that may change while a resumed run trains the steps of the journal again."""
 _FREE = tuple(f"{key}." for key in WITHOUT_EFFECT_ON_WEIGHTS)
 
 
-def digests(values: dict[str, Any]) -> tuple[str, str]:
+def digests(values: dict[str, Any], rows: str = "") -> tuple[str, str]:
     """Return digests of the settings that shape samples, and of those that shape weights too.
 
-    `values` is a configuration as plain data. The journal has both digests.
+    `values` is a configuration as plain data, and `rows` names the rows of the training data. The
+    journal has both digests.
     """
     keys = dict(flat(values))
-    samples = {key: keys.get(key) for rule in RULES for key in rule.keys}
+    samples = {key: keys.get(key) for rule in RULES for key in rule.keys} | {"rows": rows}
     training = {key: value for key, value in keys.items() if not f"{key}.".startswith(_FREE)}
     first, second = (
         hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16]

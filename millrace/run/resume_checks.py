@@ -18,7 +18,7 @@ from millrace.config import Config, RewardConfig
 from millrace.config.agent_keys import LOCAL, SERVED
 from millrace.config.recipe import parse
 from millrace.errors import bad_value
-from millrace.pipeline.checkpoint import read_ledger
+from millrace.pipeline.checkpoint import ROWS, read_ledger
 
 
 def _longer_prompts(now: Config, before: Config) -> bool:
@@ -53,12 +53,13 @@ _SHAPE = (
     "model.tokenizer",
 )
 _LENGTHS = ("enable", "median", "sigma")
-_STREAM = ("train_files", "prompt_key", "shuffle", "filter_overlong_prompts", "train_max_samples")
+_STREAM = ("prompt_key", "shuffle", "filter_overlong_prompts")
+_POSITION = "it identifies each prompt by its position in the data"
 
 RULES = (
     Rule(
         ("trainer.seed", *(f"data.{key}" for key in _STREAM)),
-        "it identifies each prompt by its position in the data",
+        _POSITION,
     ),
     Rule(
         ("data.chat",),
@@ -164,6 +165,12 @@ PAST = (
 )
 """Keys that have no effect after a resume. A note says so."""
 
+BY_ROWS = Rule(("data.train_files", "data.train_max_samples"), _POSITION)
+"""Keys that are refused if the rows differ, see `rows`.
+
+A checkpoint without digests of rows needs the same values.
+"""
+
 BY_MODELS = (
     "model.path",
     "algorithm.adv_estimator",
@@ -186,7 +193,7 @@ _AGENTS = (
 )
 _KV = ("kv_on_swap", "session_kv_slots")
 _LOSSES = ("heartbeat_s", "stall_s", "max_restarts", "max_replicas")
-_DATA = ("val_files", "val_max_samples", "train_batch_size", "gen_batch_size")
+_DATA = ("val_files", "val_max_samples", "train_batch_size", "gen_batch_size", "appended_rows")
 _MEMORY = ("gradient_checkpointing", "gradient_checkpointing_share", "compile", "trust_remote_code")
 
 APPLIED = (
@@ -209,7 +216,8 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     Raises ConfigError for a change that a resume cannot make.
     """
     before = parse(yaml.safe_load((checkpoint / "config.yaml").read_text()))
-    for rule, key in _changed(RULES, config, before):
+    rules = RULES if (checkpoint / ROWS).is_file() else (*RULES, BY_ROWS)
+    for rule, key in _changed(rules, config, before):
         then = before.value_of(key)
         raise bad_value(
             key,
