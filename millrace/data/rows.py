@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from numbers import Number
 from typing import Any
 
 import msgspec
@@ -238,7 +237,7 @@ def _checked(where: str, text: str, required: bool = True) -> str:
 
 def _known(value: Any) -> Any:
     """Return None for NaN, which a data frame writes for a missing value."""
-    return None if isinstance(value, Number) and value != value else value
+    return None if isinstance(value, float) and value != value else value
 
 
 def _no_media(where: str, row: Row, prompt: Messages | str) -> None:
@@ -248,7 +247,7 @@ def _no_media(where: str, row: Row, prompt: Messages | str) -> None:
     for name, value in row.items():
         # Other columns may have such a name, such as `image_width`. A mark in the prompt decides.
         about = name in _MEDIA
-        if not about and any(name.startswith(kind) for kind in marked):
+        if marked and not about and any(name.startswith(kind) for kind in marked):
             # The mark may be a tag of HTML, and the column words on it, such as `image_hint`.
             about = not (isinstance(value, str) and len(value.split()) > 1)
         if about and isinstance(value, list | dict | bytes | str) and value:

@@ -64,11 +64,14 @@ def silent(text: str) -> None:
 
 def shown_slowly(show: Progress, after_s: float = 2.0, every_s: float = 0.0) -> Progress:
     """Return a view that shows the progress of work that takes longer than `after_s` seconds."""
-    begun = shown = time.monotonic()
+    current, begun, shown = "", 0.0, 0.0
 
     def progress(work: str, done: int, total: int) -> None:
-        nonlocal shown
-        if (now := time.monotonic()) - begun > after_s and now - shown > every_s:
+        nonlocal current, begun, shown
+        now = time.monotonic()
+        if work != current:
+            current, begun, shown = work, now, 0.0
+        if now - begun > after_s and now - shown > every_s:
             shown = now
             show(work, done, total)
 

@@ -15,7 +15,7 @@ from millrace.errors import ConfigError
 from millrace.models.model import write_shape
 from millrace.run.digests import WITHOUT_EFFECT_ON_WEIGHTS, digests
 from millrace.run.folder import open_run_dir
-from millrace.run.resume_checks import APPLIED, BY_MODELS, PAST, RULES
+from millrace.run.resume_checks import APPLIED, BY_MODELS, BY_ROWS, PAST, RULES
 from millrace.schedule.ledger import Slot, State
 from millrace.train.fsdp import engine as fsdp_train
 from millrace.types import Prompt, Sample, Score, Trajectory, tokens_of
@@ -28,7 +28,7 @@ def leaves() -> list[str]:
 
 def test_every_key_is_decided_once() -> None:
     """Fails if a new key of rollout, data, model or sft is in none of the tables."""
-    named = [key for rule in (*RULES, *PAST) for key in rule.keys] + list(BY_MODELS)
+    named = [key for rule in (*RULES, BY_ROWS, *PAST) for key in rule.keys] + list(BY_MODELS)
     assert sorted(named) == sorted(set(named)) and set(named) <= set(leaves())
     known = {key for key, _ in recipe.all_keys()}
     assert set(APPLIED) <= known and not set(APPLIED) & set(named)
