@@ -6,6 +6,7 @@ and renders the prompts.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import time
@@ -35,6 +36,7 @@ from millrace.rewards.sources import refusal, scorer_of
 from millrace.run.agents import check_player, row_check
 from millrace.run.get_model import MODELS
 from millrace.run.prompt_notes import prompt_notes
+from millrace.run.rewards import check_functions
 from millrace.types import Prompt, Tokens, tokens_of
 
 if TYPE_CHECKING:
@@ -51,6 +53,12 @@ class Sources:
     val: Rows | None
     sft: Rows
     check: RowCheck
+
+    def scored(self) -> list[tuple[Rows, str]]:
+        """Return the rows whose responses are scored, with the column of their prompts."""
+        return [
+            (rows, self.check.prompt_key) for rows in (self.train, self.val) if rows is not None
+        ]
 
 
 Note = Callable[[str], None]
@@ -269,6 +277,8 @@ def prompts_of_an_epoch(
     """
     shown = shown_slowly(lambda work, done, total: note(_counted(work, done, total)), 5.0, 5.0)
     sources = load(config, scored=scored, note=note, progress=shown)
+    if scored:
+        asyncio.run(check_functions(config.reward, sources.scored(), note))
     if not (config.model.path or config.data.filter_overlong_prompts or inspect):
         check_rows(sources.train, sources.check)
         return len(sources.train)

@@ -33,7 +33,7 @@ from millrace.run.folder import RunDir, open_run_dir, release
 from millrace.run.machine import check_machine, check_shape
 from millrace.run.mirror import Mirror, open_mirror
 from millrace.run.problems import Problems
-from millrace.run.rewards import make_reward, open_caches
+from millrace.run.rewards import check_columns, make_reward, open_caches
 from millrace.run.stall import watched
 from millrace.run.starts import beside, part, shown
 from millrace.schedule.ledger import Ledger
@@ -184,6 +184,9 @@ async def open_session(
                 player = open_agent(config.agents, config.rollout, *where)
                 agent = await stack.enter_async_context(player)
                 await rewards
+                if rollout:
+                    parts = config.reward.parts
+                    check_columns(reward.facts(), parts, sources.scored(), progress.note)
                 refusable = False
                 # A refused run prints nothing but its error.
                 if trains:
