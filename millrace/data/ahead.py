@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -86,14 +87,15 @@ class Ahead:
     ) -> None:
         self._meter = meter
         self._total, self._ended = total, ended
-        self._seen, self._checked = set[int](), set[int]()
+        self._seen, self._checked = bytearray(len(meter.rows)), bytearray(len(meter.rows))
         self._order = (i for i in order if self._is_new(i))
         self._error: DataError | None = None
+        self._closed = False
 
     def check(self, count: int) -> int:
         """Check the next `count` distinct rows now. Return the number of those that are left."""
         self._check(self._meter, islice(self._order, count), min(count, self._total))
-        return self._total - len(self._checked)
+        return self._total - self._checked.count(1)
 
     def start(self) -> None:
         """Check the others in a thread, with a tokenizer of its own: its settings are its state."""
@@ -101,34 +103,44 @@ class Ahead:
         meter = replace(self._meter, chat=chat, progress=quiet)
         threading.Thread(target=self._run, args=(meter,), name="rows", daemon=True).start()
 
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+
     def require(self, row: int) -> None:
         """Raise DataError if this row is bad, or another that the thread has found."""
         if self._error is not None:
             raise self._error
-        if (same := self._meter.rows.identity(row)) >= 0 and same not in self._checked:
+        if (same := self._meter.rows.identity(row)) >= 0 and not self._checked[same]:
             replace(self._meter, readings=Counter()).lengths([row])
-            self._checked.add(same)
+            self._checked[same] = 1
 
     def _run(self, meter: RowMeter) -> None:
         try:
-            self._check(meter, self._order, self._total)
+            self._check(meter, self._order, self._total, share=0.5)
         except DataError as error:
             self._error = error
         else:
-            self._ended()
+            if not self._closed:
+                self._ended()
 
-    def _check(self, meter: RowMeter, which: Iterable[int], total: int) -> None:
-        pending, done = iter(which), 0
-        while block := [*islice(pending, _BLOCK)]:
+    def _check(self, meter: RowMeter, which: Iterable[int], total: int, share: float = 1.0) -> None:
+        """Check rows. `share` is the part of the time that it may take from other threads."""
+        pending, done, begun = iter(which), 0, time.monotonic()
+        while not self._closed and (block := [*islice(pending, _BLOCK)]):
             meter.lengths(block)
-            self._checked.update(map(meter.rows.identity, block))
+            for row in block:
+                self._checked[meter.rows.identity(row)] = 1
             meter.progress("checking rows", done := done + len(block), total)
+            time.sleep((time.monotonic() - begun) * (1 - share) / share)
+            begun = time.monotonic()
 
     def _is_new(self, row: int) -> bool:
         same = self._meter.rows.identity(row)
-        new = same >= 0 and same not in self._seen
-        self._seen.add(same)
-        return new
+        if same < 0 or self._seen[same]:
+            return False
+        self._seen[same] = 1
+        return True
 
 
 def tokens_of_row(rows: Rows, chat: Chat, i: int, entry: Problem) -> tuple[str, Tokens]:

@@ -44,6 +44,8 @@ class Identity(msgspec.Struct, frozen=True):
     """A digest of the rows with prompts that fit, and their number."""
     growth: list[tuple[int, int]]
     """Pairs of a prompt's index, and the number of rows from it on."""
+    names: list[str]
+    """The data_source of the rows of each source that have none."""
 
     @property
     def rows(self) -> int:
@@ -57,7 +59,13 @@ def identity_of(stream: PromptStream, val: Rows | None) -> Identity:
         digest_of(val),
         kept_digest(stream, len(stream)),
         list(stream.growth or [(0, len(stream))]),
+        names_of(stream.rows),
     )
+
+
+def names_of(rows: Rows) -> list[str]:
+    """Return the data_source of the rows of each source that have none, without repeats."""
+    return list(dict.fromkeys(part.name for part in rows.parts))
 
 
 def kept_digest(stream: PromptStream, count: int) -> str:

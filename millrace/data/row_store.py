@@ -336,7 +336,8 @@ def _opened(folder: Path) -> StoredRows | None:
             pyarrow.ipc.open_file(pyarrow.memory_map(str(folder / name))).read_all()
             for name in (_ROWS, _INDEX)
         )
-        os.utime(folder)
+        with contextlib.suppress(OSError):  # a cache that others have made may be read-only
+            os.utime(folder)
         columns = {name: index.column(name).to_numpy() for name in index.column_names}
         return _stored(rows.column("row"), columns, folder)
     except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException):

@@ -252,7 +252,16 @@ def prepare(
         new_model=not model.path,
         parts=config.reward.parts,
     )
-    return Problems(chat, train, val, demonstrations, (*_random_weights(model.path), *notes))
+    said = *_random_weights(model.path), *_repeats(sources.train), *notes
+    return Problems(chat, train, val, demonstrations, said)
+
+
+def _repeats(rows: Rows) -> Iterator[str]:
+    if repeated := rows.repeated:
+        yield (
+            f"{repeated:,} of {len(rows):,} training rows repeat another one, and each is trained: "
+            f"{len(rows) - repeated:,} are distinct"
+        )
 
 
 def _random_weights(path: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from millrace.config import DataConfig
-from millrace.data.identity import Identity, blocks_of, difference, digest_of, kept_digest
+from millrace.data.identity import Identity, blocks_of, difference, digest_of, kept_digest, names_of
 from millrace.data.prompts import PromptStream
 from millrace.data.sources import Rows
 from millrace.errors import CheckpointError, bad_value
@@ -59,6 +59,11 @@ def check(
         notes.append(
             "data.val_files has other rows than at the checkpoint, so validations before and after "
             "it are of different problems"
+        )
+    if before.names != (names := names_of(train)):
+        notes.append(
+            f"rows without a data_source are of {', '.join(names)} now, after the names of the "
+            f"sources, and of {', '.join(before.names)} in the checkpoint"
         )
     row, why = difference(before.train, blocks_of(train))
     if row >= 0:

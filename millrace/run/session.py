@@ -180,6 +180,8 @@ async def open_session(
                 opening = _Opening(config, run, progress, trains, rollout)
                 problems = await opening.prepare(sources, folder)
                 config = opening.config
+                if problems.train.ahead is not None:
+                    stack.callback(problems.train.ahead.close)
                 where = problems.chat.tokenizer, run.path, progress.note
                 player = open_agent(config.agents, config.rollout, *where)
                 agent = await stack.enter_async_context(player)
