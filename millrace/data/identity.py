@@ -5,6 +5,7 @@ Digests are of the content of rows, so a file may move, and JSONL may become par
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -57,7 +58,7 @@ def identity_of(stream: PromptStream, val: Rows | None) -> Identity:
     return Identity(
         blocks_of(stream.rows),
         digest_of(val),
-        kept_digest(stream, len(stream)),
+        kept_digest(stream, len(stream.rows)),
         list(stream.growth or [(0, len(stream))]),
         names_of(stream.rows),
     )
@@ -68,11 +69,11 @@ def names_of(rows: Rows) -> list[str]:
     return list(dict.fromkeys(part.name for part in rows.parts))
 
 
-def kept_digest(stream: PromptStream, count: int) -> str:
-    """Return a digest of the first `count` rows that fit."""
+def kept_digest(stream: PromptStream, rows: int) -> str:
+    """Return a digest of those of the first `rows` rows that fit, and their number."""
     import numpy
 
-    kept = stream.kept[:count]
+    kept = stream.kept[: bisect_left(stream.kept, rows)]
     if len(kept) and int(kept[-1]) == len(kept) - 1:  # all rows up to there
         return f"{len(kept)}"
     whole = numpy.asarray(kept, "i8").tobytes()

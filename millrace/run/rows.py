@@ -96,7 +96,7 @@ def _without(before: Identity) -> str:
 def check_kept(checkpoint: Path, stream: PromptStream) -> None:
     """Raise ConfigError if other rows have prompts that fit than at the checkpoint."""
     before = read(checkpoint)
-    if before is None or before.kept == kept_digest(stream, before.growth[-1][1]):
+    if before is None or before.kept == kept_digest(stream, before.rows):
         return
     fit = before.growth[-1][1]
     rule = f"other prompts fit than at the checkpoint {checkpoint}, of which {fit:,} fit"
@@ -107,7 +107,7 @@ def check_kept(checkpoint: Path, stream: PromptStream) -> None:
 def training_key(stream: PromptStream) -> str:
     """Return a name of the rows and their order, by which a journal knows its run."""
     key = blake2b(repr(stream.growth or [(0, len(stream))]).encode(), digest_size=8)
-    key.update(kept_digest(stream, len(stream)).encode())
+    key.update(kept_digest(stream, len(stream.rows)).encode())
     for block in blocks_of(stream.rows):
         key.update(block.digests)
     return key.hexdigest()
