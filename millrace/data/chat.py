@@ -167,7 +167,8 @@ class Chat:
             for step in (core.normalizer, core.pre_tokenizer)
         ]
         normal = set(re.findall(r'"type":"(\w+)"', steps[0])) <= {"NFC", "Sequence"}
-        level = '"ByteLevel"' in steps[1] and '"add_prefix_space":true' not in steps[1]
+        other = '"add_prefix_space":true', '"Removed"'  # steps that add or drop letters
+        level = '"ByteLevel"' in steps[1] and not any(word in steps[1] for word in other)
         known = all(core.token_to_id(c) is not None for c in pre_tokenizers.ByteLevel.alphabet())
         return normal and level and known
 

@@ -67,8 +67,9 @@ def check(
         )
     row, why = difference(before.train, blocks_of(train))
     if row >= 0:
-        where = train.describe(row) if row < len(train) else f"row {row + 1:,}, which is missing,"
-        rule = f"{where} is not the row that the checkpoint {checkpoint} has there: {why}"
+        rule = f"row {row + 1:,} of the checkpoint {checkpoint} is missing: {why}"
+        if row < len(train):
+            rule = f"{train.describe(row)} is not the row that the checkpoint {checkpoint} has there: {why}"
         fix = "the rows of the checkpoint, whatever their file is called, or a new run"
         raise bad_value("data.train_files", data.train_files, rule, fix)
     if not (more := len(train) - before.rows):
