@@ -55,6 +55,8 @@ class Session:
     """Who plays the episodes."""
     mirror: Mirror | None = None
     """Copies checkpoints to another place."""
+    rows: str = ""
+    """The name of the rows and their order, by which a journal knows its run."""
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -102,11 +104,7 @@ class Session:
         if not (trainer.journal and trainer.save_freq):
             journal_file.remove(folder, 0, before=attempt)
             return NullJournal()
-        values, of_rows = (
-            self.config.model_dump(mode="json"),
-            rows.training_key(self.problems.train),
-        )
-        samples, training = digests(values, of_rows)
+        samples, training = digests(self.config.model_dump(mode="json"), self.rows)
         header = Header(FORMAT, attempt, ledger.version, samples, training)
         return journal.resume(
             folder,
@@ -198,7 +196,8 @@ async def open_session(
             copies = open_mirror(run.store, config.trainer, run.path, progress)
             engines_ = open_engines(runtime, config, run, peers, trains, progress)
             async with copies as mirror, engines_ as engines:
-                yield Session(config, run, problems, engines, reward, progress, agent, mirror)
+                made = config, run, problems, engines, reward, progress, agent, mirror
+                yield Session(*made, opening.rows)
     except MillraceError:
         if run is not None and refusable:  # If workers fail, their logs stay.
             run.discard()
@@ -219,6 +218,8 @@ class _Opening:
     progress: Progress
     trains: bool
     rollout: bool
+    rows: str = ""
+    """The name of the rows that the run trains on."""
 
     async def prepare(self, sources: problems_.Sources, folder: str) -> Problems:
         """Return the problems, and check what they decide. `folder` has the model's weights."""
@@ -265,6 +266,7 @@ class _Opening:
             if checkpoint is not None:
                 rows.check_kept(checkpoint, problems.train)
             rows.write(run.path, identity_of(problems.train, sources.val))
+            self.rows = rows.training_key(problems.train)
         return problems
 
 
