@@ -31,8 +31,11 @@ def read_parquet(path: Path) -> Read:
 
     try:
         file = parquet.ParquetFile(path)
-        batches = (rows for batch in file.iter_batches(4096) for rows in batch.to_pylist())
-        yield from enumerate(batches, 1)
+        binary = [f.name for f in file.schema_arrow if "binary" in str(f.type)]
+        rows = (row for batch in file.iter_batches(4096) for row in batch.to_pylist())
+        for number, row in enumerate(rows, 1):
+            # JSON would make a text of bytes, and a prompt of bytes is no prompt.
+            yield number, row | {name: {"bytes": row[name]} for name in binary if row[name]}
     except (pyarrow.ArrowException, OSError) as error:
         raise bad_row(
             path.name, str(error).splitlines()[0], "is not readable as parquet", "write it again"
