@@ -270,6 +270,8 @@ class Completion:
     """The policy's last message. The words of a tool or a user are never in it."""
     messages: tuple[Message, ...] = ()
     """The conversation by author. Empty if the episode is one prompt and one response."""
+    tokens: Tokens = field(default_factory=tokens_of)
+    """All tokens after the prompt, in the last thread."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,17 @@ class Fixed:
 
 
 @dataclass(frozen=True, slots=True)
+class ByRows:
+    """A resume refuses other rows. Without digests of rows in the checkpoint, it needs the value."""
+
+    why: str = STREAM
+    unless: Unless = _never
+
+    def __str__(self) -> str:
+        return f"A resume refuses other rows, but not other names of their files: {self.why}."
+
+
+@dataclass(frozen=True, slots=True)
 class Past:
     """Another value has no effect after a resume, and a note says so."""
 

@@ -10,16 +10,16 @@ columns       all other columns, for reward functions in TRL's signature, and a 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from numbers import Number
+from itertools import islice
 from typing import Any
 
 import msgspec
 
-from millrace.data.sources import Row, Rows
+from millrace.data.row_store import Row, hook
+from millrace.data.sources import Rows
 from millrace.data.spec import nearest
 from millrace.errors import bad_row
 
@@ -105,30 +105,42 @@ Refusal = Callable[[str, dict[str, Any]], tuple[str, str] | None]
 """A check of a row's data_source and extra_info. It returns (rule, fix), or None for a good row."""
 
 
-def check_rows(
-    rows: Rows,
-    *,
-    prompt_key: str = "prompt",
-    need_ground_truth: bool = False,
-    refusal: Refusal | None = None,
-    inspect: Callable[[Problem, str], None] | None = None,
-) -> None:
-    """Raise DataError for the first bad row. Of a generated source, check only the first row.
+@dataclass(frozen=True, slots=True)
+class RowCheck:
+    """The check of a row, without a tokenizer."""
 
-    `inspect` gets each row and the words that name it. It raises DataError for a bad one.
+    prompt_key: str = "prompt"
+    need_ground_truth: bool = False
+    refusal: Refusal | None = None
+    inspect: Callable[[Problem, str], None] | None = None
+    """Gets each row and the words that name it. It raises DataError for a bad one."""
+    key: str = ""
+    """The name of all that decides an outcome. It is empty if nobody may keep one."""
+
+    def __call__(self, rows: Rows, i: int) -> Problem:
+        """Return row i as a Problem. Raise DataError for a bad row."""
+        entry = problem(
+            rows, i, prompt_key=self.prompt_key, need_ground_truth=self.need_ground_truth
+        )
+        reason = None
+        if self.refusal is not None:
+            reason = self.refusal(entry.data_source, entry.extra_info)
+        if reason is not None:
+            row, where = rows[i], f"{rows.describe(i)}, data_source"
+            named = "" if row.get("data_source") else " (no such column: the source's name)"
+            raise bad_row(f"{where}{named}", entry.data_source, *reason)
+        if self.inspect is not None:
+            self.inspect(entry, rows.describe(i))
+        return entry
+
+
+def check_rows(rows: Rows, check: RowCheck, most: int | None = None) -> None:
+    """Raise DataError for the first bad row of the first `most` distinct ones.
+
+    Of a generated source, check only the first row.
     """
-    at = 0
-    for part, end in zip(rows.parts, rows.ends, strict=True):
-        for i in range(at, at + 1 if part.generated else end):
-            entry = problem(rows, i, prompt_key=prompt_key, need_ground_truth=need_ground_truth)
-            reason = refusal(entry.data_source, entry.extra_info) if refusal is not None else None
-            if reason is not None:
-                row, where = part.get(i - at), f"{rows.describe(i)}, data_source"
-                named = "" if row.get("data_source") else " (no such column: the source's name)"
-                raise bad_row(f"{where}{named}", entry.data_source, *reason)
-            if inspect is not None:
-                inspect(entry, rows.describe(i))
-        at = end
+    for i in islice(rows.distinct(generated=1), most):
+        check(rows, i)
 
 
 def texts(rows: Rows, *, prompt_key: str = "prompt", limit: int = 2000) -> Iterator[str]:
@@ -156,7 +168,7 @@ def plain(value: Any) -> Any:
     """
     if value is None or type(value) in (str, float, bool):
         return value
-    return json.loads(msgspec.json.encode(value, enc_hook=_hook))
+    return msgspec.json.decode(msgspec.json.encode(value, enc_hook=hook))
 
 
 def _plain(where: str, value: Any) -> Any:
@@ -167,16 +179,6 @@ def _plain(where: str, value: Any) -> Any:
         raise bad_row(
             where, value, rule, "text, numbers, lists and objects; or delete the column"
         ) from None
-
-
-def _hook(value: Any) -> Any:
-    import numpy
-
-    if isinstance(value, numpy.generic):
-        return value.item()
-    if isinstance(value, numpy.ndarray):
-        return value.tolist()
-    return str(value)
 
 
 def _prompt(where: str, row: Row, key: str) -> tuple[str, Messages | str]:
@@ -247,7 +249,7 @@ def _checked(where: str, text: str, required: bool = True) -> str:
 
 def _known(value: Any) -> Any:
     """Return None for NaN, which a data frame writes for a missing value."""
-    return None if isinstance(value, Number) and value != value else value
+    return None if isinstance(value, float) and value != value else value
 
 
 def _no_media(where: str, row: Row, prompt: Messages | str) -> None:
@@ -260,7 +262,7 @@ def _no_media(where: str, row: Row, prompt: Messages | str) -> None:
     for name, value in row.items():
         # Other columns may have such a name, such as `image_width`. A mark in the prompt decides.
         about = name in _MEDIA
-        if not about and any(name.startswith(kind) for kind in marked):
+        if marked and not about and any(name.startswith(kind) for kind in marked):
             # The mark may be a tag of HTML, and the column words on it, such as `image_hint`.
             about = not (isinstance(value, str) and len(value.split()) > 1)
         if about and isinstance(value, list | dict | bytes | str) and value:

@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from millrace.data import hub
+from millrace.data.row_store import Read, Row, RowCache, StoredRows
 from millrace.data.spec import nearest, refused, split_spec, typed
 from millrace.data.tasks import TASKS, UNLIMITED, Stream, Task, task_row
 from millrace.errors import bad_row, bad_value
-
-Read = tuple[int, Callable[[int], dict[str, Any]], Sequence[int]]
-"""The number of rows, a function from an index to a row, and the rows' line numbers."""
 
 
 def read_parquet(path: Path) -> Read:
@@ -32,26 +30,24 @@ def read_parquet(path: Path) -> Read:
     from pyarrow import parquet
 
     try:
-        table = parquet.read_table(path)
+        file = parquet.ParquetFile(path)
+        binary = [f.name for f in file.schema_arrow if "binary" in str(f.type)]
+        rows = (row for batch in file.iter_batches(4096) for row in batch.to_pylist())
+        for number, row in enumerate(rows, 1):
+            # JSON would make a text of bytes, and a prompt of bytes is no prompt.
+            yield number, row | {name: {"bytes": row[name]} for name in binary if row[name]}
     except (pyarrow.ArrowException, OSError) as error:
         raise bad_row(
             path.name, str(error).splitlines()[0], "is not readable as parquet", "write it again"
         ) from None
-    return table.num_rows, lambda i: table.slice(i, 1).to_pylist()[0], ()
 
 
 def read_jsonl(path: Path) -> Read:
-    """Read one object per line. Blank lines are skipped, but count in row numbers.
-
-    Raise DataError with the row's number.
-    """
-    rows, numbers = [], []
+    """Read one object per line. Blank lines are skipped, but count in row numbers."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                rows.append(_object(f"{path.name} row {number}", line))
-                numbers.append(number)
-    return len(rows), rows.__getitem__, numbers
+                yield number, line.rstrip()
 
 
 def read_json(path: Path) -> Read:
@@ -61,12 +57,13 @@ def read_json(path: Path) -> Read:
     """
     head = path.read_bytes()
     if not head.strip():
-        return 0, [].__getitem__, ()
+        return
     try:
         whole = json.loads(head)
     except json.JSONDecodeError as error:
         if error.msg.startswith("Extra data"):
-            return read_jsonl(path)
+            yield from read_jsonl(path)
+            return
         raise bad_row(
             path.name, f"line {error.lineno}", f"is not JSON: {error.msg}", "correct it"
         ) from None
@@ -95,7 +92,7 @@ def read_json(path: Path) -> Read:
             raise bad_row(
                 f"{path.name} row {number}", row, "must be an object", 'the form {"prompt": ...}'
             )
-    return len(whole), whole.__getitem__, ()
+    yield from enumerate(whole, 1)
 
 
 def _object(where: str, line: bytes) -> dict[str, Any]:
@@ -129,8 +126,6 @@ READERS: dict[str, Callable[[Path], Read]] = {
 }
 
 
-Row = dict[str, Any]
-
 _KINDS = "a .parquet, .jsonl or .json file, owner/name:split, reasoning_gym:NAME, or task:NAME"
 _HUB = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.%:+\[\]-]+))?")
 _OTHER_FILES = {
@@ -161,8 +156,10 @@ class Part:
     get: Callable[[int], Row]
     generated: bool = False
     """Rows are generated at first use, and need no check."""
-    numbers: Sequence[int] = ()
-    """Each row's number in its file. If empty, rows count from 1."""
+    stored: StoredRows | None = None
+    """The rows of a file or of the hub."""
+    parameters: str = ""
+    """The parameters of a generated source, whatever its name."""
     task: Task | None = None
     """The task that generates the rows. It has their alphabet and makes wrong answers."""
 
@@ -193,13 +190,39 @@ class Rows:
         """Return the part of row i, and the row's index in the part. Raise IndexError."""
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)} in {self.source}")
-        p = bisect_right(self.ends, i)
+        p = self.part_of(i)
         return self.parts[p], i - (self.ends[p - 1] if p else 0)
+
+    def part_of(self, i: int) -> int:
+        """Return the place of the part of row i."""
+        return bisect_right(self.ends, i)
 
     def describe(self, i: int) -> str:
         """Return the source and the row number, counted from 1: "train.jsonl row 17"."""
         part, at = self.locate(i)
-        return f"{part.source} row {part.numbers[at] if part.numbers else at + 1}"
+        numbers = part.stored.numbers if part.stored is not None else ()
+        return f"{part.source} row {numbers[at] if len(numbers) else at + 1}"
+
+    def distinct(self, generated: int) -> Iterator[int]:
+        """Yield the first of equal rows of each source, and the first `generated` generated ones."""
+        for part, end in zip(self.parts, self.ends, strict=True):
+            begin = end - part.size
+            if part.stored is None:
+                yield from range(begin, min(end, begin + generated))
+            else:
+                yield from (begin + int(at) for at in part.stored.firsts(part.size))
+
+    def identity(self, i: int) -> int:
+        """Return a number that equal rows of a source share. It is negative for a generated row."""
+        p = self.part_of(i)
+        part, begin = self.parts[p], self.ends[p - 1] if p else 0
+        return -1 if part.stored is None else begin + int(part.stored.index[i - begin])
+
+    @property
+    def repeated(self) -> int:
+        """Return the number of rows that another row of their source equals."""
+        stored = [part for part in self.parts if part.stored is not None]
+        return sum(p.size - len(p.stored.firsts(p.size)) for p in stored if p.stored is not None)
 
 
 def load_source(
@@ -209,6 +232,9 @@ def load_source(
     return load_sources((spec,), seed=seed, max_rows=max_rows, key=key, split=split)
 
 
+_IN_MEMORY = RowCache()
+
+
 def load_sources(
     specs: Sequence[str],
     *,
@@ -216,6 +242,7 @@ def load_sources(
     max_rows: int = 0,
     key: str = "data.train_files",
     split: str = "train",
+    cache: RowCache = _IN_MEMORY,
 ) -> Rows:
     """Return the rows of `specs`, one after the other, at most `max_rows` if that is not 0.
 
@@ -226,7 +253,7 @@ def load_sources(
     if not specs:
         raise bad_value(key, (), "names no source", f"{key}=[...] with {_KINDS}")
     parts, total = [], 0
-    for part in (_part(key, spec, seed, split) for spec in specs):
+    for part in (_part(key, spec, seed, split, cache) for spec in specs):
         if part.size == 0:
             raise bad_value(key, part.source, "has no rows", "a source with at least one row")
         room = max_rows - total if max_rows else part.size
@@ -237,14 +264,14 @@ def load_sources(
     return Rows(tuple(parts), ends)
 
 
-def _part(key: str, spec: str, seed: int, split: str) -> Part:
+def _part(key: str, spec: str, seed: int, split: str, cache: RowCache) -> Part:
     path = Path(spec).expanduser()
     if spec.startswith("task:"):
         return _task(key, spec, seed, split)
     if spec.startswith("reasoning_gym:"):
         return _reasoning_gym(key, spec, seed, split)
     if path.suffix in READERS:
-        return _file(key, spec, path)
+        return _file(key, spec, path, cache)
     match = _HUB.fullmatch(spec)
     if path.suffix in _OTHER_FILES or path.exists() or spec[:1] in "/.~":
         raise bad_value(
@@ -261,10 +288,10 @@ def _part(key: str, spec: str, seed: int, split: str) -> Part:
             else "write one of these forms"
         )
         raise bad_value(key, spec, f"a source is {_KINDS}", fix)
-    return _hub(key, spec, match["path"], match["config"], match["split"], split)
+    return _hub(key, spec, match["path"], match["config"], match["split"], split, cache)
 
 
-def _file(key: str, spec: str, path: Path) -> Part:
+def _file(key: str, spec: str, path: Path, cache: RowCache) -> Part:
     if not path.is_file():
         folder = path.parent
         anywhere = f"a path from {Path.cwd()}, or absolute"
@@ -278,11 +305,23 @@ def _file(key: str, spec: str, path: Path) -> Part:
         fix = nearest(path.name, names, f"{folder}/{{}}") if names else anywhere
         inside = ", ".join(sorted(names)[:8]) or "no data file"
         raise bad_value(key, spec, f"no such file; {folder.resolve()} has {inside}", fix)
-    size, get, numbers = READERS[path.suffix](path)
-    return Part(path.name, path.stem, size, get, numbers=numbers)
+
+    def parse(number: int, line: bytes) -> Row:
+        return _object(f"{path.name} row {number}", line)
+
+    stored = cache.of_file(path, READERS[path.suffix], parse)
+    return Part(path.name, path.stem, len(stored), stored.get, stored=stored)
 
 
-def _hub(key: str, spec: str, path: str, config: str | None, named: str | None, split: str) -> Part:
+def _hub(
+    key: str,
+    spec: str,
+    path: str,
+    config: str | None,
+    named: str | None,
+    split: str,
+    cache: RowCache,
+) -> Part:
     if named is None and split != "train":
         raise bad_value(key, spec, "held-out problems need a split", f"{spec}:test")
     where = "owner/name[/config]:split, a network, or a file that you downloaded"
@@ -295,7 +334,11 @@ def _hub(key: str, spec: str, path: str, config: str | None, named: str | None, 
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         rule = f"cannot be loaded from the hub: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         raise bad_value(key, spec, rule, where) from error
-    return Part(spec, path, len(table), table.__getitem__)
+    fingerprint = str(getattr(table, "_fingerprint", ""))  # of the revision, the split and the code
+    source = (lambda: enumerate(table, 1)), path
+    made = cache if fingerprint else _IN_MEMORY
+    stored = made.of_rows(f"hub-{fingerprint}", *source)
+    return Part(spec, path, len(stored), stored.get, stored=stored)
 
 
 def _task(key: str, spec: str, seed: int, split: str) -> Part:
@@ -324,6 +367,7 @@ def _task(key: str, spec: str, seed: int, split: str) -> Part:
         lambda i: task_row(name, task, stream, i),
         generated=True,
         task=task,
+        parameters=f"{task} {stream}",
     )
 
 
@@ -360,4 +404,6 @@ def _reasoning_gym(key: str, spec: str, seed: int, split: str) -> Part:
             "extra_info": extra,
         }
 
-    return Part(spec, name, len(dataset), get, generated=True)
+    return Part(
+        spec, name, len(dataset), get, generated=True, parameters=f"{name} {sorted(params.items())}"
+    )

@@ -8,6 +8,7 @@ RUN/checkpoints/version-000012/
     model/          config and tokenizer, so that the checkpoint can be exported alone
     ledger.json     every sample in a slot: prompt, state, finished segments and results
     config.yaml     the run's configuration
+    rows.msgpack    the digests of the rows that the run trains on
     manifest.json   version, counts, and bytes and SHA-256 of every other file
 RUN/checkpoints/LATEST
 """
@@ -37,6 +38,8 @@ from millrace.waits.registry import doing, measuring
 _FORMER = re.compile(rb'"(?:trajectories|progress)":\[\{"segments":')
 """In ledgers whose trajectories have no threads. Read as today's, they would have no tokens."""
 _REPLACED = ".replaced-"
+ROWS = "rows.msgpack"
+"""The identity of a run's rows, in its folder and in each checkpoint."""
 _NAME = re.compile(rf"({re.escape(_REPLACED)})?version-(\d+)")
 
 
@@ -121,6 +124,8 @@ class Checkpoints:
             ignore=shutil.ignore_patterns("*.safetensors", "*.bin", "*.index.json"),
         )
         shutil.copy(self._run_dir / "config.yaml", temporary / "config.yaml")
+        if (self._run_dir / ROWS).is_file():
+            shutil.copy(self._run_dir / ROWS, temporary / ROWS)
         if not any(p.is_file() for p in (temporary / "engine").rglob("*")):
             raise CheckpointError(
                 f"{temporary / 'engine'}: the train engine wrote nothing here. "

@@ -2,11 +2,11 @@
 
     verl   f(data_source, solution_str, ground_truth, extra_info, **kwargs)
            returns a number, or a dict with "score"
-    TRL    f(prompts, completions, **columns)
+    TRL    f(prompts, completions, completion_ids, log_metric, **columns)
            returns a list of numbers
 
-The name of the completion's parameter decides: `solution_str` or `completions`. Both may be
-`async def`. A TRL function gets all completions of a sample in one call. With the attribute
+The name of the completion's parameter decides: `solution_str`, or `completions` or
+`completion_ids`. Both may be `async def`. A TRL function gets all completions of a sample in one call. With the attribute
 `whole_group = False`, it gets each completion as soon as it is finished.
 """
 
@@ -40,6 +40,15 @@ _NO_NUMBERS = tuple("USOcmM")
 _LARGEST = 1e15
 """The square of a larger score, as in a standard deviation, is close to float32's limit."""
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+_COMPLETIONS = frozenset({"completions", "completion_ids"})
+_TRL = _COMPLETIONS | {"prompts", "log_metric", "data_source", "ground_truth", "extra_info"}
+"""The arguments that TRL's form has for any row."""
+_LACKING = {
+    "trainer_state": "versions train while rewards run, so no state of a trainer belongs to a call",
+    "log_extra": "RUN/samples has the responses, and the further numbers of a dict are components",
+    "environments": "an environment of millrace gives its own rewards",
+}
+"""Arguments that TRL passes and millrace does not, with the reasons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +68,31 @@ class Function:
     """The names of the parameters without a default."""
     figures: Counter[str] = field(default_factory=Counter)
     """Counts since the last reply: components that were no numbers, by name."""
+    notes: list[str] = field(default_factory=list)
+    """Lines on the function, for the user."""
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether the function takes the tokens of completions."""
+        return self.style == "trl" and (self.wanted is None or "completion_ids" in self.wanted)
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of a row that the function cannot do without."""
+        return sorted(self.required - _TRL) if self.style == "trl" else []
 
     def run(self, call: Call) -> list[Score]:
         """Return a synchronous function's scores. Raise RewardError or the function's error."""
         if self.style == "trl":
-            return self._scores(self.call(**self._columns(call)), call)
+            metrics: dict[str, Any] = {}
+            return self._scores(self.call(**self._columns(call, metrics)), call, metrics)
         return [self._score(self.call(**self._row(call, text)), text) for text in call.completions]
 
     async def run_async(self, call: Call) -> list[Score]:
         """Return a coroutine function's scores. Raise RewardError or the function's own error."""
         if self.style == "trl":
-            return self._scores(await self.call(**self._columns(call)), call)
+            metrics: dict[str, Any] = {}
+            return self._scores(await self.call(**self._columns(call, metrics)), call, metrics)
         return [
             self._score(await self.call(**self._row(call, text)), text) for text in call.completions
         ]
@@ -84,8 +107,8 @@ class Function:
             return score
         return replace(score, answer=extract(text, "any"))
 
-    def _scores(self, values: Any, call: Call) -> list[Score]:
-        """Return TRL's list as Scores."""
+    def _scores(self, values: Any, call: Call, metrics: Mapping[str, Any]) -> list[Score]:
+        """Return TRL's list as Scores. Metrics of the call are components of all of them."""
         n = len(call.completions)
         if hasattr(values, "tolist") and not isinstance(values, _TEXTS):  # an array or a tensor
             values = values.tolist()
@@ -101,7 +124,11 @@ class Function:
             raise RewardError("wrong_length", f"returned {len(values)} scores for {n} completions")
         if values and all(value is None for value in values):
             raise RewardError(NOT_FOR_THE_TASK, "returned None for every completion of the sample")
-        return [self._score(v, text) for v, text in zip(values, call.completions, strict=True)]
+        scores = [self._score(v, text) for v, text in zip(values, call.completions, strict=True)]
+        if not metrics:
+            return scores
+        shared = {sendable(str(k)): _number(v, f"log_metric of {k}") for k, v in metrics.items()}
+        return [replace(score, extra=shared | score.extra) for score in scores]
 
     def take_figures(self) -> dict[str, float]:
         """Return the figures since the last call of this method."""
@@ -119,8 +146,10 @@ class Function:
             if self.wanted is None or k in self.wanted
         }
 
-    def _columns(self, call: Call) -> dict[str, Any]:
+    def _columns(self, call: Call, metrics: dict[str, Any]) -> dict[str, Any]:
         """Return TRL's arguments: lists with one entry for each completion.
+
+        `metrics` takes what the function logs by `log_metric`.
 
         If the prompt is messages, the completions are messages too.
         """
@@ -136,6 +165,9 @@ class Function:
             columns["completions"] = [
                 [{"role": "assistant", "content": text}] for text in call.completions
             ]
+        if self.takes_tokens:
+            columns["completion_ids"] = call.completion_ids
+        columns["log_metric"] = metrics.__setitem__
         if missing := sorted(self.required - columns.keys()):
             have = ", ".join(sorted(columns))
             raise RewardError(
@@ -206,7 +238,7 @@ def _function(spec: str, function: Callable[..., Any]) -> Function:
         "f(data_source, solution_str, ground_truth, extra_info) or "
         "f(prompts, completions, **columns)"
     )
-    style: Literal["verl", "trl"] = "trl" if "completions" in names else "verl"
+    style: Literal["verl", "trl"] = "trl" if names & _COMPLETIONS else "verl"
     if style == "verl" and "solution_str" not in names:
         taken = ", ".join(p.name for p in parameters)
         rule = f"takes ({taken}), without solution_str (verl) or completions (TRL)"
@@ -218,6 +250,9 @@ def _function(spec: str, function: Callable[..., Any]) -> Function:
     if style == "verl" and required - set(_VERL):
         rule = f"needs {', '.join(sorted(required - set(_VERL)))}, which verl's signature lacks"
         raise bad_value(_KEY, spec, rule, "give them defaults")
+    if style == "trl" and (lacking := sorted(required & _LACKING.keys())):
+        rule = f"needs {lacking[0]}, which millrace does not pass: {_LACKING[lacking[0]]}"
+        raise bad_value(_KEY, spec, rule, f"give {lacking[0]} a default, or delete it")
     whole_group = bool(getattr(function, "whole_group", style == "trl"))
     if style == "verl" and whole_group:
         rule = "asks for whole groups (whole_group = True), but takes one solution_str"
@@ -227,7 +262,18 @@ def _function(spec: str, function: Callable[..., Any]) -> Function:
         vars(type(function)).get("__call__")
     )
     wanted = None if takes_all else frozenset(names)
-    return Function(function, style, is_async, wanted, whole_group, required=frozenset(required))
+    constants = getattr(getattr(function, "__code__", None), "co_consts", ())
+    asked = [name for name in _LACKING if name in names or name in constants]
+    notes = [f"{_KEY} = {spec!r}: {name} is not passed: {_LACKING[name]}" for name in asked]
+    return Function(
+        function,
+        style,
+        is_async,
+        wanted,
+        whole_group,
+        required=frozenset(required),
+        notes=notes if style == "trl" else [],
+    )
 
 
 def to_score(value: Any) -> Score:

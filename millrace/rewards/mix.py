@@ -60,6 +60,14 @@ class RunReward:
         """Whether a part asks for all completions of a sample in one call. `start` sets it."""
         return any(part.whole_group for part in self.parts.values())
 
+    def facts(self) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
+        """Return the columns that each part needs of a row, and lines on it, by its section.
+
+        `start` sets them.
+        """
+        pools = {one.job.key: one for one in self.parts.values() if isinstance(one, RewardPool)}
+        return {key: (pool.columns, pool.notes) for key, pool in pools.items()}
+
     def caches(self) -> dict[CachedJudge, str]:
         """Return the judges with a cache, each with the folder that its user chose, if any."""
         keys = {

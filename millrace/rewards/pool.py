@@ -90,6 +90,12 @@ class RewardPool:
 
         `start` sets it.
         """
+        self.takes_tokens = False
+        """Whether the function takes the tokens of completions. `start` sets it."""
+        self.columns: list[str] = []
+        """The columns of a row that the function cannot do without. `start` sets it."""
+        self.notes: list[str] = []
+        """Lines on the function, for the user. `start` sets it."""
         self.environments = environments or [{}] * self.job.num_workers
         self._launcher = launcher or LocalLauncher()
         self._budget = Budget(section, self.figures)
@@ -148,6 +154,7 @@ class RewardPool:
             prompt.columns,
             [one.text for one in completions],
             messages if any(messages) else [],
+            [one.tokens.tolist() for one in completions] if self.takes_tokens else [],
         )
         try:
             payload = pack(call)
@@ -249,6 +256,8 @@ class RewardPool:
             if worker.hello is not None:
                 self._settled.set()
                 self.whole_group = worker.hello.whole_group
+                self.takes_tokens = worker.hello.takes_tokens
+                self.columns, self.notes = worker.hello.columns, worker.hello.notes
                 if worker.hello.error:
                     self._fail(ConfigError, worker.hello.error)
         batches: dict[WorkerProcess, list[Pending]] = {}

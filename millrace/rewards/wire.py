@@ -52,6 +52,8 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     completions: list[str]
     messages: list[tuple[Message, ...]] = []
     """The conversation of each completion, by author. Empty if none has one."""
+    completion_ids: list[list[int]] = []
+    """The tokens of each completion, for a function that takes them."""
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
@@ -83,6 +85,12 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     """Whether the function gets all completions of a sample in one call."""
     error: str = ""
     in_batches: bool = False
+    takes_tokens: bool = False
+    """Whether the function takes the tokens of completions."""
+    columns: list[str] = []
+    """The columns of a row that the function cannot do without."""
+    notes: list[str] = []
+    """Lines on the function, for the user."""
 
 
 calls_decoder = decoder(list[Call])

@@ -66,15 +66,22 @@ def main(fd: int, parent: int, job: Job) -> None:
     elif job.sandbox:
         from millrace.rewards.children import serve_in_children
 
-        connection.sendall(frame(Hello(False, scorer.whole_group)))
+        connection.sendall(frame(_hello(scorer)))
         serve_in_children(connection, lambda call: answer(scorer, call, job))
     elif scorer.is_async:
-        connection.sendall(frame(Hello(True, scorer.whole_group)))
+        connection.sendall(frame(_hello(scorer)))
         asyncio.run(_serve_async(connection, scorer, job))
     else:
-        connection.sendall(frame(Hello(False, scorer.whole_group)))
+        connection.sendall(frame(_hello(scorer)))
         for call in calls_from(connection):
             connection.sendall(frame(answer(scorer, call, job)))
+
+
+def _hello(scorer: Function | Judge) -> Hello:
+    if not isinstance(scorer, Function):
+        return Hello(scorer.is_async, scorer.whole_group)
+    facts = scorer.takes_tokens, scorer.columns, scorer.notes
+    return Hello(scorer.is_async, scorer.whole_group, "", False, *facts)
 
 
 def _load(job: Job) -> Any:

@@ -55,10 +55,11 @@ async def scored(
 def completion_of(trajectory: Trajectory, decode: Callable[[Tokens], str]) -> Completion:
     """Return what the policy said last, and the conversation."""
     messages = trajectory.messages
+    tokens = joined(s.tokens for thread in trajectory.threads[-1:] for s in thread.segments)
     if not messages:
-        return Completion(decode(trajectory.last_turn))
+        return Completion(decode(trajectory.last_turn), tokens=tokens)
     own = (m.get("content") for m in reversed(messages) if m.get("role") == "assistant")
-    return Completion(text_of(next(own, None)), messages)
+    return Completion(text_of(next(own, None)), messages, tokens)
 
 
 def conversation_of(trajectory: Trajectory, decode: Callable[[Tokens], str]) -> str:

@@ -11,14 +11,15 @@ from millrace.config.facts import Fixed, NoEffectOnWeights
 from millrace.persist.config_file import flat
 
 
-def digests(values: dict[str, Any]) -> tuple[str, str]:
+def digests(values: dict[str, Any], rows: str = "") -> tuple[str, str]:
     """Return digests of the settings that shape samples, and of those that shape weights too.
 
-    `values` is a configuration as plain data. The journal has both digests.
+    `values` is a configuration as plain data, and `rows` names the rows of the training data. The
+    journal has both digests.
     """
     keys = dict(flat(values))
     free = tuple(f"{key}." for key, _ in facts(NoEffectOnWeights))
-    samples = {key: keys.get(key) for key, _ in facts(Fixed)}
+    samples = {key: keys.get(key) for key, _ in facts(Fixed)} | {"rows": rows}
     training = {key: value for key, value in keys.items() if not f"{key}.".startswith(free)}
     first, second = (
         hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16]

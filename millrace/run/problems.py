@@ -6,22 +6,26 @@ and renders the prompts.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from millrace import __version__
 from millrace.config import AgentConfig, Config, ModelConfig
-from millrace.config.cached import model_folder
+from millrace.config.cached import cache_folder, model_folder
 from millrace.data import hub
 from millrace.data.chat import Chat
 from millrace.data.demonstrations import Demonstrations
 from millrace.data.prompts import PromptStream
-from millrace.data.rows import Problem, check_rows, texts
+from millrace.data.row_store import Progress, RowCache, quiet
+from millrace.data.rows import Problem, RowCheck, check_rows, texts
 from millrace.data.sources import Rows, load_sources
 from millrace.errors import bad_row, bad_value
 from millrace.models import checks as model_checks
@@ -32,6 +36,7 @@ from millrace.rewards.sources import refusal, scorer_of
 from millrace.run.agents import check_player, row_check
 from millrace.run.get_model import MODELS
 from millrace.run.prompt_notes import first_prompts, prompt_notes
+from millrace.run.rewards import check_functions
 from millrace.types import Prompt, Tokens, tokens_of
 
 if TYPE_CHECKING:
@@ -47,9 +52,43 @@ class Sources:
     train: Rows
     val: Rows | None
     sft: Rows
+    check: RowCheck
+
+    def scored(self) -> list[tuple[Rows, str]]:
+        """Return the rows whose responses are scored, with the column of their prompts."""
+        return [
+            (rows, self.check.prompt_key) for rows in (self.train, self.val) if rows is not None
+        ]
 
 
-def load(config: Config, *, scored: bool = True) -> Sources:
+Note = Callable[[str], None]
+_EARLY = 2_000
+"""Distinct rows of a source that are checked before any heavy import. `prepare` checks all."""
+
+
+def silent(text: str) -> None:
+    """Drop a note."""
+
+
+def shown_slowly(show: Progress, after_s: float = 2.0, every_s: float = 0.0) -> Progress:
+    """Return a view that shows the progress of work that takes longer than `after_s` seconds."""
+    current, begun, shown = "", 0.0, 0.0
+
+    def progress(work: str, done: int, total: int) -> None:
+        nonlocal current, begun, shown
+        now = time.monotonic()
+        if work != current:
+            current, begun, shown = work, now, 0.0
+        if now - begun > after_s and now - shown > every_s:
+            shown = now
+            show(work, done, total)
+
+    return progress
+
+
+def load(
+    config: Config, *, scored: bool = True, note: Note = silent, progress: Progress = quiet
+) -> Sources:
     """Return the rows of a configuration's sources.
 
     `scored` says whether the run scores responses. Raises ConfigError or DataError before any heavy
@@ -64,25 +103,26 @@ def load(config: Config, *, scored: bool = True) -> Sources:
     for section, name in named.items() if scored else ():
         check_name(name, f"{section}.function")
     functions = {key: name for key, name in named.items() if name or not config.agents.agent_kind}
-    check = partial(
-        check_rows,
-        prompt_key=data.prompt_key,
-        need_ground_truth=any(name in NEEDS_TRUTH for name in functions.values()),
-        refusal=refusal if scored and "" in functions.values() else None,
-        inspect=_row_check(data.chat, config.agents, functions if scored else {}),
+    need_truth = any(name in NEEDS_TRUTH for name in functions.values())
+    decide = (__version__, data.prompt_key, data.chat, need_truth, scored, functions, config.agents)
+    check = RowCheck(
+        data.prompt_key,
+        need_truth,
+        refusal if scored and "" in functions.values() else None,
+        _row_check(data.chat, config.agents, functions if scored else {}),
+        repr(decide),
     )
-    train = load_sources(data.train_files, seed=seed, max_rows=data.train_max_samples)
-    check(train)
+    cached = partial(
+        load_sources, seed=seed, cache=RowCache(cache_folder() / "rows", note, progress)
+    )
+    train = cached(data.train_files, max_rows=data.train_max_samples)
+    check_rows(train, check, _EARLY)
     val = None
     if data.val_files:
-        val = load_sources(
-            data.val_files,
-            seed=seed,
-            max_rows=data.val_max_samples,
-            key="data.val_files",
-            split="val",
+        val = cached(
+            data.val_files, max_rows=data.val_max_samples, key="data.val_files", split="val"
         )
-        check(val)
+        check_rows(val, check)
         if len(val) > 100_000:
             raise bad_value(
                 "data.val_files",
@@ -92,9 +132,9 @@ def load(config: Config, *, scored: bool = True) -> Sources:
             )
     sft = train
     if config.sft.files:
-        sft = load_sources(config.sft.files, seed=seed, key="sft.files")
-        check(sft, need_ground_truth=True, refusal=None)
-    return Sources(train, val, sft)
+        sft = cached(config.sft.files, key="sft.files")
+        check_rows(sft, replace(check, need_ground_truth=True, refusal=None))
+    return Sources(train, val, sft, check)
 
 
 def _row_check(
@@ -151,10 +191,20 @@ class Problems:
         return found
 
 
-def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
+def prepare(
+    config: Config,
+    sources: Sources,
+    model_folder: Path,
+    *,
+    growth: Sequence[tuple[int, int]] = (),
+    use_from: int | None = None,
+    note: Note = silent,
+    progress: Progress = quiet,
+) -> Problems:
     """Return the prompt streams, and write the model folder if it is missing.
 
     The model folder has the tokenizer and config.json. If a row is bad, no folder is written.
+    `PromptStream` explains `growth` and `use_from`.
     """
     made = (model_folder / "tokenizer_config.json").is_file()
     model, key, seed = config.model, config.data.prompt_key, config.trainer.seed
@@ -181,9 +231,12 @@ def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
         seed=seed,
         max_prompt_length=config.rollout.max_prompt_length,
         filter_overlong=config.data.filter_overlong_prompts,
-        prompt_key=key,
+        check=sources.check,
+        progress=progress,
     )
-    train = opened(sources.train, shuffle=config.data.shuffle)
+    train = opened(
+        sources.train, shuffle=config.data.shuffle, growth=growth, use_from=use_from, note=note
+    )
     val: Sequence[Prompt] = ()
     if sources.val is not None:
         stream = opened(sources.val, shuffle=False)
@@ -199,7 +252,16 @@ def prepare(config: Config, sources: Sources, model_folder: Path) -> Problems:
         new_model=not model.path,
         parts=config.reward.parts,
     )
-    return Problems(chat, train, val, demonstrations, (*_random_weights(model.path), *notes))
+    said = *_random_weights(model.path), *_repeats(sources.train), *notes
+    return Problems(chat, train, val, demonstrations, said)
+
+
+def _repeats(rows: Rows) -> Iterator[str]:
+    if repeated := rows.repeated:
+        yield (
+            f"{repeated:,} of {len(rows):,} training rows repeat another one, and each is trained: "
+            f"{len(rows) - repeated:,} are distinct"
+        )
 
 
 def _random_weights(path: str) -> Iterator[str]:
@@ -215,24 +277,32 @@ def prompts_of_an_epoch(
     *,
     scored: bool = True,
     inspect: Inspect = None,
-    note: Callable[[str], None] = lambda text: None,
+    note: Note = silent,
 ) -> int:
     """Check the data without a run, and return the number of its training prompts.
 
     Prompts that a run leaves out do not count. `inspect` gets the tokenizer, and `note` each line
     on how prompts are read.
     """
-    sources = load(config, scored=scored)
+    shown = shown_slowly(lambda work, done, total: note(_counted(work, done, total)), 5.0, 5.0)
+    sources = load(config, scored=scored, note=note, progress=shown)
+    if scored:
+        asyncio.run(check_functions(config.reward, sources.scored(), note))
     if not (config.model.path or config.data.filter_overlong_prompts or inspect):
+        check_rows(sources.train, sources.check)
         return len(sources.train)
     with TemporaryDirectory() as folder:
-        prepared = prepare(config, sources, Path(folder) / "model")
-    shown = () if config.agents.agent_kind else first_prompts(prepared.chat, prepared.train)
-    for line in (*prepared.notes, *shown):
+        prepared = prepare(config, sources, Path(folder) / "model", progress=shown)
+    first = () if config.agents.agent_kind else first_prompts(prepared.chat, prepared.train)
+    for line in (*prepared.notes, *first):
         note(line)
     if inspect:
         inspect(prepared.chat.tokenizer)
     return len(prepared.train)
+
+
+def _counted(work: str, done: int, total: int) -> str:
+    return f"{work}: {done:,}" + (f" of {total:,}" if total else "")
 
 
 def _check_model(path: str, rollout_engine: str) -> None:

@@ -14,12 +14,12 @@ import yaml
 
 from millrace.config import Config, RewardConfig
 from millrace.config.explain import facts
-from millrace.config.facts import Fixed, Past
+from millrace.config.facts import ByRows, Fixed, Past
 from millrace.config.recipe import parse
 from millrace.errors import bad_value
-from millrace.pipeline.checkpoint import read_ledger
+from millrace.pipeline.checkpoint import ROWS, read_ledger
 
-_Fact = TypeVar("_Fact", Fixed, Past)
+_Fact = TypeVar("_Fact", ByRows, Fixed, Past)
 
 
 def check(config: Config, checkpoint: Path) -> list[str]:
@@ -28,7 +28,10 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     Raises ConfigError for a change that a resume cannot make.
     """
     before = parse(yaml.safe_load((checkpoint / "config.yaml").read_text()))
-    for key, fact in _changed(Fixed, config, before):
+    fixed: list[tuple[str, ByRows | Fixed]] = [*_changed(Fixed, config, before)]
+    if not (checkpoint / ROWS).is_file():
+        fixed += _changed(ByRows, config, before)
+    for key, fact in fixed:
         then = before.value_of(key)
         raise bad_value(
             key,

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from millrace.config import AgentConfig, Config, RewardConfig, RewardModelConfig
 from millrace.config.checks import on_ray
+from millrace.config.reward_keys import OneReward
 from millrace.data import hub
 from millrace.data.prompts import PromptStream
+from millrace.data.rows import problem
+from millrace.data.sources import Rows
 from millrace.errors import bad_value
 from millrace.persist import ownership
+from millrace.rewards.builtin import BUILTIN
 from millrace.rewards.mix import RunReward
+from millrace.rewards.pool import RewardPool
 from millrace.rewards.sources import scorer_of
 from millrace.rewards.start import Launcher
 from millrace.rewards.trial import ROWS, try_functions
 from millrace.runtime.local import visible_gpus
 from millrace.types import Prompt
+
+_LOOKED_AT = 64
+"""Rows of each source whose columns are looked at."""
 
 
 def make_reward(config: Config) -> RunReward:
@@ -105,6 +113,51 @@ async def try_rewards(
     tried = [part for part, keys in pairs if keys.trial]
     if tried:
         await try_functions(tried, [train[i] for i in range(min(ROWS, len(train)))], note)
+
+
+def check_columns(
+    facts: Mapping[str, tuple[Sequence[str], Sequence[str]]],
+    parts: Mapping[str, OneReward],
+    sources: Sequence[tuple[Rows, str]],
+    note: Callable[[str], object],
+) -> None:
+    """Raise ConfigError if a function needs a column that no row of a source has.
+
+    `facts` are those of `RunReward.facts`, and `sources` are rows with the column of their prompts.
+    """
+    for section, (needed, notes) in facts.items():
+        for line in notes:
+            note(line)
+        for rows, prompt_key in sources if needed else ():
+            for begin, part in zip((0, *rows.ends), rows.parts, strict=False):
+                looked_at = range(begin, begin + min(part.size, _LOOKED_AT))
+                entries = [problem(rows, i, prompt_key=prompt_key) for i in looked_at]
+                have = {name for e in entries for name in (*e.columns, *e.extra_info)}
+                if missing := sorted(set(needed) - have):
+                    key, spec = f"{section}.function", parts[section].function
+                    inside = ", ".join(sorted(have)) or "none"
+                    rule = f"takes {missing[0]}, and no row of {part.source} has such a column. "
+                    rule += f"They have {inside}"
+                    fix = f"a column {missing[0]} in the rows, or a default for the parameter"
+                    raise bad_value(key, spec, rule, fix)
+
+
+async def check_functions(
+    reward: RewardConfig, sources: Sequence[tuple[Rows, str]], note: Callable[[str], object]
+) -> None:
+    """Load the user's functions in a process, as a run does, and check their columns.
+
+    One in a sandbox is left out, because this machine may have none.
+    """
+    for section, one in reward.parts.items():
+        if one.kind != "function" or one.function in BUILTIN or one.sandbox:
+            continue
+        pool = RewardPool(one.model_copy(update={"num_workers": 1}), section)
+        try:
+            await pool.start()
+            check_columns({section: (pool.columns, pool.notes)}, reward.parts, sources, note)
+        finally:
+            await pool.close()
 
 
 def _check_path(key: str, path: str) -> None:

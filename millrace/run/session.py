@@ -11,6 +11,7 @@ from pathlib import Path
 
 from millrace.config import Config
 from millrace.config.keys import NO_PROGRESS, Derived, ResumeProgress
+from millrace.data.identity import identity_of
 from millrace.errors import MillraceError, bad_value
 from millrace.observe import trackers
 from millrace.observe.metrics import RunCounts
@@ -24,6 +25,7 @@ from millrace.ports import Agent
 from millrace.rewards.mix import RunReward
 from millrace.rollout.episode import SingleTurn
 from millrace.run import problems as problems_
+from millrace.run import rows
 from millrace.run.agents import open_agent
 from millrace.run.digests import digests
 from millrace.run.engines import Engines, open_engines, open_runtime, start_workers
@@ -31,7 +33,7 @@ from millrace.run.folder import RunDir, open_run_dir, release
 from millrace.run.machine import check_machine, check_shape
 from millrace.run.mirror import Mirror, open_mirror
 from millrace.run.problems import Problems
-from millrace.run.rewards import make_reward, open_caches, try_rewards
+from millrace.run.rewards import check_columns, make_reward, open_caches, try_rewards
 from millrace.run.stall import watched
 from millrace.run.starts import beside, part, shown
 from millrace.schedule.ledger import Ledger
@@ -53,6 +55,8 @@ class Session:
     """Who plays the episodes."""
     mirror: Mirror | None = None
     """Copies checkpoints to another place."""
+    rows: str = ""
+    """The name of the rows and their order, by which a journal knows its run."""
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -100,7 +104,7 @@ class Session:
         if not (trainer.journal and trainer.save_freq):
             journal_file.remove(folder, 0, before=attempt)
             return NullJournal()
-        samples, training = digests(self.config.model_dump(mode="json"))
+        samples, training = digests(self.config.model_dump(mode="json"), self.rows)
         header = Header(FORMAT, attempt, ledger.version, samples, training)
         return journal.resume(
             folder,
@@ -145,8 +149,11 @@ async def open_session(
     if trains and rollout:
         trackers.check(config.trainer.logger)
     # A long load runs in a thread, so that Ctrl-C reaches the event loop and ends it at once.
+    shown_slowly = problems_.shown_slowly(progress.phase)
     with starting("data"):
-        sources = await abandonable(problems_.load, config, scored=rollout)
+        sources = await abandonable(
+            problems_.load, config, scored=rollout, note=progress.note, progress=shown_slowly
+        )
     reward = await abandonable(make_reward, config)
     reward.note = progress.note
     refusable = True
@@ -171,10 +178,15 @@ async def open_session(
                 opening = _Opening(config, run, progress, trains, rollout)
                 problems = await opening.prepare(sources, folder)
                 config = opening.config
+                if problems.train.ahead is not None:
+                    stack.callback(problems.train.ahead.close)
                 where = problems.chat.tokenizer, run.path, progress.note
                 player = open_agent(config.agents, config.rollout, *where)
                 agent = await stack.enter_async_context(player)
                 await rewards
+                if rollout:
+                    parts = config.reward.parts
+                    check_columns(reward.facts(), parts, sources.scored(), progress.note)
                 if rollout and not config.agents.agent_kind:
                     with starting("reward trial"):
                         await try_rewards(config.reward, reward, problems.train, progress.note)
@@ -187,7 +199,8 @@ async def open_session(
             copies = open_mirror(run.store, config.trainer, run.path, progress)
             engines_ = open_engines(runtime, config, run, peers, trains, progress)
             async with copies as mirror, engines_ as engines:
-                yield Session(config, run, problems, engines, reward, progress, agent, mirror)
+                made = config, run, problems, engines, reward, progress, agent, mirror
+                yield Session(*made, opening.rows)
     except MillraceError:
         if run is not None and refusable:  # If workers fail, their logs stay.
             run.discard()
@@ -208,12 +221,14 @@ class _Opening:
     progress: Progress
     trains: bool
     rollout: bool
+    rows: str = ""
+    """The name of the rows that the run trains on."""
 
     async def prepare(self, sources: problems_.Sources, folder: str) -> Problems:
         """Return the problems, and check what they decide. `folder` has the model's weights."""
         config, run, note = self.config, self.run, self.progress.note
         with starting("prompts"):
-            problems = await abandonable(problems_.prepare, config, sources, run.model)
+            problems = await abandonable(self._problems, sources)
         if run.resume_from is not None:
             config = config.with_warm_up_of(read_manifest(run.resume_from).counts)
         problems_.copy_config(config.model, run.model)
@@ -231,6 +246,32 @@ class _Opening:
         self.config = config
         return problems
 
+    def _problems(self, sources: problems_.Sources) -> Problems:
+        """Return the problems of rows that are those of the checkpoint, if there is one."""
+        config, run, checkpoint = self.config, self.run, self.run.resume_from
+        growth: rows.Growth = ()
+        admitted = 0
+        if self.trains and checkpoint is not None:
+            growth, notes = rows.check(config.data, checkpoint, sources.train, sources.val)
+            admitted = read_manifest(checkpoint).admitted
+            for text in notes:
+                self.progress.note(text)
+        problems = problems_.prepare(
+            config,
+            sources,
+            run.model,
+            growth=growth,
+            use_from=admitted if self.trains else None,
+            note=self.progress.note,
+            progress=problems_.shown_slowly(self.progress.phase),
+        )
+        if self.trains:
+            if checkpoint is not None:
+                rows.check_kept(checkpoint, problems.train)
+            rows.write(run.path, identity_of(problems.train, sources.val))
+            self.rows = rows.training_key(problems.train)
+        return problems
+
 
 def trained_by(checkpoint: Path | None) -> ResumeProgress:
     """Return what the checkpoint has trained, or nothing if there is none."""
@@ -245,10 +286,10 @@ def trained_by(checkpoint: Path | None) -> ResumeProgress:
     )
 
 
-def check_end(config: Config, rows: int, checkpoint: Path | None) -> None:
+def check_end(config: Config, row_count: int, checkpoint: Path | None) -> None:
     """Raise ConfigError if the checkpoint has trained more than the run allows."""
     trained = trained_by(checkpoint)
-    key, samples = config.end(rows, trained)
+    key, samples = config.end(row_count, trained)
     if trained.samples > samples:
         end, reached = f"{samples} samples", f"trained {trained.samples}"
         if key == "trainer.total_training_steps":

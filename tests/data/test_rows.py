@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from millrace.codec import from_json, to_json
-from millrace.data.rows import check_rows, plain, problem, texts
+from millrace.data.rows import RowCheck, check_rows, plain, problem, texts
 from millrace.data.sources import load_source
 from millrace.errors import DataError
 
@@ -120,7 +120,7 @@ def test_a_bad_row_is_named_with_its_file_number_rule_and_fix(
 ) -> None:
     rows = rows_of(tmp_path, {"prompt": "fine", "answer": "1"}, row)
     with pytest.raises(DataError) as caught:
-        check_rows(rows, need_ground_truth=True)
+        check_rows(rows, RowCheck(need_ground_truth=True))
     message = str(caught.value)
     assert message.startswith("train.jsonl row 2")
     assert said in message
@@ -139,7 +139,7 @@ def test_texts_cover_the_alphabet_of_tasks_and_all_rows_of_files(tmp_path: Path)
 def test_a_wrong_prompt_key_names_the_usual_column() -> None:
     rows = load_source("task:copy", seed=0)
     with pytest.raises(DataError, match=r"Fix: data\.prompt_key=prompt, or add"):
-        check_rows(rows, prompt_key="answers")
+        check_rows(rows, RowCheck("answers"))
 
 
 @pytest.mark.parametrize(

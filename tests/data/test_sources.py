@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet as pq
 
+from millrace.data.rows import problem
 from millrace.data.sources import load_source, load_sources
 from millrace.errors import ConfigError, DataError
 
@@ -145,3 +148,10 @@ sys.exit(",".join(m for m in "{heavy}".split() if m in sys.modules) or None)
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_bytes_in_parquet_are_no_text(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": [b"1 + 1?"], "answer": ["2"]}), tmp_path / "t.parquet")
+    rows = load_source(str(tmp_path / "t.parquet"), seed=0)
+    with pytest.raises(DataError, match=r"t\.parquet row 1, prompt: .*must be a string"):
+        problem(rows, 0)

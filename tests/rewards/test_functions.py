@@ -356,3 +356,38 @@ def test_a_file_that_fails_leaves_no_module(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ValueError: no"):
         load_function(f"{tmp_path}/half_scorer.py:f")
     assert "half_scorer" not in sys.modules
+
+
+def test_trls_arguments_beside_the_columns(tmp_path: Path) -> None:
+    """A form without `completions` is TRL's too, as in its documentation."""
+    ids = function(
+        tmp_path, "def f(completion_ids, **kwargs): return [len(i) for i in completion_ids]"
+    )
+    assert ids.takes_tokens and not ids.columns
+    assert [s.value for s in ids.run(call("a", "b", completion_ids=[[5], [6, 7]]))] == [1.0, 2.0]
+    plain = function(tmp_path, "def f(completions, level): return [1.0]")
+    assert not plain.takes_tokens and plain.columns == ["level"]
+    code = """
+async def f(completions, level, log_metric=None, log_extra=None, other=1, **kwargs):
+    log_metric("accuracy", 0.25)
+    return [{"score": 1.0, "own": 2.0}, 0.0]
+"""
+    logs = function(tmp_path, code)
+    assert logs.columns == ["level"]
+    assert [note for note in logs.notes if "log_extra is not passed" in note] == logs.notes
+    first, second = asyncio.run(logs.run_async(call("a", "b")))
+    assert first.extra == {"accuracy": 0.25, "own": 2.0} and second.extra == {"accuracy": 0.25}
+
+
+@pytest.mark.parametrize("name", ["trainer_state", "log_extra", "environments"])
+def test_an_argument_of_trl_that_does_not_exist_here_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^reward\.function = .*needs {name}.*Fix: .*default"):
+        function(tmp_path, f"def f(completions, {name}, **columns): return [1.0]")
+    code = f"def f(completions, **kwargs): return [kwargs['{name}']]"
+    assert name in function(tmp_path, code).notes[0]
+
+
+def test_a_metric_that_is_no_number_is_an_error(tmp_path: Path) -> None:
+    code = "def f(completions, log_metric): log_metric('a', 'b'); return [1.0]"
+    with pytest.raises(RewardError, match="log_metric of a"):
+        function(tmp_path, code).run(call("x"))

@@ -27,6 +27,7 @@ from millrace.types import (
     Thread,
     Tokens,
     Trajectory,
+    joined,
     tokens_of,
 )
 from tests.rollout.helpers import said
@@ -97,7 +98,9 @@ def test_without_messages_the_last_turn_is_the_last_message() -> None:
     sample = roll(talk(Ending()), reward)
     for completion, trajectory in zip(reward.asked, sample.trajectories, strict=True):
         own = trajectory.segments[-1].tokens
-        assert completion == Completion(decode(own)) and len(trajectory.segments) == 3
+        every = joined(s.tokens for s in trajectory.threads[-1].segments)
+        assert completion == Completion(decode(own), tokens=every)
+        assert len(trajectory.segments) == 3
 
 
 def test_the_score_of_an_agent_wins() -> None:

@@ -1,0 +1,2 @@
+def score(completions, level):
+    return [1.0 for _ in completions]
