@@ -272,7 +272,7 @@ BUDGETS = {
     "algorithms": 2850,
     "cli": 2100,
     "config": 4050,
-    "data": 2750,
+    "data": 3050,
     "decode": 1600,
     "environments": 980,
     "errors": 250,
