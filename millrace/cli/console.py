@@ -226,6 +226,7 @@ def configure(
             _note(f"this machine cannot run it: {lack}")
         for note in config.notes:
             _note(note)
+        checkpoint = None
         if trains and not config.trainer.val_only:
             _, checkpoint, notes = find_run(config)
             for note in notes if checkpoint is None else (*notes, f"it resumes from {checkpoint}"):
@@ -242,6 +243,7 @@ def configure(
             scored=not keep_warm_up,
             inspect=(lambda t: lines.extend(described(agents, t))) if agents.agent_kind else None,
             note=_note,
+            resume_from=checkpoint,
         )
         check_shape(config.model, config.actor, config.trainer)
         _print_dry_run(config, rows, json_, lines)

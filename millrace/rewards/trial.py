@@ -10,14 +10,19 @@ from millrace.errors import ConfigError, RewardError, bad_value
 from millrace.rewards.builtin import BUILTIN
 from millrace.rewards.functions import NOT_FOR_THE_TASK
 from millrace.rewards.pool import RewardPool
-from millrace.types import Completion, Prompt, Score
+from millrace.types import Completion, Prompt, Score, tokens_of
 
 ROWS = 3
-_MADE_UP = ("", "I do not know.")
+_MADE_UP = ("", "I do not know.", "so " * 400)
+Encode = Callable[[str], Sequence[int]]
+"""Returns the tokens of a text."""
 
 
 async def try_functions(
-    parts: Iterable[object], prompts: Sequence[Prompt], note: Callable[[str], object]
+    parts: Iterable[object],
+    prompts: Sequence[Prompt],
+    encode: Encode,
+    note: Callable[[str], object],
 ) -> None:
     """Call each function of the user's, and `note` what is odd about its scores.
 
@@ -26,7 +31,7 @@ async def try_functions(
     """
     pools = [p for p in parts if isinstance(p, RewardPool) and p.job.kind == "function"]
     chosen = [p for p in pools if p.job.spec.get("function", "") not in BUILTIN]
-    for lines in await asyncio.gather(*(_try(pool, prompts) for pool in chosen)):
+    for lines in await asyncio.gather(*(_try(pool, prompts, encode) for pool in chosen)):
         for line in lines:
             note(line)
 
@@ -41,7 +46,7 @@ def answers_to(truth: Any) -> list[str]:
     return [*_MADE_UP, str(first), tagged, f"{tagged}\n{marked}"]
 
 
-async def _try(pool: RewardPool, prompts: Sequence[Prompt]) -> list[str]:
+async def _try(pool: RewardPool, prompts: Sequence[Prompt], encode: Encode) -> list[str]:
     """Return the lines about one function."""
     key, function = f"{pool.job.key}.function", pool.job.spec["function"]
     scores: list[float] = []
@@ -49,13 +54,14 @@ async def _try(pool: RewardPool, prompts: Sequence[Prompt]) -> list[str]:
     beside = False
     for prompt in prompts:
         answers = answers_to(prompt.ground_truth)
-        first = await _score(pool, prompt, answers[:1])  # One that hangs costs one deadline.
+        given = [Completion(answer, tokens=tokens_of(encode(answer))) for answer in answers]
+        first = await _score(pool, prompt, given[:1])  # One that hangs costs one deadline.
         if isinstance(first, RewardError) and first.reason == "timeout" and not scores:
             raise _refused(key, function, answers[0], first)
-        others = (_score(pool, prompt, [answer]) for answer in answers[1:])
+        others = (_score(pool, prompt, [one]) for one in given[1:])
         found = alone = [first, *await asyncio.gather(*others)]
         if pool.whole_group:  # Such a function may need more than one answer.
-            group = await _score(pool, prompt, answers)
+            group = await _score(pool, prompt, given)
             found = [group] if isinstance(group, RewardError) else [[score] for score in group]
             pairs = zip(alone, found, strict=False)
             beside |= any(
@@ -94,11 +100,11 @@ async def _try(pool: RewardPool, prompts: Sequence[Prompt]) -> list[str]:
 
 
 async def _score(
-    pool: RewardPool, prompt: Prompt, answers: Sequence[str]
+    pool: RewardPool, prompt: Prompt, completions: Sequence[Completion]
 ) -> list[Score] | RewardError:
     """Return the scores of one call, or its failure."""
     try:
-        return await pool.score(prompt, [Completion(answer) for answer in answers])
+        return await pool.score(prompt, completions)
     except RewardError as error:
         return error
 

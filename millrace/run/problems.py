@@ -33,6 +33,7 @@ from millrace.models.shape import write_shape
 from millrace.rewards.builtin import NEEDS_TRUTH, number
 from millrace.rewards.functions import check_name
 from millrace.rewards.sources import refusal, scorer_of
+from millrace.run import rows
 from millrace.run.agents import check_player, row_check
 from millrace.run.get_model import MODELS
 from millrace.run.prompt_notes import first_prompts, prompt_notes
@@ -278,14 +279,18 @@ def prompts_of_an_epoch(
     scored: bool = True,
     inspect: Inspect = None,
     note: Note = silent,
+    resume_from: Path | None = None,
 ) -> int:
     """Check the data without a run, and return the number of its training prompts.
 
     Prompts that a run leaves out do not count. `inspect` gets the tokenizer, and `note` each line
-    on how prompts are read.
+    on how prompts are read. The rows must be those of the checkpoint `resume_from`.
     """
     shown = shown_slowly(lambda work, done, total: note(_counted(work, done, total)), 5.0, 5.0)
     sources = load(config, scored=scored, note=note, progress=shown)
+    if resume_from is not None:
+        for line in rows.check(config.data, resume_from, sources.train, sources.val)[1]:
+            note(line)
     if scored:
         asyncio.run(check_functions(config.reward, sources.scored(), note))
     if not (config.model.path or config.data.filter_overlong_prompts or inspect):

@@ -112,7 +112,8 @@ async def try_rewards(
     pairs = zip(reward.parts.values(), config.parts.values(), strict=True)
     tried = [part for part, keys in pairs if keys.trial]
     if tried:
-        await try_functions(tried, [train[i] for i in range(min(ROWS, len(train)))], note)
+        rows = [train[i] for i in range(min(ROWS, len(train)))]
+        await try_functions(tried, rows, train.chat.encode, note)
 
 
 def check_columns(

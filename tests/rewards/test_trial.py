@@ -12,7 +12,6 @@ from millrace.config import RewardConfig
 from millrace.errors import ConfigError
 from millrace.rewards.mix import RunReward
 from millrace.rewards.trial import answers_to, try_functions
-from millrace.run.rewards import try_rewards
 from millrace.types import Prompt, tokens_of
 
 PROMPTS = [Prompt(i, tokens_of([1]), f"{i} + {i}?", "sums", str(2 * i)) for i in range(3)]
@@ -29,7 +28,8 @@ def lines_of(tmp_path: Path, code: str, **keys: Any) -> list[str]:
         reward = RunReward(config)
         try:
             await reward.start()
-            await try_rewards(config, reward, PROMPTS, lines.append)  # type: ignore[arg-type]
+            chosen = reward.parts.values() if config.trial else ()
+            await try_functions(chosen, PROMPTS, lambda text: range(len(text)), lines.append)
             assert reward.take_figures() == {}
         finally:
             await reward.close()
@@ -44,6 +44,7 @@ def lines_of(tmp_path: Path, code: str, **keys: Any) -> list[str]:
         "def f(solution_str, ground_truth): return float(ground_truth == solution_str)",
         "def f(solution_str, ground_truth): return float(f'#### {ground_truth}' in solution_str)",
         "async def f(completions, **k): return [float(len(c)) for c in completions]",
+        "def f(completions, completion_ids): return [float(len(ids) > 99) for ids in completion_ids]",
         # It needs two answers.
         "from statistics import stdev\n"
         "def f(completions): return [len(c) / (1 + stdev(map(len, completions))) for c in completions]",
@@ -57,7 +58,7 @@ def test_a_function_with_different_scores_gets_no_warning(tmp_path: Path, code: 
 @pytest.mark.parametrize("returned", ["0.0", "1"])
 def test_equal_scores_of_made_up_and_true_answers_are_named(tmp_path: Path, returned: str) -> None:
     (line,) = lines_of(tmp_path, f"def f(solution_str): return {returned}")
-    assert "warning: reward.function" in line and f"gives {returned[0]} for each of 15" in line
+    assert "warning: reward.function" in line and f"gives {returned[0]} for each of 18" in line
 
 
 def test_a_score_that_depends_on_the_other_answers_is_named(tmp_path: Path) -> None:
@@ -91,16 +92,16 @@ def test_one_that_hangs_costs_one_deadline(tmp_path: Path) -> None:
 
 def test_a_function_that_fails_at_times_is_a_warning(tmp_path: Path) -> None:
     (line,) = lines_of(tmp_path, "def f(solution_str): return len(solution_str.split()[0])")
-    assert "3 of 15 calls of a trial fail" in line and "IndexError" in line
+    assert "3 of 18 calls of a trial fail" in line and "IndexError" in line
 
 
 def test_millraces_own_scorers_are_not_tried() -> None:
     reward = RunReward(RewardConfig(function="exact"))
-    asyncio.run(try_functions(reward.parts.values(), PROMPTS, pytest.fail))
+    asyncio.run(try_functions(reward.parts.values(), PROMPTS, lambda text: [], pytest.fail))
     assert not next(iter(reward.parts.values())).workers  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("truth", [None, {"a": 1}])
 def test_a_truth_that_is_no_text_gets_made_up_answers_alone(truth: Any) -> None:
     assert answers_to(truth) == answers_to(None)
-    assert answers_to(["7", "8"])[2] == "7" and len(answers_to("7")) == 5
+    assert answers_to(["7", "8"])[3] == "7" and len(answers_to("7")) == 6

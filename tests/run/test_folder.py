@@ -262,4 +262,5 @@ def test_a_dry_run_says_what_the_resume_would_refuse(checkpoint: Path, tmp_path:
     assert isinstance(refused.exception, ConfigError)
     assert str(refused.exception).startswith("rollout.n = 4: the checkpoint")
     assert dry("eval", *resume, "rollout.n=4").exit_code == 0
+    assert "no digests of its rows" in dry("train", *resume).stderr  # this checkpoint has none
     assert files == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
