@@ -34,8 +34,9 @@ def read_parquet(path: Path) -> Read:
         binary = [f.name for f in file.schema_arrow if "binary" in str(f.type)]
         rows = (row for batch in file.iter_batches(4096) for row in batch.to_pylist())
         for number, row in enumerate(rows, 1):
-            # JSON would make a text of bytes, and a prompt of bytes is no prompt.
-            yield number, row | {name: {"bytes": row[name]} for name in binary if row[name]}
+            for name in binary:  # JSON would make a text of bytes, and they are no prompt
+                row[name] = row[name] and {"bytes": row[name]}
+            yield number, row
     except (pyarrow.ArrowException, OSError) as error:
         raise bad_row(
             path.name, str(error).splitlines()[0], "is not readable as parquet", "write it again"
