@@ -101,7 +101,7 @@ def test_a_template_that_drops_tool_calls_is_refused() -> None:
 
 def test_an_empty_list_of_tool_calls_is_no_call() -> None:
     chat = Chat(tokenizer_of("qwen3"))
-    empty = [m | {"tool_calls": []} for m in USER]
+    empty: list[dict[str, Any]] = [m | {"tool_calls": []} for m in USER]
     assert chat.render(Problem(empty, "s")) == chat.render(Problem(USER, "s"))
 
 
