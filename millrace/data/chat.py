@@ -30,10 +30,13 @@ _MARK = "\ue000"
 _MARKUP = re.compile(
     r"<\|(?:im_start|start_header_id|user|assistant|system|turn|start|end_of_turn)\|?>"
     r"|<start_of_turn>|\[/?INST\]|<｜(?:User|Assistant)｜>"
-    r"""|\A\s*\[?\s*\{(?=[^{}]*["'](?:content|value)["']\s*:)[^{}]*["'](?:role|from)["']\s*:\s*"""
+)
+"""Heads of turns in the families of chat templates."""
+_MESSAGES = re.compile(
+    r"""\s*\[?\s*\{(?=[^{}]*["'](?:content|value)["']\s*:)[^{}]*["'](?:role|from)["']\s*:\s*"""
     r"""["'](?:system|developer|user|human|assistant|gpt|tool)["']"""
 )
-"""Heads of turns in the families of chat templates, and messages that were saved as text."""
+"""The start of messages that were saved as text."""
 _ESCAPES = {i: repr(chr(i))[1:-1] for i in (*range(32), 127)}
 
 
@@ -325,7 +328,8 @@ class Chat:
         """
         if self.strings != "auto" or self.reading(problem) not in (Reading.WRAPPED, Reading.PLAIN):
             return
-        if (found := _MARKUP.search(str(problem.prompt))) is not None:
+        text = str(problem.prompt)
+        if (found := _MARKUP.search(text) or _MESSAGES.match(text)) is not None:
             rule = "is markup of a chat, which the policy would read as characters"
             fix = "messages [{role, content}] in place of the string, or data.chat=never"
             if self.template is not None:
