@@ -266,6 +266,8 @@ class Shell:
         values = self._values
         body = re.sub(r"^(?:export|local|readonly|declare|typeset)(?:\s+-\w+)*\s+", "", line)
         words = words_of(body)
+        if body != line:  # `local a=1 b` gives b no value
+            words = [word for word in words if not re.fullmatch(NAME, word)]
         if match := re.match(rf"^({NAME})(\+?)=\((.*)\)$", body, re.S):
             self._assign_array(match, line)
         elif words and all(_ASSIGNMENT.match(word) for word in words):
