@@ -55,12 +55,15 @@ class Blocks:
     marks: tuple[str, ...] = ()
     bare: re.Pattern[str] | None = None
     """The pattern of calls in a text where `pattern` finds nothing."""
+    closing: str = ""
+    """What ends each call. No call is after the last one, so nobody looks for it there again."""
 
     def parse(self, text: str, tools: Sequence[ToolSchema]) -> Parsed:
         calls: list[Call] = []
         kept: list[str] = []
         broken = end = 0
-        blocks = [*self.pattern.finditer(text)]
+        last = text.rfind(self.closing) + len(self.closing)
+        blocks = [*self.pattern.finditer(text, 0, last)]
         if not blocks and self.bare is not None:
             blocks = [*self.bare.finditer(text)]
         for block in blocks:
@@ -128,8 +131,10 @@ def _made(name: str, arguments: dict[str, Any]) -> Call:
     return Call(name, text)
 
 
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|(?=<function=)|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)(?:</function>|(?=<function=)|\Z)", re.DOTALL)
+_PARAMETER = re.compile(
+    r"<parameter=([^<>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL
+)
 """A value ends at its closing tag. Without one, it ends at the next value, or at the function's end.
 
 vLLM and verl read calls without closing tags, several in a block, and calls without a block.
@@ -213,7 +218,7 @@ def _as(kind: str, value: str) -> Any:
     except ValueError:
         try:
             return ast.literal_eval(value.strip())
-        except (SyntaxError, MemoryError, RecursionError) as error:
+        except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
             raise ValueError(f"no {kind}") from error
 
 
@@ -238,7 +243,7 @@ def _line_calls(text: str, tools: Sequence[ToolSchema]) -> list[Call]:
 
 FORMATS: dict[str, ToolFormat] = {
     "hermes": Blocks(re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL), _json_calls,
-                     "<tool_call>", ("<tool_call>", "</tool_call>")),
+                     "<tool_call>", ("<tool_call>", "</tool_call>"), closing="</tool_call>"),
     "json": Json(),
     "qwen": Blocks(re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL), _qwen_calls,
                    "<tool_call>", ("<tool_call>", "</tool_call>"),

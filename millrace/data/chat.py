@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from millrace.data import template
 from millrace.data.rows import Messages, Problem
 from millrace.data.tokenizer import TEMPLATES
-from millrace.errors import bad_row
+from millrace.errors import DataError, bad_row
 from millrace.types import Tokens, tokens_of
 
 if TYPE_CHECKING:
@@ -30,9 +30,13 @@ _MARK = "\ue000"
 _MARKUP = re.compile(
     r"<\|(?:im_start|start_header_id|user|assistant|system|turn|start|end_of_turn)\|?>"
     r"|<start_of_turn>|\[/?INST\]|<｜(?:User|Assistant)｜>"
-    r"""|\A\s*\[?\s*\{\s*["'](?:role|from)["']\s*:|\A\s*\[?\s*\{\s*["'](?:content|value)["']\s*:"""
 )
-"""Heads of turns in the families of chat templates, and messages that were saved as text."""
+"""Heads of turns in the families of chat templates."""
+_MESSAGES = re.compile(
+    r"""\s*\[?\s*\{(?=[^{}]*["'](?:content|value)["']\s*:)[^{}]*["'](?:role|from)["']\s*:\s*"""
+    r"""["'](?:system|developer|user|human|assistant|gpt|tool)["']"""
+)
+"""The start of messages that were saved as text."""
 _ESCAPES = {i: repr(chr(i))[1:-1] for i in (*range(32), 127)}
 
 
@@ -104,7 +108,12 @@ class Chat:
             return problem.prompt, tokens_of(begin + tokens)
         text = self._template(problem.prompt, where)
         without = [{k: v for k, v in m.items() if k != "tool_calls"} for m in problem.prompt]
-        if without != problem.prompt and self._template(without, where) == text:
+        called = any(m.get("tool_calls") for m in problem.prompt)
+        try:
+            dropped = called and self._template(without, where) == text
+        except DataError:  # the template needs the calls, so it reads them
+            dropped = False
+        if dropped:
             rule = "are not in the text that the chat template makes"
             fix = "calls as the words of their message, or a chat template with tools"
             raise bad_row(f"{where}, tool_calls", problem.prompt, rule, fix)
@@ -124,7 +133,8 @@ class Chat:
         texts: list[tuple[str, bool] | None] = [None] * len(entries)
         lengths = [0] * len(entries)
         whole: dict[int, Messages] = {}
-        for n, (entry, _) in enumerate(entries):
+        for n, (entry, where) in enumerate(entries):
+            self._check_markup(entry, where)
             prompt = self.as_chat(entry).prompt
             if isinstance(prompt, str):
                 texts[n] = prompt, self._split or not self._rendered(prompt)
@@ -318,7 +328,8 @@ class Chat:
         """
         if self.strings != "auto" or self.reading(problem) not in (Reading.WRAPPED, Reading.PLAIN):
             return
-        if (found := _MARKUP.search(str(problem.prompt))) is not None:
+        text = str(problem.prompt)
+        if (found := _MARKUP.search(text) or _MESSAGES.match(text)) is not None:
             rule = "is markup of a chat, which the policy would read as characters"
             fix = "messages [{role, content}] in place of the string, or data.chat=never"
             if self.template is not None:

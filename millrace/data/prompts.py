@@ -126,7 +126,7 @@ class PromptStream:
         )
         if not later:
             return stream
-        return replace(stream, ahead=stream._checked_ahead(meter, later, use_from or 0, note))
+        return stream._checked_ahead(meter, later, use_from or 0, note)
 
     def __len__(self) -> int:
         """Return the number of prompts in one epoch."""
@@ -149,7 +149,7 @@ class PromptStream:
         later: Sequence[tuple[int, str]],
         use_from: int,
         note: Callable[[str], None],
-    ) -> Ahead:
+    ) -> PromptStream:
         """Check the first rows that the run uses, and begin to check the others."""
         total = sum(1 for _ in self.rows.distinct(generated=0))
 
@@ -161,13 +161,14 @@ class PromptStream:
         order = (self._row(use_from + n) for n in range(2 * len(self)))
         ahead = Ahead(meter, order, total, ended)
         left = ahead.check(_FIRST)
+        checked = replace(self, ahead=ahead, readings=meter.counts())
         if left:
             note(
                 f"{left:,} of {total:,} distinct rows are not checked yet: each is checked before "
                 "its use, and a bad one ends the run then. `--dry-run` checks all of them first"
             )
             ahead.start()
-        return ahead
+        return checked
 
     def _row(self, i: int) -> int:
         if i < 0:

@@ -31,7 +31,7 @@ def read_parquet(path: Path) -> Read:
 
     try:
         file = parquet.ParquetFile(path)
-        binary = [f.name for f in file.schema_arrow if "binary" in str(f.type)]
+        binary = [f.name for f in file.schema_arrow if _has_bytes(f.type)]
         rows = (row for batch in file.iter_batches(4096) for row in batch.to_pylist())
         for number, row in enumerate(rows, 1):
             for name in binary:  # JSON would make a text of bytes, and they are no prompt
@@ -41,6 +41,16 @@ def read_parquet(path: Path) -> Read:
         raise bad_row(
             path.name, str(error).splitlines()[0], "is not readable as parquet", "write it again"
         ) from None
+
+
+def _has_bytes(kind: Any) -> bool:
+    """Return whether values of an Arrow type have bytes in them."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return _has_bytes(kind.value_type)
+    inside = (kind.field(n).type for n in range(kind.num_fields))
+    return "binary" in str(kind) if not kind.num_fields else any(map(_has_bytes, inside))
 
 
 def read_jsonl(path: Path) -> Read:

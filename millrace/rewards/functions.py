@@ -127,7 +127,14 @@ class Function:
         scores = [self._score(v, text) for v, text in zip(values, call.completions, strict=True)]
         if not metrics:
             return scores
-        shared = {sendable(str(k)): _number(v, f"log_metric of {k}") for k, v in metrics.items()}
+        shared = {}
+        for name, value in ((sendable(str(k)), v) for k, v in metrics.items()):
+            try:
+                shared[name] = _number(value, f"log_metric of {name}")
+            except RewardError as error:  # as the NaN of a component
+                if error.reason != "not_finite":
+                    raise
+                self.figures[f"no_number/{name}"] += 1
         return [replace(score, extra=shared | score.extra) for score in scores]
 
     def take_figures(self) -> dict[str, float]:

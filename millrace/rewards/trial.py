@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from millrace.errors import ConfigError, RewardError, bad_value
+from millrace.errors import ConfigError, RewardError, WorkerError, bad_value
 from millrace.rewards.builtin import BUILTIN
 from millrace.rewards.functions import NOT_FOR_THE_TASK
 from millrace.rewards.pool import RewardPool
@@ -107,6 +107,10 @@ async def _score(
         return await pool.score(prompt, completions)
     except RewardError as error:
         return error
+    except WorkerError as error:  # each worker of several in a row died, so the pool has failed
+        key, function = f"{pool.job.key}.function", pool.job.spec["function"]
+        died = RewardError("worker_died", str(error))
+        raise _refused(key, function, completions[0].text, died) from None
 
 
 def _refused(key: str, function: str, answer: str, error: RewardError) -> ConfigError:

@@ -244,3 +244,17 @@ def test_qwen_values_of_a_schema_without_a_type(schema: Any, text: str, value: A
     one = {"function": {"name": "f", "parameters": {"properties": {"x": schema}}}}
     (call,) = tool_format("qwen").parse(function("f", x=text), (one,)).calls
     assert json.loads(call.arguments) == {"x": value}
+
+
+@pytest.mark.parametrize("value", ["{[1]: 2}", "{{}}", "{1, [2]}"])
+def test_a_value_that_python_cannot_hash_is_a_broken_call(value: str) -> None:
+    text = function("put", x=value)
+    parsed = tool_format("qwen").parse(text, MANY)
+    assert (parsed.calls, parsed.broken, parsed.content) == ((), 1, text)
+
+
+@pytest.mark.parametrize("form", ["qwen", "hermes"])
+@pytest.mark.parametrize("piece", ["<tool_call>", "<function=", "<function=now><parameter="])
+def test_endless_repeats_of_a_tag_take_no_quadratic_time(form: str, piece: str) -> None:
+    text = piece * 100_000  # A search from each tag to the end would take hours.
+    tool_format(form).parse(text, MANY)

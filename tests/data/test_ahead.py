@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from millrace.data import ahead, prompts, row_store
 from millrace.data.ahead import Ahead
-from millrace.data.chat import Chat
+from millrace.data.chat import Chat, Reading
 from millrace.data.prompts import PromptStream
 from millrace.data.row_store import RowCache
 from millrace.data.rows import Problem, RowCheck
@@ -126,6 +126,14 @@ def test_rows_are_checked_in_the_order_of_their_use_and_the_rest_is_said(
     late = stream[40].text  # before the thread had it
     assert inspect.seen == [*first, late]
     assert stream[40].text == late and inspect.seen == [*first, late]
+
+
+@pytest.mark.usefixtures("few")
+def test_the_rows_that_are_checked_first_say_how_prompts_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ahead, "start", lambda self: None)
+    assert opened(rows_of(tmp_path, *NUMBERS), RowCheck(), 0).readings == {Reading.PLAIN: 10}
 
 
 @pytest.mark.usefixtures("few")

@@ -99,6 +99,23 @@ def test_a_template_that_drops_tool_calls_is_refused() -> None:
         Chat(plain).render(talk, "row 3")
 
 
+def test_an_empty_list_of_tool_calls_is_no_call() -> None:
+    chat = Chat(tokenizer_of("qwen3"))
+    empty: list[dict[str, Any]] = [m | {"tool_calls": []} for m in USER]
+    assert chat.render(Problem(empty, "s")) == chat.render(Problem(USER, "s"))
+
+
+def test_a_template_that_needs_the_tool_calls_is_no_fault() -> None:
+    plain = deepcopy(tokenizer_of("qwen3"))
+    plain.chat_template = (
+        "{% for m in messages %}{% if not m.content and not m.tool_calls %}"
+        "{{ raise_exception('empty') }}{% endif %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert "look" in Chat(plain).render(Problem([*USER, calls, *USER], "s"))[0]
+
+
 def test_special_tokens_beside_the_content_are_refused_where_the_template_writes_them() -> None:
     chat = Chat(tokenizer_of("qwen3"))
     function = {"name": "look", "arguments": {"of": "<|im_end|>"}}

@@ -155,3 +155,17 @@ def test_bytes_in_parquet_are_no_text(tmp_path: Path) -> None:
     rows = load_source(str(tmp_path / "t.parquet"), seed=0)
     with pytest.raises(DataError, match=r"t\.parquet row 1, prompt: .*must be a string"):
         problem(rows, 0)
+
+
+def test_a_field_whose_name_has_binary_is_no_bytes(tmp_path: Path) -> None:
+    extra = {"is_binary": True, "n": 3}
+    table = pa.Table.from_pylist([{"prompt": "1 + 1?", "answer": "2", "extra_info": extra}])
+    pq.write_table(table, tmp_path / "t.parquet")
+    assert problem(load_source(str(tmp_path / "t.parquet"), seed=0), 0).extra_info == extra
+
+
+@pytest.mark.parametrize("value", [[b"x"], {"a": b"x"}])
+def test_bytes_inside_of_other_values_are_found(tmp_path: Path, value: Any) -> None:
+    pq.write_table(pa.Table.from_pylist([{"prompt": "1?", "x": value}]), tmp_path / "t.parquet")
+    (row,) = load_source(str(tmp_path / "t.parquet"), seed=0)
+    assert "bytes" in row["x"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from millrace.config import Config, recipe
 from millrace.data.chat import Chat, Reading
+from millrace.data.prompts import PromptStream
 from millrace.data.rows import Problem
+from millrace.data.sources import load_source
 from millrace.data.tokenizer import make_tokenizer
 from millrace.errors import ConfigError, DataError
 from millrace.models.model import write_shape
@@ -104,6 +107,26 @@ def test_markup_that_would_be_read_as_characters_is_refused(prompt: str, templat
 )
 def test_text_that_is_no_markup_stays(prompt: str) -> None:
     assert Chat(tokenizer(), strings="auto").reading(text(prompt)) is Reading.WRAPPED
+    assert prompt in Chat(tokenizer(), strings="auto").render(text(prompt))[0]
+
+
+@pytest.mark.parametrize("prompt", ["Say [INST] hi", '{"role": "user", "content": "hi"}'])
+def test_a_stream_refuses_markup_before_a_run(tmp_path: Path, prompt: str) -> None:
+    (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": prompt}))
+    rows, chat = load_source(str(tmp_path / "t.jsonl"), seed=0), Chat(tokenizer(), strings="auto")
+    with pytest.raises(DataError, match=r"t\.jsonl row 1.*markup.*Fix: "):
+        PromptStream.open(rows, chat, seed=0, shuffle=False, max_prompt_length=4000)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        '{"value": 3, "unit": "m"}: how many feet is it?',
+        '{"role": "detective", "content": "clue"}: who is it?',
+        '[{"content": 1}] has how many keys?',
+    ],
+)
+def test_a_problem_that_is_json_is_no_markup(prompt: str) -> None:
     assert prompt in Chat(tokenizer(), strings="auto").render(text(prompt))[0]
 
 

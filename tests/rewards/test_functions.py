@@ -391,3 +391,10 @@ def test_a_metric_that_is_no_number_is_an_error(tmp_path: Path) -> None:
     code = "def f(completions, log_metric): log_metric('a', 'b'); return [1.0]"
     with pytest.raises(RewardError, match="log_metric of a"):
         function(tmp_path, code).run(call("x"))
+
+
+def test_a_metric_that_is_nan_is_counted_and_left_out_as_a_component_is(tmp_path: Path) -> None:
+    code = "def f(completions, log_metric): log_metric('a', float('nan')); return [1.0]"
+    logs = function(tmp_path, code)
+    assert [(s.value, s.extra) for s in logs.run(call("x"))] == [(1.0, {})]
+    assert logs.take_figures() == {"no_number/a": 1.0}

@@ -74,6 +74,7 @@ def test_a_score_that_depends_on_the_other_answers_is_named(tmp_path: Path) -> N
         ("def f(solution_str): return None", "not_a_number"),
         ("def f(completions): return [None for _ in completions]", "not_for_the_task"),
         ("def f(completions, level): return [1.0]", "no_column"),
+        ("import os\ndef f(solution_str): os._exit(3)", "worker_died"),
     ],
 )
 def test_a_function_that_always_fails_ends_the_start(tmp_path: Path, code: str, said: str) -> None:

@@ -35,7 +35,7 @@ def judge(line: str, values: Variables) -> Answer:
     if match := re.fullmatch(r"\(\(\s*(.*?)\s*(==|!=|<=|>=|<|>)\s*(.*?)\s*\)\)", text):
         return _caught([f"$(({match[1]}))", _SIGNS[match[2]], f"$(({match[3]}))"], values, line)
     if match := re.fullmatch(r"\[\[\s+(.*)\s+\]\]|\[\s+(.*)\s+\]|test\s+(.*)", text, re.S):
-        return _any(words_of(next(filter(None, match.groups()))), values, line)
+        return _any(words_of("".join(filter(None, match.groups()))), values, line)
     first = text.split()[0] if text else ""
     if first == "getopts" and not values.arguments:
         return False, None
@@ -79,7 +79,7 @@ def _test(words: Sequence[str], values: Variables, line: str) -> bool | None:
     right = expand(words[2], values, line)
     if sign in ("=", "==", "!="):
         return fits(left, right) == (sign != "!=")
-    if sign in _NUMBERS and all(re.fullmatch(r"-?\d+", text) for text in (left, right)):
+    if sign in _NUMBERS and all(re.fullmatch(r"-?\d{1,18}", text) for text in (left, right)):
         return _NUMBERS[sign](int(left), int(right))
     return None
 

@@ -81,9 +81,15 @@ def read(
     found: list[_Start] = []
     unclear: dict[ConfigError, None] = {}
     shell = Shell(values, lambda line: _starts(line, values, found, unclear, replaced))
-    shell.walk(text)
-    if not found:
-        shell.walk_uncalled()
+    try:
+        shell.walk(text)
+        if not found:
+            shell.walk_uncalled()
+    except RecursionError:
+        rule = "has more brackets, quotes or conditions inside each other than can be read"
+        raise bad_value(
+            "SCRIPT", shown(text), rule, "fewer of them, or a list of overrides"
+        ) from None
     if unclear and not found:  # the program may be in one of these
         raise next(iter(unclear))
     return _chosen(found, _loose(text) if is_list else [])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from millrace.errors import ConfigError, bad_value
 from millrace.extras.verl.conditions import judge, matches
 from millrace.extras.verl.lines import commands, words_of
-from millrace.extras.verl.words import NAME, Unknown, Variables, expand, shown, unknown
+from millrace.extras.verl.words import NAME, Unknown, Variables, check_size, expand, shown, unknown
 
 _ASSIGNMENT = re.compile(rf"^{NAME}\+?=")
 _FUNCTION = re.compile(rf"(?:function\s+({NAME})\s*(?:\(\s*\))?|({NAME})\s*\(\s*\))\s*")
@@ -26,7 +26,7 @@ _SPLIT = re.compile(rf"\$(?:{NAME}|\{{{NAME}(?::?[-+=][^{{}}]*)?\}})")
 _START = re.compile(r"\+{0,2}ray_kwargs\.")
 """An override that says how Ray starts its workers, which is needless here."""
 _DEEPEST = 8
-"""Calls of functions inside each other. A script with more calls itself."""
+"""Calls of functions inside each other. One that calls itself is walked through once."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,8 @@ class Shell:
         self._open = 0
         self._status: bool | None = True
         self._cause: ConfigError | None = None
-        self._calls = 0
+        self._calls: list[str] = []
+        """The functions that are being walked through."""
 
     def walk(self, text: str) -> None:
         """Walk through commands. Raises ConfigError if the start of a program cannot be known."""
@@ -226,15 +227,16 @@ class Shell:
 
     def _call(self, name: str, words: Sequence[str], line: str) -> None:
         """Walk through the body of a function, with its arguments."""
-        if self._calls >= _DEEPEST:
+        if name in self._calls or len(self._calls) >= _DEEPEST:
             return
-        before, self._calls = self._values.arguments, self._calls + 1
+        before = self._values.arguments
+        self._calls.append(name)
         given = [item for word in words for item in items(word, self._values, line)]
         self._values.arguments, frames = given, self._frames
         self._frames = [_Frame("{", line, self._runs(), cause=self._reason().cause)]
         self.walk(self._functions[name])
         self._values.arguments, self._frames = before, frames
-        self._calls -= 1
+        self._calls.pop()
 
     def _reason(self) -> _Frame:
         """Return the frame because of which nobody knows whether a command runs."""
@@ -264,6 +266,8 @@ class Shell:
         values = self._values
         body = re.sub(r"^(?:export|local|readonly|declare|typeset)(?:\s+-\w+)*\s+", "", line)
         words = words_of(body)
+        if body != line:  # `local a=1 b` gives b no value
+            words = [word for word in words if not re.fullmatch(NAME, word)]
         if match := re.match(rf"^({NAME})(\+?)=\((.*)\)$", body, re.S):
             self._assign_array(match, line)
         elif words and all(_ASSIGNMENT.match(word) for word in words):
@@ -301,6 +305,7 @@ class Shell:
         try:
             found = [item for word in words_of(text) for item in items(word, values, line)]
             before = values.arrays.get(name, [])
+            check_size(found, line)
             if unsure and all(_START.match(word) for word in [*before, *found]):
                 return
             if unsure:

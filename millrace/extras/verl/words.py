@@ -8,7 +8,7 @@ import operator
 import posixpath
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 
 from millrace.errors import ConfigError, bad_value
 from millrace.extras.verl.lines import commands, words_of
@@ -22,6 +22,8 @@ _OPERATORS = {
     ast.Mod: math.fmod,
 }
 """As bash: a quotient is cut towards 0, and a remainder has the sign of the dividend."""
+
+_LONGEST = 1 << 20
 
 
 class Unknown(ConfigError):
@@ -89,10 +91,18 @@ def expand(word: str, values: Variables, line: str) -> str:
         elif char == "$" and quote != "'":
             text, at = _reference(word, at, values, line)
             out += text
+            check_size(out, line)
         else:
             out += char
             at += 1
     return out
+
+
+def check_size(value: Sized, line: str) -> None:
+    """Raise ConfigError for a text or a list that no command can have, as of a doubled variable."""
+    if len(value) > _LONGEST:
+        rule = f"makes a value of more than {_LONGEST:,} letters or words"
+        raise bad_value("SCRIPT", shown(line), rule, "the value itself, by --set or in the script")
 
 
 def _reference(word: str, at: int, values: Variables, line: str) -> tuple[str, int]:
@@ -218,8 +228,10 @@ def _braces(inner: str, values: Variables, line: str) -> str:
 
 def fits(text: str, pattern: str) -> bool:
     """Return whether a glob of bash's, with `*` and `?`, matches the whole text."""
-    glob = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
-    return re.fullmatch(glob, text, re.S) is not None
+    first, *rest = (re.escape(part).replace(r"\?", ".") for part in pattern.split("*"))
+    # The first place for a part between two `*` is as good as any, so none is tried again.
+    glob = first + "".join(f"(?>.*?{part})" for part in rest[:-1])
+    return re.fullmatch(glob + "".join(f".*{part}" for part in rest[-1:]), text, re.S) is not None
 
 
 def _value(name: str, values: Variables, line: str) -> str:

@@ -307,3 +307,27 @@ set -- "$@" $(date ` " ' # <<EOF EOF 2>&1 > bash -c eval ((A++)) a) *) unset A[0
 def test_any_commands_are_read_or_refused(tokens: list[str]) -> None:
     with suppress(ConfigError):
         read(" ".join(tokens), {})
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        "if " * 3000,
+        "( " * 1500 + "x" + " )" * 1500,
+        "[[ ]]",
+        "X=a\n" + "X=$X$X\n" * 60,
+        "X=(a)\n" + "X=(${X[@]} ${X[@]})\n" * 60,
+        "f() {\n" + "f\n" * 30 + "}\nf",
+        f"[ {'9' * 5000} -gt 1 ]",
+        f"[[ {'a' * 5000} == {'*a' * 40}b ]]",
+    ],
+)
+def test_rubbish_ends_in_an_error_or_is_passed(rubbish: str) -> None:
+    with suppress(ConfigError):
+        assert read(f"{rubbish}\npython3 -m verl.trainer.main_ppo t.x=1", {}).overrides == ["t.x=1"]
+
+
+@pytest.mark.parametrize("command", ["export A=2 B", "declare B A=2", "readonly A=2 B C=3"])
+def test_a_name_without_a_value_does_not_hide_the_values_beside_it(command: str) -> None:
+    text = f"A=1\n{command}\npython3 -m verl.trainer.main_ppo t.a=$A"
+    assert read(text, {}).overrides == ["t.a=2"]
