@@ -73,6 +73,8 @@ async def _try(pool: RewardPool, prompts: Sequence[Prompt], encode: Encode) -> l
                 scores.append(result[0].value)
             elif result.reason != NOT_FOR_THE_TASK or pool.job.key == "reward":
                 failed.append((answer, result))
+        if any(isinstance(r, RewardError) and r.reason == "timeout" for r in found):
+            break  # Each further one would cost a deadline more.
     pool.figures.clear()
     name = f"{key} = {function!r}"
     if failed and not scores:
