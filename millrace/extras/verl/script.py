@@ -85,7 +85,7 @@ def read(
     if not found:
         shell.walk_uncalled()
     if unclear and not found:  # the program may be in one of these
-        raise next(iter(unclear))
+        raise ConfigError("\n".join(map(str, unclear)))
     return _chosen(found, _loose(text) if is_list else [])
 
 
@@ -185,7 +185,8 @@ def _starts(
     if start.base or start.listed or any(_is_dotted(word) for word in start.overrides):
         found.append(start)
     else:
-        listed = [word.strip('"${[@]}') for word in words if "[@]" in word]
+        commanding = words if words[0] == "eval" or "-c" in words else words[:1]
+        listed = [word.strip('"${[@]}') for word in words if "[@]" in word or word in commanding]
         unclear |= dict.fromkeys(values.causes[name] for name in listed if name in values.causes)
 
 
