@@ -97,7 +97,8 @@ def _text(script: Path) -> str:
 def _variables(given: list[str]) -> dict[str, str]:
     for item in given:
         if not item.partition("=")[0].isidentifier() or "=" not in item:
-            raise bad_value("--set", item, "must be of the form NAME=VALUE", "--set GPUS=8")
+            fix = f"--set {item if item.isidentifier() else 'GPUS'}=VALUE"
+            raise bad_value("--set", item, "must be of the form NAME=VALUE", fix)
     return dict(item.split("=", 1) for item in given)
 
 

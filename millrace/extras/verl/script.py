@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from shlex import quote
 
 from millrace.errors import ConfigError, bad_value
@@ -75,7 +76,10 @@ def read(
     unused = [name for name in variables if not re.search(rf"\b{name}\b", text)]
     if unused:
         rule = "the script has no variable of this name"
-        raise bad_value("--set", unused[0], rule, "a name that the script uses")
+        used = sorted({*re.findall(rf"(?<![\w.]){NAME}(?![\w.])", text)})
+        near = get_close_matches(unused[0], used, 1, 0.8)
+        fix = f"--set {near[0]}={variables[unused[0]]}" if near else "a name that the script uses"
+        raise bad_value("--set", unused[0], rule, fix)
     values = Variables(variables, environment or {})
     is_list = not any(_base(word) for line, _ in commands(text) for word in re.split(r"\s", line))
     found: list[_Start] = []
