@@ -114,6 +114,10 @@ def _refused(key: str, function: str, answer: str, error: RewardError) -> Config
     if error.trace:
         rule += f"\n{error.trace}\n"
     slow = error.reason == "timeout"
-    fix = "a larger reward.timeout_s, or a faster function" if slow else "a function that scores any answer"
+    fix = (
+        "a larger reward.timeout_s, or a faster function"
+        if slow
+        else "a function that scores any answer"
+    )
     fix += "; reward.trial=false leaves the trial out"
     return bad_value(key, function, rule, fix)

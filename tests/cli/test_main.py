@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
