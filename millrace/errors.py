@@ -198,6 +198,7 @@ def needed(package: str, who: str) -> Any:
 def bad_value(key: str, value: object, rule: str, fix: str) -> ConfigError:
     """Return a ConfigError in the form that all of them share."""
     shown = key if key.isprintable() else repr(key)
+    value = list(value) if isinstance(value, tuple) else value  # as an override writes it
     return ConfigError(f"{shown} = {value!r}: {rule}. Fix: {fix}.")
 
 

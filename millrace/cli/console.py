@@ -219,6 +219,7 @@ def configure(
         from millrace.run import problems
         from millrace.run.folder import find_run
         from millrace.run.machine import check_machine, check_shape
+        from millrace.run.session import check_end
 
         try:
             check_machine(config)
@@ -245,6 +246,8 @@ def configure(
             note=_note,
             resume_from=checkpoint,
         )
+        if checkpoint is not None:
+            check_end(config, rows, checkpoint)
         check_shape(config.model, config.actor, config.trainer)
         _print_dry_run(config, rows, json_, lines)
         raise typer.Exit
@@ -252,7 +255,7 @@ def configure(
 
 
 def _note(text: str) -> None:
-    typer.echo(f"note: {text}", err=True)
+    typer.echo(text if text.startswith("warning: ") else f"note: {text}", err=True)
 
 
 def _print_dry_run(

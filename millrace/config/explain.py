@@ -134,7 +134,8 @@ def _valid(key: str, value: object, field: Any) -> str:
     """
     kind, default = _type_name(field.annotation, field.metadata), shown(default_of(key))
     if kind.startswith("list of"):
-        example = "..." if isinstance(value, dict | list) or not str(value) else str(value)
+        unclear = value in (None, "") or isinstance(value, dict | list)
+        example = "..." if unclear else str(value)
         return f"'{key}=[{example}]', a {kind}, in brackets" + (
             ", with a text such as 1.10 in quotes" if kind.endswith("str") else ""
         )

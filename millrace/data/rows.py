@@ -188,7 +188,8 @@ def _prompt(where: str, row: Row, key: str) -> tuple[str, Messages | str]:
     if key not in row:
         rule = f"has no column {key!r}"
         usual = next((name for name in ("prompt", "question") if name in row), "")
-        fix = f"data.prompt_key={usual}" if usual else nearest(key, row, "data.prompt_key={}")
+        near = usual or nearest(key, row).replace("one of", "NAME, one of")
+        fix = f"data.prompt_key={near}"
         raise bad_row(where, sorted(row), rule, f"{fix}, or add the column")
     prompt, where = row[key], f"{where}, {key}"
     if isinstance(prompt, str):

@@ -307,7 +307,7 @@ def _file(key: str, spec: str, path: Path, cache: RowCache) -> Part:
         folder = path.parent
         anywhere = f"a path from {Path.cwd()}, or absolute"
         if "," in spec:  # one string, because it has no brackets or only one
-            raise bad_value(key, spec, "no such file", f"{key}=[{spec.strip('[]')}], in brackets")
+            raise bad_value(key, spec, "no such file", f"'{key}=[{spec.strip('[]')}]', in brackets")
         if not folder.is_dir():
             raise bad_value(
                 key, spec, f"no such file: the folder {folder} does not exist", anywhere

@@ -119,5 +119,11 @@ def _refused(key: str, function: str, answer: str, error: RewardError) -> Config
     rule = f"every call of a trial fails, such as that for the answer {answer!r:.60}: {error}"
     if error.trace:
         rule += f"\n{error.trace}\n"
-    fix = "a function that scores any answer; reward.trial=false leaves the trial out"
+    slow = error.reason == "timeout"
+    fix = (
+        "a larger reward.timeout_s, or a faster function"
+        if slow
+        else "a function that scores any answer"
+    )
+    fix += "; reward.trial=false leaves the trial out"
     return bad_value(key, function, rule, fix)

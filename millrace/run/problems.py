@@ -288,16 +288,22 @@ def prompts_of_an_epoch(
     """
     shown = shown_slowly(lambda work, done, total: note(_counted(work, done, total)), 5.0, 5.0)
     sources = load(config, scored=scored, note=note, progress=shown)
+    growth: rows.Growth = ()
     if resume_from is not None:
-        for line in rows.check(config.data, resume_from, sources.train, sources.val)[1]:
+        growth, lines = rows.check(config.data, resume_from, sources.train, sources.val)
+        for line in lines:
             note(line)
     if scored:
         asyncio.run(check_functions(config.reward, sources.scored(), note))
     if not (config.model.path or config.data.filter_overlong_prompts or inspect):
         check_rows(sources.train, sources.check)
-        return len(sources.train)
     with TemporaryDirectory() as folder:
-        prepared = prepare(config, sources, Path(folder) / "model", progress=shown)
+        model = Path(folder) / "model"
+        if resume_from is not None and (resume_from / "model" / "tokenizer_config.json").is_file():
+            model = resume_from / "model"  # as in the run, which makes no tokenizer again
+        prepared = prepare(config, sources, model, growth=growth, progress=shown)
+    if resume_from is not None:
+        rows.check_kept(resume_from, prepared.train)
     first = () if config.agents.agent_kind else first_prompts(prepared.chat, prepared.train)
     for line in (*prepared.notes, *first):
         note(line)

@@ -16,7 +16,7 @@ from millrace.config import Config, RewardConfig
 from millrace.config.explain import facts
 from millrace.config.facts import ByRows, Fixed, Past
 from millrace.config.recipe import parse
-from millrace.errors import bad_value
+from millrace.errors import ConfigError, bad_value
 from millrace.pipeline.checkpoint import ROWS, read_ledger
 
 _Fact = TypeVar("_Fact", ByRows, Fixed, Past)
@@ -31,14 +31,17 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     fixed: list[tuple[str, ByRows | Fixed]] = [*_changed(Fixed, config, before)]
     if not (checkpoint / ROWS).is_file():
         fixed += _changed(ByRows, config, before)
-    for key, fact in fixed:
-        then = before.value_of(key)
-        raise bad_value(
+    refused = [
+        bad_value(
             key,
             config.value_of(key),
-            f"the checkpoint {checkpoint} was made with {then!r}, and {fact.why}",
-            f"{key}={_shown(then)}, or a new run",
+            f"the checkpoint {checkpoint} was made with {before.value_of(key)!r}, and {fact.why}",
+            f"{key}={_shown(before.value_of(key))}, or a new run",
         )
+        for key, fact in fixed
+    ]
+    if refused:
+        raise ConfigError("\n".join(map(str, refused)))
     _check_architecture(config, before, checkpoint)
     _check_estimator(config, before, checkpoint)
     _check_reference(config, before, checkpoint)

@@ -113,7 +113,8 @@ async def try_rewards(
     tried = [part for part, keys in pairs if keys.trial]
     if tried:
         rows = [train[i] for i in range(min(ROWS, len(train)))]
-        await try_functions(tried, rows, train.chat.encode, note)
+        chat = train.chat  # A finished response has the end of the sequence too.
+        await try_functions(tried, rows, lambda text: [*chat.encode(text), *chat.eos_ids[:1]], note)
 
 
 def check_columns(

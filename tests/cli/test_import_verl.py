@@ -52,7 +52,9 @@ def test_the_recipe_is_what_the_script_says(
     ("options", "fix"),
     [
         ([], "--set NAME=VALUE"),
-        (["--set", "NAME"], "--set GPUS=8"),
+        (["--set", "NAME"], "--set NAME=VALUE"),
+        (["--set", "NAMES=x"], "--set NAME=x"),
+        (["--set", "4=x"], "--set GPUS=VALUE"),
         (["--set", "NAME=x", "--base", "nonsense"], "--base"),
     ],
 )
@@ -141,6 +143,16 @@ def test_an_answer_may_be_an_override(run: Callable[..., Any], tmp_path: Path) -
     assert code == 2 and "--set trainer.n_gpus_per_node=VALUE" in err
     code, out, err = run("import-verl", str(path), "--set", "trainer.n_gpus_per_node=4")
     assert code == 0 and "n_gpus_per_node: 4" in out, err
+
+
+@pytest.mark.parametrize("given", ["model_engine=fsdp", "actor_rollout_ref.actor.strategy=fsdp2"])
+def test_an_answer_wins_over_every_spelling_of_its_key(
+    run: Callable[..., Any], tmp_path: Path, given: str
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"{PLAIN.strip()} --config-name=ppo_megatron_trainer model_engine=megatron\n")
+    code, out, err = run("import-verl", str(path), "--set", given)
+    assert code == 0 and f"engine: fsdp  # {given}\n" in out and "megatron" not in out, err
 
 
 def test_a_program_that_is_not_known_needs_a_base(run: Callable[..., Any], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -103,7 +104,7 @@ def test_a_dry_run_prints_the_configuration_and_every_derived_number(
     code, out, err = run(
         "train", QUICKSTART, *SMALL, "trainer.total_epochs=3", "--dry-run", "--json"
     )
-    assert (code, err) == (0, "")
+    assert code == 0 and re.fullmatch(r"note: task:copy\S* row 1 as the policy reads it.*\n", err)
     printed = json.loads(out.splitlines()[-1])
     assert set(printed) == {
         *("config", "derived", "memory", "memory_assumes", "translated", "limits", "agents"),
@@ -127,6 +128,13 @@ def test_a_dry_run_prints_the_configuration_and_every_derived_number(
     limits = {"rollout.total_rollout_steps": 5120, "trainer.total_epochs": 300}
     assert printed["limits"] == limits
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_counts_the_tokens_of_each_prompt_without_a_model_too(
+    run: Callable[..., Any],
+) -> None:
+    code, _, err = run("train", QUICKSTART, *SMALL, "rollout.max_prompt_length=2", "--dry-run")
+    assert code == 2 and "row 1: " in err and "rollout.max_prompt_length is 2" in err, err
 
 
 def test_a_dry_run_for_people_is_a_recipe_with_the_numbers_under_it(
@@ -404,4 +412,4 @@ def test_an_export_has_a_dtype_that_a_train_engine_has(
 
 def test_a_run_that_validates_alone_needs_problems_to_validate_on(run: Callable[..., Any]) -> None:
     code, _, err = run("train", QUICKSTART, "trainer.val_only=true", "data.val_files=[]")
-    assert code == 2 and err.startswith("error: data.val_files = ()"), err
+    assert code == 2 and err.startswith("error: data.val_files = []"), err

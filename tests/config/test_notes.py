@@ -32,3 +32,8 @@ def test_a_misspelled_key_of_a_part_names_the_nearest_one(key: str, near: str) -
     mix = ["reward.mix.a.function=exact", f"reward.mix.a.{key}=2"]
     with pytest.raises(ConfigError, match=rf"no such key\. Fix: reward\.mix\.a\.{near};"):
         load("quickstart", mix)
+
+
+def test_the_fix_for_a_list_that_is_null_names_no_none() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.logger = None: .*logger=\[\.\.\.\]'"):
+        load("quickstart", ["trainer.logger=null"])

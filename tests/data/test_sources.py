@@ -77,7 +77,7 @@ def test_row_numbers_count_blank_lines(tmp_path: Path) -> None:
         ("hello", "a source is"),
         ("./owner/name", "a source is"),
         ("/no/such/folder/a.jsonl", "does not exist"),
-        ("a.jsonl,b/c.jsonl", "=[a.jsonl,b/c.jsonl], in brackets"),
+        ("a.jsonl,b/c.jsonl", "=[a.jsonl,b/c.jsonl]', in brackets"),
     ],
 )
 def test_a_bad_spec_names_key_value_rule_and_fix(spec: Any, said: Any) -> None:

@@ -86,7 +86,7 @@ def test_a_function_that_always_fails_ends_the_start(tmp_path: Path, code: str, 
 def test_one_that_hangs_costs_one_deadline(tmp_path: Path) -> None:
     code = "import time\ncalls = open(__file__ + '.calls', 'a')\n"
     code += "def f(solution_str):\n    print('x', file=calls, flush=True)\n    time.sleep(600)"
-    with pytest.raises(ConfigError, match="timeout"):
+    with pytest.raises(ConfigError, match=r"timeout.*Fix: a larger reward\.timeout_s"):
         lines_of(tmp_path, code, timeout_s=0.2)
     assert (tmp_path / "mine.py.calls").read_text() == "x\n"
 

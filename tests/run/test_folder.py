@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import json
 import shutil
 import subprocess
 import sys
@@ -258,9 +259,15 @@ def test_a_dry_run_says_what_the_resume_would_refuse(checkpoint: Path, tmp_path:
     resume = f"trainer.run_dir={tmp_path / 'first'}", "trainer.resume=auto"
     assert f"resumes from {checkpoint}" in dry("train", *resume).stderr
     assert "sft.steps = 5: no effect" in dry("train", *resume, "sft.steps=5").stderr
-    refused = dry("train", *resume, "rollout.n=4")
+    refused = dry("train", *resume, "rollout.n=4", "trainer.seed=9")
     assert isinstance(refused.exception, ConfigError)
-    assert str(refused.exception).startswith("rollout.n = 4: the checkpoint")
+    first, second = sorted(str(refused.exception).splitlines())
+    assert first.startswith("rollout.n = 4: the checkpoint")
+    assert second.startswith("trainer.seed = 9: the checkpoint")
     assert dry("eval", *resume, "rollout.n=4").exit_code == 0
     assert "no digests of its rows" in dry("train", *resume).stderr  # this checkpoint has none
     assert files == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+    manifest = checkpoint / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "retired": 64}))
+    short = dry("train", *resume, "rollout.total_rollout_steps=8")
+    assert str(short.exception).startswith("rollout.total_rollout_steps = 8: the run would end")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from millrace.config import recipe
+from millrace.config import RewardConfig, recipe
 from millrace.errors import ConfigError
 from millrace.rewards.pool import RewardPool
+from millrace.run import rewards
 from millrace.run.rewards import make_reward
 
 GPUS = "3,5,7,8"
@@ -81,3 +85,20 @@ def test_beside_ray_a_reward_model_uses_the_cpu_alone(monkeypatch: pytest.Monkey
     for more in ([], ["reward.model.share=trainer"]):
         with pytest.raises(ConfigError, match=r"reward\.model\.device = 'auto': Ray reserves"):
             placed(monkeypatch, *said, *more)
+
+
+def test_an_answer_of_a_trial_ends_as_a_response_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function may divide by the length of completion_ids, which is never 0 in a run."""
+    given: list[Any] = []
+
+    async def tried(_parts: Any, _rows: Any, encode: Any, _note: Any) -> None:
+        given.append(encode(""))
+
+    class Stream(list[Any]):
+        chat = SimpleNamespace(encode=lambda _text: [], eos_ids=(7, 8))
+
+    monkeypatch.setattr(rewards, "try_functions", tried)
+    config = RewardConfig(function="mine.py:f")
+    parts = SimpleNamespace(parts={"reward": object()})
+    asyncio.run(rewards.try_rewards(config, parts, Stream(), given.append))  # type: ignore[arg-type]
+    assert given == [[7]]

@@ -104,7 +104,7 @@ def test_changed_rows_are_refused_by_the_first_of_them(
     folder: Folder, rows: list[dict[str, Any]], row: int, why: str
 ) -> None:
     for use in ("refuse", "use"):
-        with pytest.raises(ConfigError, match=rf"^data\.train_files = .*row {row}\b") as caught:
+        with pytest.raises(ConfigError, match=rf"^data\.train_files = \[.*row {row}\b") as caught:
             folder.check([folder.file("train.jsonl", rows)], use)
         assert why in str(caught.value) and "Fix: " in str(caught.value)
 

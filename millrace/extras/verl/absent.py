@@ -5,7 +5,7 @@ from __future__ import annotations
 from millrace.extras.verl.kinds import Absent
 
 _MEGATRON = Absent("this setting of Megatron's", "leave the key out, or a key of trainer.megatron")
-_CRITIC = Absent("critics in Megatron", "actor_rollout_ref.actor.strategy=fsdp2")
+_CRITIC = Absent("critics in Megatron", "actor_rollout_ref.actor.strategy=fsdp2 without this key")
 _STAGES = Absent("several parts of a model on each pipeline stage", "leave the key out", (1,))
 _AGENT = Absent("agent loops of your own", "agents.program or agents.environment=path.py:Class")
 _BIAS = Absent(

@@ -12,9 +12,12 @@ import yaml
 
 from millrace.cli.console import configuration
 from millrace.config import recipe
+from millrace.config.layers import is_native
 from millrace.errors import ConfigError, bad_value
 from millrace.extras.verl.importing import import_layer
+from millrace.extras.verl.kinds import Mapped
 from millrace.extras.verl.script import Script, read, short
+from millrace.extras.verl.translate import entry
 
 ScriptFile = Annotated[
     Path,
@@ -55,14 +58,23 @@ def import_verl(script: ScriptFile, set_: Sets = None, base: Base = "", drop: Dr
     given = set_ or []
     replaced = [item for item in given if "." in item.partition("=")[0]]
     answers = _variables([item for item in given if item not in replaced])
-    keys = {short(item) for item in replaced}
-    found = read(_text(script), answers, _environment(script), keys)
-    found.overrides = [*(word for word in found.overrides if short(word) not in keys), *replaced]
-    if not found.overrides:
+    found = read(_text(script), answers, _environment(script), set(map(short, replaced)))
+    if not found.overrides and not replaced:
         rule = "has no overrides: no word of the form section.key=value"
         raise bad_value("SCRIPT", str(script), rule, "the script that starts verl's program")
     base = _base(base, found)
+    names = set(map(short, found.overrides))
+    replaced += [f"{name}={value}" for name, value in answers.items() if name in names]
+    meant = set(map(_meaning, replaced))
+    kept = [word for word in found.overrides if _meaning(word) not in meant]
+    found.overrides = [*kept, *replaced]
     typer.echo(_recipe(script, found, base, drop), nl=False)
+
+
+def _meaning(override: str) -> str:
+    """Return the key of millrace that an override sets, or its own key."""
+    row = entry(short(override), is_native)
+    return row.to if isinstance(row, Mapped) and "*" not in row.to else short(override)
 
 
 def _environment(script: Path) -> dict[str, str]:
@@ -85,7 +97,8 @@ def _text(script: Path) -> str:
 def _variables(given: list[str]) -> dict[str, str]:
     for item in given:
         if not item.partition("=")[0].isidentifier() or "=" not in item:
-            raise bad_value("--set", item, "must be of the form NAME=VALUE", "--set GPUS=8")
+            fix = f"--set {item if item.isidentifier() else 'GPUS'}=VALUE"
+            raise bad_value("--set", item, "must be of the form NAME=VALUE", fix)
     return dict(item.split("=", 1) for item in given)
 
 

@@ -47,7 +47,8 @@ NEEDLESS: dict[str, str] = {
     "*.profile.*": _IF_ON,
     "actor.checkpoint.strict": "a checkpoint is always loaded whole",
     "actor.data_loader_seed": _SEED,
-    "actor.entropy_*": _CHUNKS,
+    "actor.entropy_checkpointing": _CHUNKS,
+    "actor.entropy_from_logits_*": _CHUNKS,
     "actor.fsdp_config.entropy_*": _CHUNKS,
     "actor.fsdp_config.forward_*": "FSDP2 decides it",
     **dict.fromkeys(

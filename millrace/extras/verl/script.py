@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from shlex import quote
 
 from millrace.errors import ConfigError, bad_value
@@ -75,7 +76,10 @@ def read(
     unused = [name for name in variables if not re.search(rf"\b{name}\b", text)]
     if unused:
         rule = "the script has no variable of this name"
-        raise bad_value("--set", unused[0], rule, "a name that the script uses")
+        used = sorted({*re.findall(rf"(?<![\w.]){NAME}(?![\w.])", text)})
+        near = get_close_matches(unused[0], used, 1, 0.8)
+        fix = f"--set {near[0]}={variables[unused[0]]}" if near else "a name that the script uses"
+        raise bad_value("--set", unused[0], rule, fix)
     values = Variables(variables, environment or {})
     is_list = not any(_base(word) for line, _ in commands(text) for word in re.split(r"\s", line))
     found: list[_Start] = []
@@ -91,7 +95,7 @@ def read(
             "SCRIPT", shown(text), rule, "fewer of them, or a list of overrides"
         ) from None
     if unclear and not found:  # the program may be in one of these
-        raise next(iter(unclear))
+        raise ConfigError("\n".join(map(str, unclear)))
     return _chosen(found, _loose(text) if is_list else [])
 
 
@@ -191,7 +195,8 @@ def _starts(
     if start.base or start.listed or any(_is_dotted(word) for word in start.overrides):
         found.append(start)
     else:
-        listed = [word.strip('"${[@]}') for word in words if "[@]" in word]
+        commanding = words if words[0] == "eval" or "-c" in words else words[:1]
+        listed = [word.strip('"${[@]}') for word in words if "[@]" in word or word in commanding]
         unclear |= dict.fromkeys(values.causes[name] for name in listed if name in values.causes)
 
 

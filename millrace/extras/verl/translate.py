@@ -106,6 +106,8 @@ def unknown(key: str, value: Any) -> ConfigError:
     names = {name.removeprefix(PREFIX) for table in tables for name in table}
     own = [name for name in names if name.rpartition(".")[:2] == (section, dot) and "*" not in name]
     near = difflib.get_close_matches(short, own, 1, 0.9)
+    top, tail = f"{short.partition('.')[0]}.", f".{short.rpartition('.')[2]}"
+    near = near or [n for n, _ in all_keys() if dot and n.startswith(top) and n.endswith(tail)]
     prefix = key[: len(key) - len(short)]
     fix = f"{prefix}{near[0]}, or " if near else ""
     rule = "no such key: neither verl nor millrace has it"

@@ -257,6 +257,9 @@ def test_a_path_of_the_script_is_known() -> None:
         ("python3 a.b=1 $MORE", ["MORE has no value"]),
         ("python3 a.b=${M:?needed}", ["M has no value", "--set M=VALUE"]),
         ("G=($(nproc))\npython3 a.b=1 ${G[@]}", ["$(nproc) has no value", "--set G=VALUE"]),
+        ('C="python3 -m verl.trainer.main_ppo a.b=$M"\n$C', ["M has no value", "--set M=VALUE"]),
+        ('C="python3 main_ppo a.b=$M"\neval $C "$@"', ["M has no value", "--set M=VALUE"]),
+        ('C="python3 main_ppo a.b=$M"\nbash -c "$C"', ["M has no value"]),
         (": ${X:=$(nproc)}\npython3 a.b=$X", ["$(nproc) has no value"]),
     ],
 )

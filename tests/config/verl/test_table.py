@@ -194,6 +194,8 @@ def test_a_setting_becomes_what_it_means(theirs: str, value: Any, ours: dict[str
             True,
             ["fsdp_config.param_offload", "--drop"],
         ),
+        ("actor_rollout_ref.actor.entropy_coef", 0.01, ["no such key", "actor.entropy_coeff, or"]),
+        ("sft.optim.lr", 0.01, ["no such key", "Fix: sft.lr, or"]),
         ("actor.adaptive_entropy.enabled", True, ["no such key", "leave it out"]),
     ],
 )
