@@ -120,7 +120,7 @@ def open_console(json_: bool) -> Console:
 _stopped_by: int | None = None
 
 
-def stopped_by() -> int | None:
+def signal_exit_code() -> int | None:
     """Return 128 + the number of the signal that stopped the command, or None."""
     return _stopped_by
 

@@ -43,7 +43,7 @@ from millrace.cli.console import (
     refuse_keys,
     report,
     run_async,
-    stopped_by,
+    signal_exit_code,
     unwrap_help,
 )
 from millrace.cli.get_model import get_model
@@ -143,7 +143,7 @@ def train(
     if json_:
         print_json(summary.as_json(outcome))
     if not outcome.complete:
-        raise typer.Exit(stopped_by() or 1)
+        raise typer.Exit(signal_exit_code() or 1)
 
 
 @app.command()
@@ -364,7 +364,9 @@ def main() -> None:
         raise
     except BaseException as error:  # noqa: BLE001 - no failure may look like success
         cause = first_cause(error)
-        if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt) and (code := stopped_by()):
+        if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt) and (
+            code := signal_exit_code()
+        ):
             _exit(code, "stopped by a signal", reported=True)
         if isinstance(cause, MillraceError):
             text = str(cause)

@@ -9,7 +9,7 @@ from millrace.algorithms.modes import TRUST_REGION, USES_OLD
 from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig
 from millrace.config.data_keys import RewardConfig
 from millrace.config.keys import Config
-from millrace.config.plugins import Named, find, load_given
+from millrace.config.plugins import Named, find, load_if_given
 from millrace.config.rollout_keys import RolloutConfig
 from millrace.config.schedule_keys import AsyncConfig
 from millrace.config.sides import Sides
@@ -45,7 +45,7 @@ def check(config: Config) -> None:
     _check_test_freq(trainer, rollout)
     _check_determinism(trainer, c.schedule)
     check_vllm(rollout, trainer)
-    if checks := load_given("trainer.engine", trainer.engine, "train_checks"):
+    if checks := load_if_given("trainer.engine", trainer.engine, "train_checks"):
         checks.check_keys(trainer, c.model, c.actor, algorithm)
     _check_placement(c.sides)
     _check_groups(algorithm, rollout)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from millrace.config.facts import ByRows, Compared, Fixed, Past
+from millrace.config.facts import Compared, Fixed, FixedRows, Past
 from millrace.config.keys import Config
 from millrace.config.plugins import OWN, Named, load, names
 from millrace.config.reward_keys import MixedReward
@@ -175,7 +175,9 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
     The type and the default of a section are empty.
     """
     for key, field in all_keys():
-        fates = (str(f) for f in field.metadata if isinstance(f, ByRows | Fixed | Past | Compared))
+        fates = (
+            str(f) for f in field.metadata if isinstance(f, FixedRows | Fixed | Past | Compared)
+        )
         meaning = " ".join([*(field.description or "").split(), *fates])
         if section_of(field.annotation):
             yield key, "", "", meaning

@@ -65,7 +65,7 @@ class Fixed:
 
 
 @dataclass(frozen=True, slots=True)
-class ByRows:
+class FixedRows:
     """A resume refuses other rows. Without digests of rows in the checkpoint, it needs the value."""
 
     why: str = STREAM

@@ -174,7 +174,7 @@ def load(key: str, name: str, group: str) -> Any:
     return found
 
 
-def load_given(key: str, name: str, group: str) -> Any:
+def load_if_given(key: str, name: str, group: str) -> Any:
     """Return the part of a name, or None if no package gives one."""
     return load(key, name, group) if name in names(group) else None
 

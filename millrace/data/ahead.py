@@ -69,7 +69,7 @@ class RowMeter:
             self.readings[self.rows.part_of(i), self.chat.reading(entry)] += 1
             lengths[n] = lengths[n] or len(tokens_of_row(self.rows, self.chat, i, entry)[1])
             if lengths[n] > self.limit and not self.filter_overlong:
-                raise too_long(self.rows, i, entry, lengths[n], self.limit)
+                raise too_long_error(self.rows, i, entry, lengths[n], self.limit)
         if bad is not None:
             raise bad
         return lengths
@@ -157,7 +157,7 @@ def tokens_of_row(rows: Rows, chat: Chat, i: int, entry: Problem) -> tuple[str, 
     return text, tokens
 
 
-def too_long(rows: Rows, i: int, entry: Problem, length: int, limit: int) -> DataError:
+def too_long_error(rows: Rows, i: int, entry: Problem, length: int, limit: int) -> DataError:
     """Return the error of a prompt of `length` tokens."""
     rule = f"the prompt has {length} tokens, and rollout.max_prompt_length is {limit}"
     fix = f"rollout.max_prompt_length={length} or more, or data.filter_overlong_prompts=true"

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, cast
 
-from millrace.data.ahead import Ahead, RowMeter, tokens_of_row, too_long
+from millrace.data.ahead import Ahead, RowMeter, tokens_of_row, too_long_error
 from millrace.data.chat import Chat, Reading
 from millrace.data.row_store import Progress, quiet
 from millrace.data.rows import Problem, RowCheck, problem
@@ -195,7 +195,7 @@ class PromptStream:
             text, tokens = tokens_of_row(self.rows, self.chat, at, entry)
             if len(tokens) <= self.max_prompt_length:
                 return at, entry, text, tokens
-        raise too_long(self.rows, at, entry, len(tokens), self.max_prompt_length)
+        raise too_long_error(self.rows, at, entry, len(tokens), self.max_prompt_length)
 
 
 def _generated(meter: RowMeter, part: Part, begin: int, end: int) -> Sequence[int]:

@@ -74,7 +74,7 @@ def _check_training(model: ModelConfig, trainer: TrainerConfig) -> None:
     """Raise MissingDependency if train workers on this machine cannot import what they need."""
     if model.lora_rank and importlib.util.find_spec("peft") is None:
         raise MissingDependency(f"model.lora_rank needs peft. Fix: {INSTALL['peft']}.")
-    if checks := plugins.load_given("trainer.engine", trainer.engine, "train_checks"):
+    if checks := plugins.load_if_given("trainer.engine", trainer.engine, "train_checks"):
         checks.check_machine(trainer)
 
 
@@ -85,7 +85,7 @@ def check_shape(
 
     The model is that in `folder`. Without a folder, model.path or model.shape describes it.
     """
-    checks = plugins.load_given("trainer.engine", trainer.engine, "train_checks")
+    checks = plugins.load_if_given("trainer.engine", trainer.engine, "train_checks")
     shared = actor.ulysses_sequence_parallel_size
     routed = model.router_replay != "disabled" or actor.router_aux_loss_coef
     if not (checks or routed or shared > 1):

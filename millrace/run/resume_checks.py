@@ -14,12 +14,12 @@ import yaml
 
 from millrace.config import Config, RewardConfig
 from millrace.config.explain import facts
-from millrace.config.facts import ByRows, Fixed, Past
+from millrace.config.facts import Fixed, FixedRows, Past
 from millrace.config.recipe import parse
 from millrace.errors import ConfigError, bad_value
 from millrace.pipeline.checkpoint import ROWS, read_ledger
 
-_Fact = TypeVar("_Fact", ByRows, Fixed, Past)
+_Fact = TypeVar("_Fact", FixedRows, Fixed, Past)
 
 
 def check(config: Config, checkpoint: Path) -> list[str]:
@@ -28,9 +28,9 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     Raises ConfigError for a change that a resume cannot make.
     """
     before = parse(yaml.safe_load((checkpoint / "config.yaml").read_text()))
-    fixed: list[tuple[str, ByRows | Fixed]] = [*_changed(Fixed, config, before)]
+    fixed: list[tuple[str, FixedRows | Fixed]] = [*_changed(Fixed, config, before)]
     if not (checkpoint / ROWS).is_file():
-        fixed += _changed(ByRows, config, before)
+        fixed += _changed(FixedRows, config, before)
     refused = [
         bad_value(
             key,

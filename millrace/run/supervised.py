@@ -44,7 +44,7 @@ def channel() -> socket.socket | None:
 
 
 @cache
-def reason() -> str:
+def restart_reason() -> str:
     """Return why the supervisor started this driver anew, or nothing for a first start."""
     return os.environ.pop(REASON, "")
 

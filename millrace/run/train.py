@@ -177,7 +177,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 on_gap=lambda figures: refuse(s, stop, of_version(figures)),
             )
             with current().registry.watched_by(*recorder.watchers, record):
-                if why := supervised.reason():
+                if why := supervised.restart_reason():
                     at("run", "restarted", why=why)
                 async with s.journal(ledger, history.attempt, tasks) as kept:
                     loops = train_to_end(s, ledger, stop, record, validated, kept)

@@ -181,10 +181,10 @@ class RolloutWorker(Worker):
     async def load(self, engine: str, model_folder: str) -> None:
         keep_compiled_code()
         if engine == "vllm":
-            from millrace.vllm.fork import import_beside
+            from millrace.vllm.fork import start_import_process
 
             _vllm_environment(model_folder)
-            import_beside()
+            start_import_process()
         with _importing():
             plugins.load("rollout.engine", engine, "rollout_engines")
 

@@ -17,7 +17,7 @@ from typing import Any
 _PRELOAD = "millrace.vllm.preload"
 
 
-def import_beside() -> None:
+def start_import_process() -> None:
     """Start the process, if this worker has a GPU. A second call does nothing."""
     if _on_gpu():
         multiprocessing.get_context("forkserver").set_forkserver_preload([_PRELOAD])

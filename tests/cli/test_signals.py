@@ -53,7 +53,7 @@ def test_a_closed_terminal_saves_once_and_a_second_signal_ends_the_run(
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     assert run(signal.SIGHUP, signal.SIGHUP) == 1
-    assert console.stopped_by() == 129 and not ended
+    assert console.signal_exit_code() == 129 and not ended
     run(signal.SIGTERM)
     assert ended == [143]
 
@@ -76,12 +76,12 @@ def test_the_death_of_the_supervisor_saves(monkeypatch: pytest.MonkeyPatch) -> N
     ours, theirs = socket.socketpair()
     monkeypatch.setattr(supervised, "channel", lambda: theirs)
     ours.close()
-    assert run(signal.SIGCONT) == 1 and console.stopped_by() == 143
+    assert run(signal.SIGCONT) == 1 and console.signal_exit_code() == 143
 
 
 def test_nohup_keeps_a_run_alive() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert run(signal.SIGHUP) == 0 and console.stopped_by() is None
+    assert run(signal.SIGHUP) == 0 and console.signal_exit_code() is None
 
 
 def test_a_run_continues_without_a_reader_of_its_output(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from millrace.config import Config
 from millrace.config.explain import all_keys, describe, facts, section_of
-from millrace.config.facts import ByRows, Compared, Fixed, Past
+from millrace.config.facts import Compared, Fixed, FixedRows, Past
 from millrace.errors import ConfigError
 from millrace.models.model import write_shape
 from millrace.run.digests import digests
@@ -24,7 +24,7 @@ from tests.run.test_folder import checkpoint_of, config_of
 
 def test_facts_are_of_keys_and_the_help_says_them() -> None:
     help_of = {key: meaning for key, _, _, meaning in describe()}
-    for kind in (ByRows, Fixed, Past, Compared):
+    for kind in (FixedRows, Fixed, Past, Compared):
         found = dict(facts(kind))
         assert found and all(help_of[key].endswith(str(fact)) for key, fact in found.items())
     sections = {key for key, field in all_keys() if section_of(field.annotation)}

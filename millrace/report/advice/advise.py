@@ -29,7 +29,7 @@ RULES = (
     balance.more_decode_slots,
     balance.move_a_device,
     balance.train_out_of_order,
-    balance.without_turns,
+    balance.advise_both_at_once,
     costs.interrupt_at_a_sync,
     costs.keep_kv_caches,
     costs.fewer_syncs,

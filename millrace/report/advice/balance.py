@@ -247,7 +247,7 @@ def _best_split(flow: Throughput, base: Change) -> tuple[float, Change, tuple[st
     return max(tries, key=lambda one: one[0]) if tries else None
 
 
-def without_turns(flow: Throughput) -> Advice | None:
+def advise_both_at_once(flow: Throughput) -> Advice | None:
     """The sides take turns: let both work at the same time."""
     m, schedule = flow.m, flow.schedule
     if flow.asynchronous or (schedule.colocated and schedule.staleness_threshold):

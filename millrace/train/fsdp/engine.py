@@ -20,7 +20,7 @@ from millrace.train.fsdp.critic import PackedCritic, copy_weights
 from millrace.train.fsdp.lora import StartPolicy
 from millrace.train.fsdp.policy import PackedPolicy
 from millrace.train.fsdp.sharding import division_of, load, mesh_of, reshard, sent_rows
-from millrace.train.fsdp.trainable import Trainable, moved
+from millrace.train.fsdp.trainable import Trainable, copied_to
 from millrace.train.step import TrainSteps
 
 
@@ -111,7 +111,7 @@ class FsdpTrainEngine(TrainSteps):
         for name, own in lora.merged_weights(self.policy.model, self.scale):
             # Ranks gather on the device, over fast links. The cast comes first and halves the
             # bytes.
-            weight = moved(own, self.device).to(dtype)
+            weight = copied_to(own, self.device).to(dtype)
             yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
 
     def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, int, Tensor]]:

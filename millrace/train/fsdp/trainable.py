@@ -204,22 +204,22 @@ class Trainable(Learner):
         Host memory is pinned, so copies run at the speed of the link.
         """
         states = list((self.optimizer.state if self.optimizer else {}).values())
-        self.module._apply(lambda t: moved(t, device))  # like nn.Module.to, with pinned memory
+        self.module._apply(lambda t: copied_to(t, device))  # like nn.Module.to, with pinned memory
         for state in states:
             for key, value in state.items():
-                state[key] = moved(value, device)
+                state[key] = copied_to(value, device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
+def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
     """Return `tensor` on `device`. The copy may still be running at the return.
 
     Host memory comes from torch's cache of pinned blocks.
     """
     if isinstance(tensor, DTensor):
         # from_local would move the shard back to its mesh's device.
-        return DTensor(moved(tensor.to_local(), device), tensor._spec, requires_grad=False)
+        return DTensor(copied_to(tensor.to_local(), device), tensor._spec, requires_grad=False)
     if tensor.device == device:
         return tensor
     host = device.type == "cpu"
