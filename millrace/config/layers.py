@@ -191,7 +191,7 @@ def _value(text: str, reader: Any = _Loader) -> Any:
         return text
     spaced = re.sub(r"([{,]\s*[\w.]+):(?=[^\s:/])", r"\1: ", text) if text[:1] == "{" else text
     try:
-        return yaml.load(spaced, reader) if text.strip() else ""
+        return reader(spaced).get_single_data() if text.strip() else ""  # one of the safe readers
     except YAMLError:
         # In a list, YAML reads a `?` only in quotes, and a shell removes those. Sources have a `?`.
         if re.fullmatch(r"\[[^][{}\"']*\]", text.strip()):

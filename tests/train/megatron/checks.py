@@ -20,6 +20,11 @@ class Tolerance:
     """Of the gradient's norm and of the loss, relative."""
     metrics: float = 1e-4
     """Relative."""
+    after: float = 5e-5
+    """Of log-probs after optimizer steps: AdamW divides a gradient by its own size.
+
+    So it enlarges the rounding of tiny gradients, by another factor on each kind of CPU.
+    """
 
 
 def check_like_plain(
@@ -40,7 +45,7 @@ def check_like_plain(
             assert mine == pytest.approx(theirs, rel=rel, abs=rel / 100)
         assert got["metrics"] == ranks[0]["metrics"]
         for a, b in zip(got["after"], want["after"], strict=True):
-            assert a == pytest.approx(b, abs=near)
+            assert a == pytest.approx(b, abs=max(near, tolerance.after))
 
 
 def check_half(
