@@ -38,6 +38,7 @@ def _same_server_elsewhere(now: Any, before: Any, key: str) -> bool:
     return all(":http" in value for value in values) and len(kinds) == 1
 
 
+_KEPT = Fixed("its turns in flight were drawn and kept by it")
 _PLAYED = "its episodes in flight were played with it"
 _NO_PROGRAM = Fixed(
     "its episodes in flight have no program",
@@ -78,12 +79,10 @@ class AgentConfig(Section):
     """Tools in verl's form: a YAML file."""
     tool_format: Annotated[
         Literal["hermes", "json", "qwen", "line"],
-        Fixed("its turns in flight were drawn and kept by it"),
+        _KEPT,
     ] = "hermes"
     """How the model writes tool calls."""
-    history: Annotated[
-        Literal["keep", "template"], Fixed("its turns in flight were drawn and kept by it")
-    ] = "keep"
+    history: Annotated[Literal["keep", "template"], _KEPT] = "keep"
     """What happens where the chat template rewrites history, for example drops earlier thinking.
 
     `keep` extends the drawn tokens as they are. `template` opens a new thread, as a server that
@@ -129,9 +128,7 @@ class AgentConfig(Section):
     """Seconds after the last sign of life in which a remote worker loses its episode."""
     env: tuple[str, ...] = ()
     """Names of the user's environment variables that agents.command gets too."""
-    train_models: Annotated[
-        tuple[str, ...], Fixed("its turns in flight were drawn and kept by it")
-    ] = ()
+    train_models: Annotated[tuple[str, ...], _KEPT] = ()
     """Model names whose turns are trained. Empty trains all. Other turns are served and counted."""
 
     @property

@@ -18,7 +18,7 @@ def _same_reading(now: Any, before: Any, key: str) -> bool:
 
 
 class DataConfig(Section):
-    train_files: Annotated[Sources, FixedRows(), NoEffectOnWeights()] = ()
+    train_files: Annotated[Sources, FixedRows(STREAM), NoEffectOnWeights()] = ()
     """Sources of problems to train on.
 
     They are .parquet, .jsonl or .json files, hub ids (owner/name:split),
@@ -56,7 +56,7 @@ class DataConfig(Section):
 
     With false, such a prompt is an error.
     """
-    train_max_samples: Annotated[int, FixedRows(), NoEffectOnWeights()] = Field(0, ge=0)
+    train_max_samples: Annotated[int, FixedRows(STREAM), NoEffectOnWeights()] = Field(0, ge=0)
     """Use only this many of the first training rows. 0 uses all rows."""
     appended_rows: Annotated[Literal["refuse", "use"], NoEffectOnWeights()] = "refuse"
     """What a resume does if rows were added at the end of the training data.

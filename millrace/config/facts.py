@@ -52,36 +52,31 @@ class NoEffectOnWeights:
     """A resumed run may change the key while it trains the steps of the journal again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """A resume refuses another value: it shaped the samples in flight, or the weights."""
+@dataclass(frozen=True)
+class _Fate:
+    """The fate of another value on a resume."""
 
     why: str
     unless: Unless = _never
     which: str = "another value"
+
+
+class Fixed(_Fate):
+    """A resume refuses another value: it shaped the samples in flight, or the weights."""
 
     def __str__(self) -> str:
         return f"A resume refuses {self.which}: {self.why}."
 
 
-@dataclass(frozen=True, slots=True)
-class FixedRows:
+class FixedRows(_Fate):
     """A resume refuses other rows. Without digests of rows in the checkpoint, it needs the value."""
-
-    why: str = STREAM
-    unless: Unless = _never
 
     def __str__(self) -> str:
         return f"A resume refuses other rows, but not other names of their files: {self.why}."
 
 
-@dataclass(frozen=True, slots=True)
-class Past:
+class Past(_Fate):
     """Another value has no effect after a resume, and a note says so."""
-
-    why: str
-    unless: Unless = _never
-    which: str = "another value"
 
     def __str__(self) -> str:
         return f"{self.which.capitalize()} has no effect on a resume: {self.why}."
@@ -89,7 +84,7 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A resume compares the models, the reward or the rows behind the key."""
+    """A resume compares what the key stands for: the models, or the components of the reward."""
 
     rule: str
 

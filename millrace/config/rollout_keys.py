@@ -13,6 +13,7 @@ from millrace.errors import bad_value
 
 _VLLM = ReadWith({".engine": ("vllm",)})
 _LONGER = "its responses in flight may be longer"
+_ENDED = Fixed("its responses in flight may already contain what would end them now")
 _DRAWN = Fixed(
     _LONGER,
     lambda now, before, key: not now.rollout.drawn_lengths.enable,
@@ -136,12 +137,10 @@ class RolloutConfig(Section):
     """Decode slots of each replica: the largest number of requests that decode together."""
     stop: Annotated[
         tuple[str, ...],
-        Fixed("its responses in flight may already contain what would end them now"),
+        _ENDED,
     ] = ()
     """Strings that end a response. The end-of-sequence token always ends it."""
-    ignore_eos: Annotated[
-        bool, Fixed("its responses in flight may already contain what would end them now")
-    ] = False
+    ignore_eos: Annotated[bool, _ENDED] = False
     """Decode every response to the length limit. Use it for benchmarks with fixed lengths."""
     drawn_lengths: DrawnLengthsConfig = DrawnLengthsConfig()
     """Response lengths from a distribution, for benchmarks."""

@@ -116,14 +116,17 @@ async def _score(
 
 
 def _refused(key: str, function: str, answer: str, error: RewardError) -> ConfigError:
-    rule = f"every call of a trial fails, such as that for the answer {answer!r:.60}: {error}"
+    slow = error.reason == "timeout"  # then no further call is made
+    calls = (
+        "the first call of a trial fails, that"
+        if slow
+        else "every call of a trial fails, such as that"
+    )
+    rule = f"{calls} for the answer {answer!r:.60}: {error}"
     if error.trace:
         rule += f"\n{error.trace}\n"
-    slow = error.reason == "timeout"
-    fix = (
-        "a larger reward.timeout_s, or a faster function"
-        if slow
-        else "a function that scores any answer"
-    )
+    fix = "a function that scores any answer"
+    if slow:
+        fix = "a larger reward.timeout_s, or a faster function"
     fix += "; reward.trial=false leaves the trial out"
     return bad_value(key, function, rule, fix)
