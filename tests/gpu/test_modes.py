@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not FOLDER, reason="MILLRACE_SMOLLM2 names no folder of SmolLM2"),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs"),
 ]
+K3 = "actor/k3_to_sampler"
 SLEEPS = "rollout.free_cache_engine"
 WAYS = {
     "CUDA IPC, the engine sleeps": ["mode=colocate_sync", f"{SLEEPS}=true"],
@@ -57,10 +58,13 @@ def test_each_way_of_the_weights_keeps_the_gap_within_its_limit(way: str, tmp_pa
             "card": torch.cuda.get_device_name(),
             "gaps": [row[GAP] for row in steps],
             "limit": steps[0][GAP_LIMIT],
+            "k3": [row[K3] for row in rows if K3 in row],
             "rewards": [row["reward/mean"] for row in rows if "reward/mean" in row],
         }
     )
-    # A learning rate of 1e-4 moves the weights, so that old ones would show in the gap.
-    assert len(steps) >= 4 and all(0 < row[GAP] <= row[GAP_LIMIT] for row in steps), steps
+    assert all(0 < row[GAP] <= row[GAP_LIMIT] for row in steps), steps
+    # Later versions of a mode with staleness have no tokens of the same weights. A learning rate of
+    # 1e-4 moves the weights, so an engine that keeps the first ones leaves the policy.
+    assert all(row[K3] < 0.1 for row in rows if K3 in row), rows
     found = audit(run)
     assert (found.trained, found.lost, found.trained_twice) == (256, 0, 0)
