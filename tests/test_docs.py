@@ -18,7 +18,8 @@ import yaml
 
 from millrace import config
 from millrace.algorithms.correction_plan import RULES
-from millrace.algorithms.modes import AggMode, LossMode
+from millrace.algorithms.losses import POLICY_LOSSES
+from millrace.algorithms.policy_loss import AggMode
 from millrace.config import Config, GuardConfig, OptimConfig, recipe
 from millrace.config.layers import is_native
 from millrace.errors import ConfigError
@@ -47,7 +48,7 @@ RECIPES = sorted((ROOT / "millrace" / "recipes").rglob("*.yaml"))
 
 NAMES = {
     "estimators": get_args(config.Estimator),
-    "policy losses": get_args(LossMode),
+    "policy losses": tuple(POLICY_LOSSES),
     "KL types": get_args(config.KlType),
     "KL types of the reward": get_args(
         config.AlgorithmConfig.model_fields["kl_penalty"].annotation

@@ -44,7 +44,7 @@ ARROWS: dict[str, set[str]] = {
     "agents": {"data", "environments", "ports"},
     "simulate": {"ports"},
     "testing": {"ports"},
-    "config": {"algorithms", "schedule"},
+    "config": {"algorithms", "data", "schedule"},
     "data": set(),
     "models": {"config"},
     "rewards": {"config", "data", "models"},
@@ -236,10 +236,10 @@ def test_the_loops_bring_in_neither_torch_nor_ray_nor_a_web_framework(module: st
     assert done.stdout.strip() == "[]"
 
 
-def test_algorithms_need_torch_alone() -> None:
+def test_algorithms_need_torch_and_pydantic_alone() -> None:
     code = (
         "import sys, millrace.algorithms.advantages, millrace.algorithms.losses, millrace.algorithms.kl, millrace.algorithms.correction;"
-        "print(sorted({'transformers', 'ray', 'pydantic', 'msgspec', 'numpy.random._never'} & set(sys.modules)))"
+        "print(sorted({'transformers', 'ray', 'msgspec', 'numpy.random._never'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -271,7 +271,7 @@ BUDGETS = {
     "agents": 4350,
     "algorithms": 2850,
     "cli": 2100,
-    "config": 4050,
+    "config": 4150,
     "data": 3050,
     "decode": 1600,
     "environments": 980,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms.correction_plan import CorrectionOptions, RejectionRule
-from millrace.algorithms.loss_input import MAX_LOG_RATIO
+from millrace.algorithms.policy_loss import MAX_LOG_RATIO
 
 EDGE = 1e-12
 """Slack of every bound: a value on a bound stays inside, in spite of rounding in float64."""

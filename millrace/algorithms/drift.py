@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millrace.algorithms.loss_input import MAX_LOG_RATIO, log_ratio
+from millrace.algorithms.policy_loss import MAX_LOG_RATIO, log_ratio
 from millrace.algorithms.ragged import sequence_sums
 
 MAX_LOG_PPL = 100.0

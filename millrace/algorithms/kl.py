@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from millrace.algorithms.loss_input import log_ratio
+from millrace.algorithms.policy_loss import log_ratio
 
 
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:

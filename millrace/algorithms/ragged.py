@@ -8,12 +8,17 @@ are left out.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def sequence_ids(lengths: Tensor) -> Tensor:
     """Return the trajectory number of each token, [T] int64, from lengths [N]."""
+    import torch
+
     return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
 
@@ -28,6 +33,8 @@ def sequence_sums(values: Tensor, ids: Tensor, num_sequences: int) -> Tensor:
 
 def result_dtype(like: Tensor) -> torch.dtype:
     """Return the dtype of a result: float64 if `like` is float64, else float32."""
+    import torch
+
     return torch.float64 if like.dtype == torch.float64 else torch.float32
 
 

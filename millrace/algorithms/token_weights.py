@@ -11,7 +11,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from millrace.algorithms.modes import AggMode
+from millrace.algorithms.policy_loss import AggMode
 
 
 def token_weights(

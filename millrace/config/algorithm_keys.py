@@ -2,95 +2,113 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from copy import copy
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError, create_model
+from pydantic.fields import FieldInfo
 
-from millrace.algorithms.modes import JOINT, SEQUENCE_LEVEL, AggMode, LossMode
+from millrace.algorithms.losses import POLICY_LOSSES
 from millrace.algorithms.norm_options import Level, NormOptions
+from millrace.algorithms.policy_loss import AggMode, LossOptions, PolicyLoss, as_policy_loss
 from millrace.config.correction_keys import CorrectionConfig
-from millrace.config.facts import Compared, Past, ReadWith, Switch
+from millrace.config.facts import Choices, Compared, Past, ReadWith, Switch
 from millrace.config.optim_keys import OptimConfig
 from millrace.config.section import Section
+from millrace.data.user_code import load
 from millrace.errors import bad_value
 
 KlType = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "abs+", "k2+", "k3+", "low_var_kl+"
 ]
 
+_LOSS = "actor.policy_loss.loss_mode"
 _NO_REFERENCE = Compared("a change that adds or removes the reference policy")
 _GAE = {"algorithm.adv_estimator": ("gae",)}
 _BY_STD = {".adv_estimator": ("grpo", "grpo_passk", "gdpo")}
-
-
-def _loss(*modes: str) -> ReadWith:
-    return ReadWith({".loss_mode": modes})
 
 
 def _estimator(*names: str) -> ReadWith:
     return ReadWith({".adv_estimator": names})
 
 
-class PolicyLossConfig(Section):
-    loss_mode: LossMode = "vanilla"
-    """Policy loss. docs/algorithms.md has the formulas."""
-    tau_pos: Annotated[float, _loss("sapo")] = Field(1.0, gt=0)
-    """sapo: temperature of the gate for positive advantages."""
-    tau_neg: Annotated[float, _loss("sapo")] = Field(1.05, gt=0)
-    """sapo: temperature of the gate for zero and negative advantages."""
+class PolicyLossKeys(Section):
+    """The keys of actor.policy_loss without the options of single losses."""
+
+    loss_mode: Annotated[str, Choices(tuple(POLICY_LOSSES))] = "vanilla"
+    """Policy loss: a name, or path.py:name for one of your own. docs/algorithms.md has the formulas."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """vanilla, cispo, sapo: the ratio of each token, or that of its whole response (as in gspo).
 
     The ratio of a response is the geometric mean of its tokens' ratios. vanilla with sequence is
     gspo with dual clip.
     """
-    vespo_k_pos: Annotated[float, _loss("vespo")] = Field(2.0, ge=0)
-    """vespo: exponent of the response's ratio for positive advantages."""
-    vespo_lambda_pos: Annotated[float, _loss("vespo")] = Field(3.0, gt=0)
-    """vespo: decay by the response's ratio for positive advantages."""
-    vespo_k_neg: Annotated[float, _loss("vespo")] = Field(3.0, ge=0)
-    """vespo: exponent of the response's ratio for zero and negative advantages."""
-    vespo_lambda_neg: Annotated[float, _loss("vespo")] = Field(2.0, gt=0)
-    """vespo: decay by the response's ratio for zero and negative advantages."""
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
     """Share of the mini-batch's tokens that have a policy loss: those of highest entropy.
 
     1 means all. The others still count in denominators.
     """
-    clip_cov_ratio: Annotated[float, _loss("clip_cov")] = Field(2e-4, gt=0, le=1)
-    """clip_cov: share of the mini-batch's tokens that are detached."""
-    clip_cov_lb: Annotated[float, _loss("clip_cov")] = 1.0
-    """clip_cov: a token may be detached only if its covariance is at least this."""
-    clip_cov_ub: Annotated[float, _loss("clip_cov")] = 5.0
-    """clip_cov: a token may be detached only if its covariance is at most this."""
-    kl_cov_ratio: Annotated[float, _loss("kl_cov")] = Field(2e-4, gt=0, le=1)
-    """kl_cov: share of the mini-batch's tokens that get a KL penalty.
+    options: dict[str, Any] = Field({})
+    """path.py:name: the options that a loss of your own names, NAME=VALUE."""
 
-    The tokens with the largest covariance are chosen.
-    """
-    ppo_kl_coef: Annotated[float, _loss("kl_cov")] = Field(0.1, ge=0)
-    """kl_cov: weight of that penalty."""
-    dppo_clip_c: Annotated[float, _loss("dppo_tv", "dppo_kl")] = Field(20.0, gt=1)
-    """dppo_tv, dppo_kl: upper bound on the ratio that weights a token."""
-    dro_beta: Annotated[float, _loss("dro")] = Field(0.05, gt=0)
-    """dro: weight of the squared log-ratio, on the scale of the advantages."""
+    @property
+    def loss(self) -> PolicyLoss:
+        """The loss that loss_mode names. Raises ConfigError if a user's cannot be imported."""
+        if found := POLICY_LOSSES.get(self.loss_mode):
+            return found
+        return as_policy_loss(self.loss_mode, load(_LOSS, self.loss_mode))
+
+    def own_options(self) -> dict[str, Any]:
+        """Return the values of the options that the loss adds to those of every loss."""
+        if self.loss_mode in POLICY_LOSSES:
+            return {name: getattr(self, name) for name in self.loss.own_options}
+        return self.options
 
     def check(self) -> None:
-        if self.importance_sampling_level == "sequence" and self.loss_mode not in SEQUENCE_LEVEL:
+        loss = self.loss
+        if self.options and self.loss_mode in POLICY_LOSSES:
+            raise bad_value(
+                "actor.policy_loss.options",
+                self.options,
+                f"the options of {self.loss_mode} are keys of actor.policy_loss",
+                f"actor.policy_loss.{next(iter(self.options))}=VALUE",
+            )
+        by_response = sorted(name for name, x in POLICY_LOSSES.items() if x.sequence_level)
+        if self.importance_sampling_level == "sequence" and not loss.sequence_level:
             raise bad_value(
                 "actor.policy_loss.importance_sampling_level",
                 "sequence",
                 f"{self.loss_mode} has no form with the ratio of a whole response",
-                f"actor.policy_loss.loss_mode={' or '.join(sorted(SEQUENCE_LEVEL))}, or token",
+                f"{_LOSS}={' or '.join(by_response)}, or token",
             )
-        if self.top_entropy_quantile < 1 and self.loss_mode in JOINT:
+        if self.top_entropy_quantile < 1 and loss.joint:
             raise bad_value(
                 "actor.policy_loss.top_entropy_quantile",
                 self.top_entropy_quantile,
-                f"the loss {self.loss_mode} {JOINT[self.loss_mode]}",
+                f"the loss {self.loss_mode} {loss.joint}",
                 "actor.policy_loss.top_entropy_quantile=1, or another "
                 "actor.policy_loss.loss_mode, such as gspo or clip_cov",
             )
+
+
+def _with_options() -> type[PolicyLossKeys]:
+    """Return the section with the options of all losses. Each is read with its own loss alone."""
+    readers = dict[str, list[str]]()
+    fields = dict[str, FieldInfo]()
+    for name, loss in POLICY_LOSSES.items():
+        for option in sorted(loss.own_options, key=list(loss.options.model_fields).index):
+            readers.setdefault(option, []).append(name)
+            fields[option] = copy(loss.options.model_fields[option])
+    for option, field in fields.items():
+        field.metadata = [*field.metadata, ReadWith({".loss_mode": tuple(readers[option])})]
+    keys: dict[str, Any] = {name: (field.annotation, field) for name, field in fields.items()}
+    return create_model("PolicyLossConfig", __base__=PolicyLossKeys, **keys)
+
+
+if TYPE_CHECKING:
+    PolicyLossConfig = PolicyLossKeys
+else:
+    PolicyLossConfig = _with_options()
 
 
 class ActorConfig(Section):
@@ -161,7 +179,26 @@ class ActorConfig(Section):
     optim: OptimConfig = OptimConfig()
     """The policy's optimizer."""
 
+    def loss_options(self) -> LossOptions:
+        """Return the options of the policy loss. Raises ConfigError for those of a user's loss."""
+        own, loss = self.policy_loss.own_options(), self.policy_loss.loss
+        try:
+            return loss.options(
+                clip_low=self.clip_ratio_low,
+                clip_high=self.clip_ratio_high,
+                clip_c=self.clip_ratio_c,
+                importance_sampling_level=self.policy_loss.importance_sampling_level,
+                **own,
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = str(first["loc"][0])
+            known = ", ".join(sorted(loss.own_options)) or "it has no options"
+            key = f"actor.policy_loss.options.{name}"
+            raise bad_value(key, own.get(name), first["msg"], known) from None
+
     def check(self) -> None:
+        self.loss_options()
         self.optim.check_warmup("actor.optim")
         key = "actor.use_bias_correction_kl"
         if self.use_bias_correction_kl and not self.use_kl_loss:

@@ -5,7 +5,6 @@ Each error names the key, its value, the rule and the fix. A section checks its 
 
 from __future__ import annotations
 
-from millrace.algorithms.modes import TRUST_REGION, USES_OLD
 from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig
 from millrace.config.data_keys import RewardConfig
 from millrace.config.keys import Config
@@ -285,7 +284,7 @@ def _check_kl(algorithm: AlgorithmConfig, batch: int) -> None:
 def _check_correction(algorithm: AlgorithmConfig, actor: ActorConfig, a: AsyncConfig) -> None:
     correction, bypass = algorithm.rollout_correction, a.use_rollout_log_probs
     prefix, mode = "algorithm.rollout_correction", actor.policy_loss.loss_mode
-    if bypass and correction.rollout_is and mode in USES_OLD:
+    if bypass and correction.rollout_is and actor.policy_loss.loss.reads_old:
         raise bad_value(
             f"{prefix}.rollout_is",
             correction.rollout_is,
@@ -326,15 +325,16 @@ def _check_replay(
 def _check_trust(c: Config) -> None:
     """Refuse a lag of several versions unless something limits the effect of stale tokens."""
     correction, mode = c.algorithm.rollout_correction, c.actor.policy_loss.loss_mode
+    loss = c.actor.policy_loss.loss
     lag = c.schedule.lag_bound
     bypass = c.async_training.use_rollout_log_probs
-    trusted = bypass and mode in TRUST_REGION
+    trusted = bypass and loss.bounds_stale
     rejects = correction.rollout_rs or correction.m2_threshold
     if lag <= 1 or trusted or correction.rollout_is or rejects:
         return
     if bypass:
         why = f"actor.policy_loss.loss_mode={mode} does not bound the ratio"
-    elif mode in USES_OLD:
+    elif loss.reads_old:
         why = (
             "the ratio uses the trainer's own log-probs, so nothing corrects for the policy that "
             "drew the tokens"
@@ -343,14 +343,14 @@ def _check_trust(c: Config) -> None:
         why = f"{mode} has no ratio, so nothing corrects for the policy that drew the tokens"
     ordered = c.async_training.staleness_threshold > 0
     key = "async_training.staleness_threshold" if ordered else "async_training.lookahead"
-    correct, prefix = not (bypass and mode in USES_OLD), "algorithm.rollout_correction"
+    correct, prefix = not (bypass and loss.reads_old), "algorithm.rollout_correction"
     fixes = [
-        *(["async_training.use_rollout_log_probs=true"] if mode in TRUST_REGION else []),
+        *(["async_training.use_rollout_log_probs=true"] if loss.bounds_stale else []),
         *([f"{prefix}.rollout_is=token"] if correct else []),
         f"{prefix}.rollout_rs=token_k1 {prefix}.rollout_rs_threshold=0.5_2.0",
         *(
             []
-            if mode in TRUST_REGION
+            if loss.bounds_stale
             else ["actor.policy_loss.loss_mode=vanilla async_training.use_rollout_log_probs=true"]
         ),
         f"{key}={0 if ordered else 1}",

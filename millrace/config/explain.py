@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from millrace.config.facts import Compared, Fixed, FixedRows, Past
+from millrace.config.facts import Choices, Compared, Fixed, FixedRows, Past
 from millrace.config.keys import Config
 from millrace.config.plugins import OWN, Named, load, names
 from millrace.config.reward_keys import MixedReward
@@ -151,6 +151,8 @@ def _type_name(annotation: Any, metadata: typing.Iterable[Any] = ()) -> str:
     for named in metadata:
         if isinstance(named, Named):
             return " | ".join(named.names)
+        if isinstance(named, Choices):
+            return " | ".join([*named.names, "path.py:name"])
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return _type_name(args[0], args[1:])

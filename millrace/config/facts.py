@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
 Choice = dict[str, tuple[Any, ...]]
 """The values of each key with which another key is read. All of them are necessary.
 
@@ -21,6 +24,23 @@ STREAM = "it identifies each prompt by its position in the data"
 
 def _never(now: Any, before: Any, key: str) -> bool:
     return False
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The value is one of the names, or a user's `path.py:name` or `module:name`."""
+
+    names: tuple[str, ...]
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._known, handler(source))
+
+    def _known(self, value: str) -> str:
+        if value not in self.names and ":" not in value:
+            raise PydanticCustomError("choice", "must be one of the names, or path.py:name")
+        return value
 
 
 class ReadWith:

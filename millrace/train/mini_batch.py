@@ -16,15 +16,9 @@ from torch import Tensor
 from millrace.algorithms.correction import correct
 from millrace.algorithms.correction_plan import CorrectionStage
 from millrace.algorithms.drift import drift
-from millrace.algorithms.loss_input import clipped_surrogate, log_ratio
-from millrace.algorithms.modes import SELECTS
+from millrace.algorithms.policy_loss import LossInput
 from millrace.algorithms.proximal import ESTIMATES
-from millrace.algorithms.token_weights import (
-    clip_cov_tokens,
-    high_entropy,
-    kl_cov_tokens,
-    token_weights,
-)
+from millrace.algorithms.token_weights import high_entropy, token_weights
 from millrace.train.experience import Experience, Policy
 from millrace.train.layout import Ints
 from millrace.train.options import StepOptions
@@ -73,12 +67,12 @@ def settle(
     log-probs takes a forward pass.
     """
     plan, loss = options.correction, options.actor.policy_loss
-    selects, by_entropy = loss.loss_mode in SELECTS, loss.top_entropy_quantile < 1
+    select, by_entropy = options.policy_loss.select, loss.top_entropy_quantile < 1
     row = torch.zeros(len(data.lengths), dtype=torch.bool)
     row[torch.from_numpy(data.rows.trajectory[members])] = True
     mask = data.include & row[data.ids]
     now = entropies = None
-    if selects or by_entropy or plan.place is CorrectionStage.MINI_BATCH:
+    if select or by_entropy or plan.place is CorrectionStage.MINI_BATCH:
         now, entropies = (data.arrival, data.entropies) if untouched else (None, None)
         if now is None:
             now, entropies = policy.tokens(data.rows, members, temperature=options.temperature)[:2]
@@ -94,10 +88,18 @@ def settle(
     if correction is not None:
         mask = mask & correction.keep
     selected = None
-    if selects and now is not None:
+    if select and now is not None:
         old = interpolated if data.old is None else data.old
+        tokens_now = LossInput(
+            log_probs=now,
+            old_log_probs=now if old is None else old,
+            advantages=data.advantages,
+            sequence_ids=data.ids,
+            num_sequences=len(data.lengths),
+            mask=mask,
+        )
         generator = torch.Generator().manual_seed(options.seed + policy.steps)
-        selected = _select(now, old, data.advantages, mask, options, generator)
+        selected = select(tokens_now, options.loss, generator)
     weights = correction.weights if correction is not None and plan.weighs else None
     if by_entropy and entropies is not None:
         high = high_entropy(entropies, mask, share=loss.top_entropy_quantile).double()
@@ -114,35 +116,3 @@ def settle(
         dtype=torch.float64,
     )
     return MiniBatch(members, mask, factors * mask, weights, selected, tokens, metrics)
-
-
-def _select(
-    now: Tensor,
-    old: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    options: StepOptions,
-    generator: torch.Generator,
-) -> Tensor:
-    """Return the tokens selected by covariance, [K] bool."""
-    actor, loss = options.actor, options.actor.policy_loss
-    clipped = None
-    if old is not None:
-        ratios = log_ratio(now, old).exp()
-        _, clipped = clipped_surrogate(
-            ratios, advantages, actor.clip_ratio_low, actor.clip_ratio_high
-        )
-    if loss.loss_mode == "kl_cov":
-        return kl_cov_tokens(now, advantages, mask, ratio=loss.kl_cov_ratio)
-    if loss.loss_mode != "clip_cov":
-        raise ValueError(f"loss_mode={loss.loss_mode}: no rule selects its tokens. Add one here.")
-    return clip_cov_tokens(
-        now,
-        advantages,
-        mask,
-        ratio=loss.clip_cov_ratio,
-        lower=loss.clip_cov_lb,
-        upper=loss.clip_cov_ub,
-        generator=generator,
-        clipped=clipped,
-    )

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from millrace.algorithms.correction_plan import CorrectionPlan, CorrectionStage
 from millrace.algorithms.estimators import AdvantageOptions
-from millrace.algorithms.loss_input import LossOptions
-from millrace.algorithms.modes import JOINS_TOKENS, AggMode, default_aggregation
+from millrace.algorithms.policy_loss import AggMode, LossOptions, PolicyLoss
 from millrace.config import ActorConfig, AlgorithmConfig, Config, OptimConfig, SftConfig
 from millrace.ports import Phase
 
@@ -19,6 +18,7 @@ class StepOptions:
     actor: ActorConfig
     algorithm: AlgorithmConfig
     correction: CorrectionPlan
+    policy_loss: PolicyLoss
     loss: LossOptions
     advantages: AdvantageOptions
     aggregation: AggMode
@@ -42,28 +42,27 @@ class StepOptions:
     @property
     def whole_trajectories(self) -> bool:
         """Whether the policy's loss needs all tokens of a trajectory in one micro-batch."""
-        loss, plan = self.actor.policy_loss, self.correction
-        by_sequence = loss.importance_sampling_level == "sequence"
+        plan = self.correction
+        by_sequence = self.loss.importance_sampling_level == "sequence"
         passing = plan.place is CorrectionStage.PASSING and plan.options.rollout_is != "token"
         masks = plan.off_policy_mask_threshold is not None
-        return by_sequence or passing or masks or loss.loss_mode in JOINS_TOKENS
+        return by_sequence or passing or masks or self.policy_loss.joins_tokens
 
 
 def step_options(config: Config) -> StepOptions:
     """Return the options of `config`."""
-    actor, algorithm = config.actor, config.algorithm
+    actor, algorithm, loss = config.actor, config.algorithm, config.actor.policy_loss.loss
     return StepOptions(
         actor=actor,
         algorithm=algorithm,
         correction=algorithm.rollout_correction.plan(
             bypass=config.async_training.use_rollout_log_probs
         ),
-        loss=_loss(actor),
+        policy_loss=loss,
+        loss=actor.loss_options(),
         advantages=_advantages(algorithm),
         aggregation=actor.loss_agg_mode
-        or default_aggregation(
-            actor.policy_loss.loss_mode, actor.policy_loss.importance_sampling_level
-        ),
+        or loss.default_aggregation(actor.policy_loss.importance_sampling_level),
         loss_scale=actor.loss_scale_factor or float(config.rollout.max_response_length),
         cliprange_value=config.critic.cliprange_value,
         huber_delta=config.critic.huber_delta if config.critic.loss_fn_type == "huber" else None,
@@ -73,25 +72,6 @@ def step_options(config: Config) -> StepOptions:
         lag_bound=config.schedule.lag_bound,
         seed=config.trainer.seed,
         router_replay=config.model.router_replay,
-    )
-
-
-def _loss(actor: ActorConfig) -> LossOptions:
-    own = actor.policy_loss
-    return LossOptions(
-        clip_low=actor.clip_ratio_low,
-        clip_high=actor.clip_ratio_high,
-        clip_c=actor.clip_ratio_c,
-        importance_sampling_level=own.importance_sampling_level,
-        tau_pos=own.tau_pos,
-        tau_neg=own.tau_neg,
-        vespo_k_pos=own.vespo_k_pos,
-        vespo_lambda_pos=own.vespo_lambda_pos,
-        vespo_k_neg=own.vespo_k_neg,
-        vespo_lambda_neg=own.vespo_lambda_neg,
-        dro_beta=own.dro_beta,
-        ppo_kl_coef=own.ppo_kl_coef,
-        dppo_clip_c=own.dppo_clip_c,
     )
 
 

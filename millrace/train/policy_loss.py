@@ -10,9 +10,9 @@ from torch import Tensor
 from millrace.algorithms.correction import correct, off_policy_mask
 from millrace.algorithms.correction_plan import CorrectionStage
 from millrace.algorithms.kl import KL, weighted_by_ratio
-from millrace.algorithms.loss_input import LossInput
-from millrace.algorithms.losses import POLICY_LOSSES, value_loss
+from millrace.algorithms.policy_loss import LossInput
 from millrace.algorithms.proximal import ESTIMATES
+from millrace.algorithms.value_loss import value_loss
 from millrace.train.experience import Experience
 from millrace.train.mini_batch import MiniBatch
 from millrace.train.options import StepOptions
@@ -48,7 +48,7 @@ class PolicyLoss:
         self.data = data
         self.mini = mini
         self.actor = options.actor
-        self.token_losses = POLICY_LOSSES[options.actor.policy_loss.loss_mode]
+        self.token_losses = options.policy_loss
         self.options = options.loss
         self.plan = options.correction
         self.interpolated = data.old is None and self.plan.proximal in ESTIMATES

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from millrace.algorithms.loss_input import LossInput
+from millrace.algorithms.policy_loss import LossInput
 from millrace.algorithms.token_weights import token_weights
 from tests.algorithms.options import loss_options
 

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from millrace.algorithms.correction_plan import CorrectionOptions
 from millrace.algorithms.estimators import AdvantageOptions
-from millrace.algorithms.loss_input import LossOptions
+from millrace.algorithms.losses import POLICY_LOSSES
 from millrace.algorithms.norm_options import NormOptions
 
 
-def loss_options(**keys: Any) -> LossOptions:
-    given: dict[str, Any] = {
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "clip_c": 3.0,
-        "importance_sampling_level": "token",
-        "tau_pos": 1.0,
-        "tau_neg": 1.05,
-        "vespo_k_pos": 2.0,
-        "vespo_lambda_pos": 3.0,
-        "vespo_k_neg": 3.0,
-        "vespo_lambda_neg": 2.0,
-        "dro_beta": 0.05,
-        "ppo_kl_coef": 0.1,
-        "dppo_clip_c": 20.0,
-    }
-    return LossOptions(**given | keys)
+def loss_options(**keys: Any) -> SimpleNamespace:
+    """Return the options of all losses at once. A value out of range raises ValueError."""
+    found = dict[str, Any]()
+    for loss in POLICY_LOSSES.values():
+        own = {name: value for name, value in keys.items() if name in loss.options.model_fields}
+        found |= loss.options(**own).model_dump()
+    assert keys.keys() <= found.keys()
+    return SimpleNamespace(**found)
 
 
 def norm_options(**keys: Any) -> NormOptions:

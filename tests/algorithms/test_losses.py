@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.losses import POLICY_LOSSES, binary_kl, ppo_clip
-from millrace.algorithms.modes import SELECTS, TRUST_REGION, USES_OLD, default_aggregation
+from millrace.algorithms.losses import POLICY_LOSSES
+from millrace.algorithms.losses.dppo import binary_kl
 from tests.algorithms.loss_cases import (
     OPTIONS,
     SEQUENCES,
@@ -56,34 +56,6 @@ def test_token_losses_match_numpy_in_value_gradient_and_statistics(
     check(POLICY_LOSSES[mode], inputs, weights, options, by_token(TOKEN_RULES[mode]))
 
 
-@settings(max_examples=60)
-@given(sequences=SEQUENCES, options=st.sampled_from(OPTIONS))
-def test_ppo_clip_is_vanilla_times_constant_weights(sequences: Any, options: Any) -> None:
-    inputs, weights = build(sequences)
-    inputs = replace(inputs, mask=torch.ones_like(inputs.mask))
-    bounds = {
-        "clip_low": options.clip_low,
-        "clip_high": options.clip_high,
-        "clip_c": options.clip_c,
-    }
-    weights.requires_grad_()
-    loss, _ = ppo_clip(
-        inputs.log_probs, inputs.old_log_probs, inputs.advantages, weights=weights, **bounds
-    )
-    loss.sum().backward()
-    assert weights.grad is None
-    weighed = inputs.log_probs.grad.clone()
-    inputs.log_probs.grad = None
-    check(
-        POLICY_LOSSES["vanilla"],
-        inputs,
-        weights.detach(),
-        options,
-        by_token(TOKEN_RULES["vanilla"]),
-    )
-    np.testing.assert_allclose(weighed.numpy(), inputs.log_probs.grad.numpy(), rtol=1e-12)
-
-
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=20)
 @given(sequences=SEQUENCES)
@@ -122,7 +94,11 @@ def test_what_masked_tokens_hold_changes_nothing(mode: str, sequences: Any) -> N
 def test_micro_batches_add_up_to_the_mini_batch(
     mode: str, aggregation: str, sequences: Any, cut: Any
 ) -> None:
-    agg = default_aggregation(mode, "token") if aggregation == "default" else aggregation
+    agg = (
+        POLICY_LOSSES[mode].default_aggregation("token")
+        if aggregation == "default"
+        else aggregation
+    )
     totals = {
         "total_tokens": sum(t[2] for s in sequences for t in s),
         "total_sequences": len(sequences),
@@ -213,9 +189,9 @@ def test_the_sets_say_what_a_mode_reads(mode: str) -> None:
         not torch.equal(a, b)
         for a, b in zip(*(_flat(run(mode, x)) for x in (inputs, near)), strict=True)
     ]
-    assert any(changed) == (mode in USES_OLD)
+    assert any(changed) == POLICY_LOSSES[mode].reads_old
     blind = replace(inputs, selected=None)
-    if mode in SELECTS:
+    if POLICY_LOSSES[mode].select:
         with pytest.raises(ValueError, match="selected"):
             run(mode, blind)
     else:
@@ -223,9 +199,10 @@ def test_the_sets_say_what_a_mode_reads(mode: str) -> None:
             torch.equal(a, b)
             for a, b in zip(*(_flat(run(mode, x)) for x in (inputs, blind)), strict=True)
         )
-    assert TRUST_REGION <= USES_OLD
     per_sequence = mode in ("gspo", "sapo", "geo_mean")
-    token, whole = (default_aggregation(mode, level) for level in ("token", "sequence"))
+    token, whole = (
+        POLICY_LOSSES[mode].default_aggregation(level) for level in ("token", "sequence")
+    )
     assert token == ("seq-mean-token-mean" if per_sequence else "token-mean")
     assert whole == "seq-mean-token-mean"
 
@@ -308,10 +285,6 @@ def test_dro_and_kl_cov_pull_back_from_any_distance() -> None:
 
 
 def test_options_and_shapes_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match="clip_c"):
-        ppo_clip(
-            torch.zeros(1), torch.zeros(1), torch.zeros(1), clip_low=0.2, clip_high=0.2, clip_c=1.0
-        )
     for name, value in {
         "clip_c": 1.0,
         "clip_low": -0.1,

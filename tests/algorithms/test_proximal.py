@@ -11,12 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.algorithms.losses import ppo_clip
+from millrace.algorithms.losses import POLICY_LOSSES
+from millrace.algorithms.policy_loss import LossInput
 from millrace.algorithms.proximal import ESTIMATES, interpolate, interpolate_linear
+from tests.algorithms.options import loss_options
 
 LOG_PROB = st.floats(-30, 0)
 TOKENS = st.lists(st.tuples(LOG_PROB, LOG_PROB, st.integers(0, 12)), max_size=30)
-BOUNDS = {"clip_low": 0.2, "clip_high": 0.2, "clip_c": 3.0}
 
 
 def double(values: Any, **kwargs: Any) -> torch.Tensor:
@@ -83,6 +84,20 @@ def test_where_log_probs_move_evenly_the_guess_is_exact(step: Any, age: Any) -> 
     assert got.item() == pytest.approx(proximal, rel=1e-9)
 
 
+def weighed(theta: Any, prox: Any, advantages: Any, mu: Any) -> Any:
+    """Return PPO's losses against the proximal policy, times proximal over rollout."""
+    inputs = LossInput(
+        log_probs=theta,
+        old_log_probs=prox,
+        advantages=advantages,
+        sequence_ids=torch.zeros(len(theta), dtype=torch.long),
+        num_sequences=1,
+        mask=torch.ones(len(theta), dtype=torch.bool),
+    )
+    loss, stats = POLICY_LOSSES["vanilla"](inputs, loss_options())
+    return loss * (prox - mu).exp().detach(), stats
+
+
 def test_dtype_is_that_of_the_policy_under_training() -> None:
     got = interpolate(double([-1.0]), torch.tensor([-2.0]), torch.tensor([1]))
     assert got.dtype == torch.float32 and got.item() == -1.5
@@ -99,7 +114,7 @@ def test_decoupled_ppo_is_ppo_against_the_proximal_policy_weighed_by_proximal_ov
 ) -> None:
     theta, prox, mu, adv = (double([r[i] for r in rows]) for i in range(4))
     x = theta.requires_grad_()
-    loss, _ = ppo_clip(x, prox, adv, weights=(prox - mu).exp(), **BOUNDS)
+    loss, _ = weighed(x, prox, adv, mu)
     loss.sum().backward()
     for i, (t, p, m, a) in enumerate(rows):
         # AReaL, arXiv 2505.24298: (pi_prox / mu) times the clipped surrogate of pi / pi_prox.
@@ -119,7 +134,7 @@ def test_inside_the_clip_decoupled_ppo_is_the_importance_weighted_gradient() -> 
     """
     theta, mu = double([-1.0, -2.0], requires_grad=True), double([-1.1, -1.9])
     prox = interpolate(mu, theta, torch.tensor([0, 2]))
-    loss, stats = ppo_clip(theta, prox, double([1.0, -1.0]), weights=(prox - mu).exp(), **BOUNDS)
+    loss, stats = weighed(theta, prox, double([1.0, -1.0]), mu)
     loss.sum().backward()
     assert not stats["clipped"].any()
     np.testing.assert_allclose(theta.grad.numpy(), [-np.exp(0.1), np.exp(-0.1)], rtol=1e-9)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.algorithms.losses import value_loss
+from millrace.algorithms.value_loss import value_loss
 
 VALUE = st.floats(-5, 5)
 TOKENS = st.lists(st.tuples(VALUE, VALUE, VALUE), max_size=30)

@@ -11,7 +11,8 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from millrace.algorithms.modes import AggMode, LossMode
+from millrace.algorithms.losses import POLICY_LOSSES
+from millrace.algorithms.policy_loss import AggMode
 from millrace.config import Config
 from millrace.ports import TrainBatch
 from millrace.train.experience import Models, make_experience
@@ -54,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
             **BOUNDS.get(mode, {}),
         }
     }
-    for mode in get_args(LossMode)
+    for mode in tuple(POLICY_LOSSES)
     for agg in get_args(AggMode)
 } | {
     "token weights, normalised": OWN
@@ -154,7 +155,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 _LOSSES = {
     f"{mode}, {agg}": i + j
-    for i, mode in enumerate(get_args(LossMode))
+    for i, mode in enumerate(tuple(POLICY_LOSSES))
     for j, agg in enumerate(get_args(AggMode))
 }
 ON_RANKS = [

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.algorithms.modes import AggMode
+from millrace.algorithms.policy_loss import AggMode
 from millrace.types import Sample, Thread
 from tests.train import cases as train_cases
 from tests.train.algorithm_cases import (

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.algorithms.modes import JOINT, USES_OLD, AggMode, LossMode
+from millrace.algorithms.losses import POLICY_LOSSES
+from millrace.algorithms.policy_loss import AggMode
 from millrace.config import Config
 from millrace.train.experience import Models, make_experience
 from millrace.train.metrics import Meter, batch_metrics
@@ -55,7 +56,7 @@ SHAPES = {
 
 def config_of(mode: str, agg: str, decoupled: bool, **keys: Any) -> Config:
     loss = {"loss_mode": mode, "clip_cov_lb": -100.0, "clip_cov_ub": 100.0}
-    if mode not in JOINT:
+    if not POLICY_LOSSES[mode].joint:
         loss["top_entropy_quantile"] = 0.6
     actor = {"policy_loss": loss, "loss_agg_mode": agg, "entropy_coeff": 0.1}
     return Config(
@@ -178,14 +179,14 @@ def check_same(found: dict[str, Any], want: dict[str, Any], rtol: float = 1e-9) 
 def possible(mode: str, name: str) -> bool:
     """Return whether the configuration allows the correction in bypass mode."""
     keys = CORRECTIONS[name]
-    return "proximal" not in keys and not ("rollout_is" in keys and mode in USES_OLD)
+    return "proximal" not in keys and not ("rollout_is" in keys and POLICY_LOSSES[mode].reads_old)
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-@pytest.mark.parametrize("mode", get_args(LossMode))
+@pytest.mark.parametrize("mode", tuple(POLICY_LOSSES))
 def test_extreme_ratios_are_finite_and_do_not_depend_on_the_cut(mode: str, name: str) -> None:
     """With a correction, a log-prob of the rollout that is not finite is rejected."""
-    i = list(CORRECTIONS).index(name) + get_args(LossMode).index(mode)
+    i = list(CORRECTIONS).index(name) + tuple(POLICY_LOSSES).index(mode)
     for shape, decoupled in (("ragged", i % 2 == 0), (list(SHAPES)[i % 4], i % 2 == 1)):
         decoupled |= not possible(mode, name)
         algorithm = {"rollout_correction": CORRECTIONS[name]}
@@ -204,7 +205,7 @@ def test_extreme_ratios_are_finite_and_do_not_depend_on_the_cut(mode: str, name:
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_a_token_that_is_not_trained_is_never_read(name: str) -> None:
     """Values of tokens over the age limit change no loss, gradient or metric."""
-    for (i, mode), decoupled in itertools.product(enumerate(get_args(LossMode)), (True, False)):
+    for (i, mode), decoupled in itertools.product(enumerate(tuple(POLICY_LOSSES)), (True, False)):
         if not (decoupled or possible(mode, name)):
             continue
         config = config_of(
