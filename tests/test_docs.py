@@ -18,6 +18,7 @@ import yaml
 
 from millrace import config
 from millrace.algorithms.correction_plan import RULES
+from millrace.algorithms.estimators import ESTIMATORS
 from millrace.algorithms.losses import POLICY_LOSSES
 from millrace.algorithms.policy_loss import AggMode
 from millrace.config import Config, GuardConfig, OptimConfig, recipe
@@ -47,7 +48,7 @@ RECIPES = sorted((ROOT / "millrace" / "recipes").rglob("*.yaml"))
 # -- names that a user writes
 
 NAMES = {
-    "estimators": get_args(config.Estimator),
+    "estimators": tuple(ESTIMATORS),
     "policy losses": tuple(POLICY_LOSSES),
     "KL types": get_args(config.KlType),
     "KL types of the reward": get_args(

@@ -43,7 +43,7 @@ ARROWS: dict[str, set[str]] = {
     "tools": {"environments"},
     "agents": {"data", "environments", "ports"},
     "simulate": {"ports"},
-    "testing": {"ports"},
+    "testing": {"algorithms", "ports"},
     "config": {"algorithms", "data", "schedule"},
     "data": set(),
     "models": {"config"},
@@ -238,7 +238,7 @@ def test_the_loops_bring_in_neither_torch_nor_ray_nor_a_web_framework(module: st
 
 def test_algorithms_need_torch_and_pydantic_alone() -> None:
     code = (
-        "import sys, millrace.algorithms.advantages, millrace.algorithms.losses, millrace.algorithms.kl, millrace.algorithms.correction;"
+        "import sys, millrace.algorithms.estimators, millrace.algorithms.losses, millrace.algorithms.kl, millrace.algorithms.correction;"
         "print(sorted({'transformers', 'ray', 'msgspec', 'numpy.random._never'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -269,7 +269,7 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 BUDGETS = {
     "agents": 4350,
-    "algorithms": 2850,
+    "algorithms": 3000,
     "cli": 2100,
     "config": 4150,
     "data": 3050,
@@ -291,7 +291,7 @@ BUDGETS = {
     "schedule": 800,
     "simulate": 560,
     "sync": 2250,
-    "testing": 750,
+    "testing": 1100,
     "tools": 950,
     "train": 5000,
     "types": 400,

@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 
 def sequence_ids(lengths: Tensor) -> Tensor:
     """Return the trajectory number of each token, [T] int64, from lengths [N]."""
-    import torch
+    return lengths.new_ones(len(lengths)).cumsum(0).sub(1).repeat_interleave(lengths)
 
-    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+
+def positions_to_end(lengths: Tensor) -> Tensor:
+    """Return the number of tokens behind each token of its trajectory, [T] int64."""
+    ids = sequence_ids(lengths)
+    return (lengths.cumsum(0) - 1)[ids] - (ids.new_ones(len(ids)).cumsum(0) - 1)
 
 
 def sequence_sums(values: Tensor, ids: Tensor, num_sequences: int) -> Tensor:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
+from millrace.algorithms.advantage import Estimator, as_estimator
+from millrace.algorithms.estimators import ESTIMATORS
 from millrace.algorithms.losses import POLICY_LOSSES
 from millrace.algorithms.norm_options import Level, NormOptions
 from millrace.algorithms.policy_loss import AggMode, LossOptions, PolicyLoss, as_policy_loss
 from millrace.config.correction_keys import CorrectionConfig
-from millrace.config.facts import Choices, Compared, Past, ReadWith, Switch
+from millrace.config.facts import Choice, Choices, Compared, Past, ReadWith, Switch
 from millrace.config.optim_keys import OptimConfig
 from millrace.config.section import Section
 from millrace.data.user_code import load
@@ -25,11 +27,14 @@ KlType = Literal[
 _LOSS = "actor.policy_loss.loss_mode"
 _NO_REFERENCE = Compared("a change that adds or removes the reference policy")
 _GAE = {"algorithm.adv_estimator": ("gae",)}
-_BY_STD = {".adv_estimator": ("grpo", "grpo_passk", "gdpo")}
 
 
-def _estimator(*names: str) -> ReadWith:
-    return ReadWith({".adv_estimator": names})
+def _readers(option: str) -> Choice:
+    """Return the estimators that read an option of AdvantageOptions."""
+    return {".adv_estimator": tuple(x.name for x in ESTIMATORS.values() if option in x.reads)}
+
+
+_BY_STD = _readers("norm_by_std")
 
 
 class PolicyLossKeys(Section):
@@ -301,29 +306,15 @@ class FilterGroupsConfig(Section):
     """
 
 
-Estimator = Literal[
-    "grpo",
-    "grpo_passk",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "opo",
-    "gpg",
-    "remax",
-    "gae",
-    "gdpo",
-    "optimal_token_baseline",
-]
-
-
 class AlgorithmConfig(Section):
     adv_estimator: Annotated[
-        Estimator,
+        str,
+        Choices(tuple(ESTIMATORS)),
         Compared(
             "a change to or from gae or remax, and with gdpo a reward without the components of the finished samples"
         ),
     ] = "grpo"
-    """Advantage estimator. docs/algorithms.md has the formulas. gae trains a critic."""
+    """Advantage estimator: a name, or path.py:name for one of your own. gae trains a critic."""
     norm_adv_by_std_in_grpo: Annotated[bool, Switch(), ReadWith(_BY_STD, {"rollout.n": (1,)})] = (
         True
     )
@@ -334,12 +325,14 @@ class AlgorithmConfig(Section):
     epsilon: Annotated[
         float,
         ReadWith(
-            {".adv_estimator": ("gpg",), ".f_norm": ("std",)},
+            _readers("f_norm") | {".f_norm": ("std",)},
             _BY_STD | {".norm_adv_by_std_in_grpo": (True,)},
         ),
     ] = Field(1e-6, gt=0)
     """grpo, grpo_passk, gdpo, gpg: added to the group's standard deviation."""
-    f_norm: Annotated[Annotated[float, Field(gt=0)] | Literal["std"], _estimator("gpg")] = 1.0
+    f_norm: Annotated[
+        Annotated[float, Field(gt=0)] | Literal["std"], ReadWith(_readers("f_norm"))
+    ] = 1.0
     """gpg: divisor of the advantages, a number or std, the group's standard deviation."""
     reward_norm: NormConfig = NormConfig()
     """Normalisation of the scores before the estimator (AReaL)."""
@@ -348,18 +341,18 @@ class AlgorithmConfig(Section):
 
     It replaces the whitening of estimators that whiten.
     """
-    gamma: Annotated[float, _estimator("gae", "reinforce_plus_plus")] = Field(1.0, gt=0, le=1)
+    gamma: Annotated[float, ReadWith(_readers("gamma"))] = Field(1.0, gt=0, le=1)
     """gae, reinforce_plus_plus: discount of later rewards."""
-    lam: Annotated[float, _estimator("gae")] = Field(1.0, ge=0, le=1)
+    lam: Annotated[float, ReadWith(_readers("lam"))] = Field(1.0, ge=0, le=1)
     """gae: lambda."""
     bootstrap_truncated: bool = False
     """gae: bootstrap responses that the length limit cuts (T-PPO's EGAE).
 
     Their return ends with the critic's value in place of their score.
     """
-    gdpo_reward_keys: Annotated[tuple[str, ...], _estimator("gdpo")] = ()
+    gdpo_reward_keys: Annotated[tuple[str, ...], ReadWith(_readers("component_weights"))] = ()
     """gdpo: names of the reward's components. Empty means all components."""
-    gdpo_reward_weights: Annotated[tuple[float, ...], _estimator("gdpo")] = ()
+    gdpo_reward_weights: Annotated[tuple[float, ...], ReadWith(_readers("component_weights"))] = ()
     """gdpo: one weight for each of these components. Empty means 1 for each."""
     use_kl_in_reward: Annotated[bool, Switch(), _NO_REFERENCE] = False
     """Subtract the KL to the reference policy from the reward of each token.
@@ -384,8 +377,24 @@ class AlgorithmConfig(Section):
     """Off-policy correction."""
 
     @property
+    def estimator(self) -> Estimator:
+        """The estimator that adv_estimator names. Raises ConfigError if a user's cannot be imported."""
+        if found := ESTIMATORS.get(self.adv_estimator):
+            return found
+        return as_estimator(self.adv_estimator, load("algorithm.adv_estimator", self.adv_estimator))
+
+    @property
     def needs_critic(self) -> bool:
-        return self.adv_estimator == "gae"
+        return "values" in self.estimator.needs
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether each prompt gets a greedy response."""
+        return "greedy_scores" in self.estimator.needs
+
+    @property
+    def needs_components(self) -> bool:
+        return "components" in self.estimator.needs
 
     @property
     def whitens(self) -> bool:
@@ -401,19 +410,19 @@ class AlgorithmConfig(Section):
                 f"needs one weight for each of algorithm.gdpo_reward_keys = {list(keys)}",
                 "as many weights as keys, or none",
             )
-        if self.adv_estimator in ("gdpo", "remax") and self.reward_norm.options().active:
-            part = "the components" if self.adv_estimator == "gdpo" else "the greedy scores"
+        part = self.estimator.not_normalised
+        if part and self.reward_norm.options().active:
             raise bad_value(
                 "algorithm.reward_norm",
                 self.reward_norm.model_dump(),
                 f"{self.adv_estimator} reads {part} of the reward, which it does not normalise",
                 "algorithm.adv_norm in its place",
             )
-        if self.adv_estimator == "gdpo" and self.use_kl_in_reward:
+        if self.needs_components and self.use_kl_in_reward:
             raise bad_value(
                 "algorithm.use_kl_in_reward",
                 True,
-                "gdpo normalises each component of the reward by itself and has no component for "
+                f"{self.adv_estimator} normalises each component of the reward and has none for "
                 "a KL penalty",
                 "actor.use_kl_loss=true",
             )

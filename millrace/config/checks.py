@@ -18,20 +18,6 @@ from millrace.errors import ConfigError, bad_value
 from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync, Schedule
 
-GROUP_RELATIVE = frozenset(
-    {
-        "grpo",
-        "grpo_passk",
-        "rloo",
-        "reinforce_plus_plus_baseline",
-        "opo",
-        "gpg",
-        "gdpo",
-        "optimal_token_baseline",
-    }
-)
-"""Estimators that give a group of one no advantage."""
-
 
 def check(config: Config) -> None:
     """Raise ConfigError at the first check that fails."""
@@ -167,7 +153,7 @@ def _check_placement(sides: Sides) -> None:
 
 def _check_groups(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
     name = algorithm.adv_estimator
-    if rollout.n == 1 and name in GROUP_RELATIVE and algorithm.norm_adv_by_std_in_grpo:
+    if rollout.n == 1 and algorithm.estimator.group_relative and algorithm.norm_adv_by_std_in_grpo:
         raise bad_value(
             "rollout.n",
             1,
@@ -252,7 +238,7 @@ def _check_reward_devices(reward: RewardConfig, sides: Sides) -> None:
 def _check_components(reward: RewardConfig, algorithm: AlgorithmConfig) -> None:
     """Refuse the name of a component that no part of reward.mix has."""
     known = {"overlong_reward", *reward.mix}
-    gdpo, groups = algorithm.adv_estimator == "gdpo", algorithm.filter_groups
+    gdpo, groups = algorithm.needs_components, algorithm.filter_groups
     used = [("algorithm.gdpo_reward_keys", name) for name in algorithm.gdpo_reward_keys if gdpo]
     if groups.enable and groups.metric not in ("score", "reward"):
         used.append(("algorithm.filter_groups.metric", groups.metric))

@@ -113,10 +113,14 @@ def _check_estimator(config: Config, before: Config, checkpoint: Path) -> None:
 
     The same applies to greedy responses.
     """
-    estimator, before_it = config.algorithm.adv_estimator, before.algorithm.adv_estimator
-    if estimator != before_it and {estimator, before_it} & {"remax", "gae"}:
-        lacks = "critic" if "gae" in (estimator, before_it) else "greedy response to each prompt"
-        has = "a" if before_it in ("gae", "remax") else "no"
+    now, then = config.algorithm, before.algorithm
+    estimator, before_it = now.adv_estimator, then.adv_estimator
+    if estimator == before_it:
+        return
+    critic, greedy = now.needs_critic != then.needs_critic, now.needs_greedy != then.needs_greedy
+    if critic or greedy:
+        lacks = "critic" if critic else "greedy response to each prompt"
+        has = "a" if then.needs_critic or then.needs_greedy else "no"
         rule = f"the checkpoint {checkpoint} was made with {before_it}: it has {has} {lacks}"
         raise bad_value(
             "algorithm.adv_estimator",
@@ -143,7 +147,7 @@ def _check_components(config: Config, before: Config, checkpoint: Path) -> None:
 
     The finished samples of the checkpoint have the scores of the reward before.
     """
-    if config.algorithm.adv_estimator != "gdpo":
+    if not config.algorithm.needs_components:
         return
     samples = [slot.sample for _, slot in read_ledger(checkpoint).slots if slot.sample is not None]
     scores = [t.score for sample in samples for t in sample.trajectories if t.score is not None]

@@ -357,7 +357,7 @@ def make_rollouter(s: Session, queue: SampleQueue, pool: RolloutPool) -> Rollout
         overlong=OverlongBuffer(params.max_tokens, overlong.len, overlong.penalty_factor)
         if overlong.enable
         else None,
-        greedy_baseline=c.algorithm.adv_estimator == "remax",
+        greedy_baseline=c.algorithm.needs_greedy,
         lengths=drawn_lengths(c.rollout),
         whole_group=s.reward.whole_group,
         retries=c.agents.tries,

@@ -12,10 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from millrace.algorithms.advantage import AdvantageBatch, estimate
 from millrace.algorithms.correction import Correction, correct
 from millrace.algorithms.correction_plan import CorrectionPlan, CorrectionStage, Proximal
 from millrace.algorithms.drift import drift
-from millrace.algorithms.estimators import AdvantageBatch, estimate
 from millrace.algorithms.kl import KL
 from millrace.algorithms.ragged import sequence_sums
 from millrace.train.layout import Ints
@@ -143,7 +143,9 @@ def make_experience(
         kl = KL[options.algorithm.kl_penalty](batch.rollout if old is None else old, reference)
         # A token that is not trained may have a log-prob that is not finite.
         kl = torch.where(trained | kl.isfinite(), kl, 0.0)
-    scores, token_rewards = _rewards(batch, kl, kl_coef, options.algorithm.adv_estimator)
+    scores, token_rewards = _rewards(
+        batch, kl, kl_coef, by_component=options.algorithm.needs_components
+    )
     outcomes = AdvantageBatch(
         scores=scores,
         groups=batch.groups,
@@ -159,7 +161,7 @@ def make_experience(
         keep=in_baselines,
         trained=trained,
     )
-    advantages = estimate(options.algorithm.adv_estimator, outcomes, options.advantages)
+    advantages = estimate(options.estimator, outcomes, options.advantages)
     return Experience(
         rows=rows,
         lengths=batch.lengths,
@@ -183,7 +185,7 @@ def make_experience(
 
 
 def _rewards(
-    batch: BatchArrays, kl: Tensor | None, kl_coef: float, estimator: str
+    batch: BatchArrays, kl: Tensor | None, kl_coef: float, *, by_component: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the rewards of trajectories [N], and those of tokens [K].
 
@@ -191,7 +193,7 @@ def _rewards(
     for gdpo, which reads no token's reward.
     """
     penalty = None if kl is None else -kl_coef * kl
-    turns = None if estimator == "gdpo" else batch.turn_rewards
+    turns = None if by_component else batch.turn_rewards
     if turns is None:
         return batch.scores, penalty
     rest = batch.scores - sequence_sums(turns, batch.ids, len(batch.lengths))
@@ -206,7 +208,7 @@ def _arrival(
     Each is [K], or None if the options do not need it. If all are None, there is no forward pass.
     """
     plan, actor = options.correction, options.actor
-    squares = options.algorithm.adv_estimator == "optimal_token_baseline"
+    squares = bool({"log_probs", "sum_pi_squared"} & options.estimator.needs)
     # In a single step on a batch, the policy under training is that of the batch's arrival.
     one_step = actor.ppo_epochs == 1 and len(rows.first_row) - 1 <= actor.ppo_mini_batch_size
     recomputed = plan.proximal is Proximal.RECOMPUTED and (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from millrace.algorithms.advantage import AdvantageOptions, Estimator
 from millrace.algorithms.correction_plan import CorrectionPlan, CorrectionStage
-from millrace.algorithms.estimators import AdvantageOptions
 from millrace.algorithms.policy_loss import AggMode, LossOptions, PolicyLoss
 from millrace.config import ActorConfig, AlgorithmConfig, Config, OptimConfig, SftConfig
 from millrace.ports import Phase
@@ -20,6 +20,7 @@ class StepOptions:
     correction: CorrectionPlan
     policy_loss: PolicyLoss
     loss: LossOptions
+    estimator: Estimator
     advantages: AdvantageOptions
     aggregation: AggMode
     loss_scale: float
@@ -60,6 +61,7 @@ def step_options(config: Config) -> StepOptions:
         ),
         policy_loss=loss,
         loss=actor.loss_options(),
+        estimator=algorithm.estimator,
         advantages=_advantages(algorithm),
         aggregation=actor.loss_agg_mode
         or loss.default_aggregation(actor.policy_loss.importance_sampling_level),

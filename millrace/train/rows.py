@@ -142,7 +142,7 @@ def arrays_of(batch: TrainBatch, algorithm: AlgorithmConfig) -> BatchArrays:
     ids = sequence_ids(lengths)
     cut = torch.tensor([t.stop is Stop.LENGTH for t, _ in pairs], dtype=torch.bool)
     scores = [_score(trajectory, sample) for trajectory, sample in pairs]
-    greedy = algorithm.adv_estimator == "remax"
+    greedy = algorithm.needs_greedy
     return BatchArrays(
         version=batch.version,
         rows=rows,
@@ -159,7 +159,7 @@ def arrays_of(batch: TrainBatch, algorithm: AlgorithmConfig) -> BatchArrays:
         else torch.ones_like(ids, dtype=torch.bool),
         equal_share=_equal_share(batch.samples, [score.value for score in scores]),
         components=_components([score.extra for score in scores], algorithm.gdpo_reward_keys)
-        if algorithm.adv_estimator == "gdpo"
+        if algorithm.needs_components
         else None,
         greedy_scores=_floats([_score(sample.greedy, sample).value for _, sample in pairs])
         if greedy
@@ -210,7 +210,7 @@ def _components(extras: list[dict[str, float]], wanted: Sequence[str]) -> dict[s
             )
     if not names and extras:
         raise MillraceError(
-            "algorithm.adv_estimator=gdpo: the reward function returns no components. "
+            "algorithm.adv_estimator: the reward function returns no components. "
             "Fix: return a dict of score and components"
         )
     return {name: _floats([extra[name] for extra in extras]) for name in names}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from millrace.algorithms.advantage import AdvantageOptions
 from millrace.algorithms.correction_plan import CorrectionOptions
-from millrace.algorithms.estimators import AdvantageOptions
 from millrace.algorithms.losses import POLICY_LOSSES
 from millrace.algorithms.norm_options import NormOptions
 

@@ -11,7 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.advantages import gdpo, gpg, grpo, grpo_passk, opo, rloo
+from millrace.algorithms.estimators.gdpo import gdpo
+from millrace.algorithms.estimators.gpg import gpg
+from millrace.algorithms.estimators.grpo import grpo
+from millrace.algorithms.estimators.grpo_passk import grpo_passk
+from millrace.algorithms.estimators.opo import opo
+from millrace.algorithms.estimators.rloo import rloo
 
 CALM = settings(deadline=None)
 EPS = 1e-6

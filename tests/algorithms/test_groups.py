@@ -11,8 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.advantages import grpo, normalize, rloo
-from millrace.algorithms.estimators import ESTIMATORS, estimate
+from millrace.algorithms.advantage import estimate
+from millrace.algorithms.estimators import ESTIMATORS
+from millrace.algorithms.estimators.grpo import grpo
+from millrace.algorithms.estimators.rloo import rloo
+from millrace.algorithms.groups import normalize
 from tests.algorithms.options import advantage_options, norm_options
 from tests.algorithms.test_estimators import CALM, PLAIN, ROWS, SEED, for_name, make
 
@@ -129,11 +132,11 @@ def test_scores_are_normalised_before_an_estimator_and_advantages_after_it(
     keep = torch.tensor(np.random.default_rng(seed).random(len(rows)) < 0.7)
     batch = dataclasses.replace(batch, keep=keep)
     own = norm_options() if name in ("gdpo", "remax") else reward
-    got = estimate(name, batch, advantage_options(reward_norm=own, adv_norm=adv))
+    got = estimate(ESTIMATORS[name], batch, advantage_options(reward_norm=own, adv_norm=adv))
     scores = batch.scores.masked_scatter(
         keep, normalize(batch.scores[keep], batch.groups[keep], own)
     )
-    plain = estimate(name, dataclasses.replace(batch, scores=scores), PLAIN).tokens
+    plain = estimate(ESTIMATORS[name], dataclasses.replace(batch, scores=scores), PLAIN).tokens
     at = torch.repeat_interleave(keep, batch.lengths)
     groups = torch.repeat_interleave(batch.groups, batch.lengths)
     want = plain.masked_scatter(at, normalize(plain[at], groups[at], adv))
@@ -145,4 +148,4 @@ def test_an_estimator_that_reads_other_rewards_refuses_reward_norm(name: str) ->
     batch = for_name(make([(0, 2, 1.0, False)], 0), name)
     options = advantage_options(reward_norm=norm_options(mean_level="batch"))
     with pytest.raises(ValueError, match=f"{name} cannot use reward_norm"):
-        estimate(name, batch, options)
+        estimate(ESTIMATORS[name], batch, options)

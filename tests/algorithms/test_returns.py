@@ -10,14 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.algorithms.advantages import (
-    discounted_sums,
-    gae,
-    optimal_token_baseline,
-    place_scores,
-    remax,
-    whiten,
-)
+from millrace.algorithms.estimators.gae import gae
+from millrace.algorithms.estimators.optimal_token_baseline import optimal_token_baseline
+from millrace.algorithms.estimators.remax import remax
+from millrace.algorithms.returns import discounted_sums, place_scores, whiten
 
 LENGTHS = st.lists(st.integers(0, 9), max_size=10)
 DISCOUNT = st.sampled_from([0.0, 0.5, 0.95, 1.0])

@@ -25,18 +25,14 @@ names no new loss, so the loss is `vanilla`.
 
 from __future__ import annotations
 
-import pkgutil
 from dataclasses import replace
-from importlib import import_module
 
+from millrace.algorithms.discovery import found_in
 from millrace.algorithms.policy_loss import PolicyLoss
 
-
-def _losses() -> dict[str, PolicyLoss]:
-    files = (import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
-    found = [x for file in files for x in vars(file).values() if isinstance(x, PolicyLoss)]
-    return {name: replace(x, name=name) for x in found for name in (x.name, *x.aliases)}
-
-
-POLICY_LOSSES: dict[str, PolicyLoss] = _losses()
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    name: replace(loss, name=name)
+    for loss in found_in(__name__, PolicyLoss)
+    for name in (loss.name, *loss.aliases)
+}
 """The losses by their names in actor.policy_loss.loss_mode."""
