@@ -217,6 +217,7 @@ def configure(
     config = recipe.load(path, overrides, keep_warm_up=keep_warm_up)
     if dry_run:
         from millrace.run import problems
+        from millrace.run.algorithms import try_algorithms
         from millrace.run.folder import find_run
         from millrace.run.machine import check_machine, check_shape
         from millrace.run.session import check_end
@@ -234,6 +235,8 @@ def configure(
                 _note(note)
         for line in config.translated:
             typer.echo(f"  {line}", err=True)
+        if trains:
+            try_algorithms(config, _note)
         from millrace.run.agents import described
 
         lines: list[tuple[str, str]] = []

@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from millrace import __version__
+from millrace.cli.check_algorithm import check_algorithm
 from millrace.cli.commands import Commands
 from millrace.cli.console import (
     Address,
@@ -247,6 +248,7 @@ for _command in (watch, why, scale, serve):
     app.command()(_command)
 app.command("report")(report_page)
 app.command("get-model")(get_model)
+app.command("check-algorithm")(check_algorithm)
 app.command()(query)
 
 

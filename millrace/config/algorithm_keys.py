@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from millrace.algorithms.advantage import Estimator, as_estimator
+from millrace.algorithms.advantage import AdvantageOptions, Estimator, as_estimator
 from millrace.algorithms.estimators import ESTIMATORS
 from millrace.algorithms.losses import POLICY_LOSSES
 from millrace.algorithms.norm_options import Level, NormOptions
@@ -198,9 +198,11 @@ class ActorConfig(Section):
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0])
-            known = ", ".join(sorted(loss.own_options)) or "it has no options"
-            key = f"actor.policy_loss.options.{name}"
-            raise bad_value(key, own.get(name), first["msg"], known) from None
+            known = ", ".join(sorted(loss.own_options))
+            unknown = first["type"] == "extra_forbidden"
+            rule = f"{loss.name} has no such option" if unknown else first["msg"]
+            fix = (f"one of {known}" if known else "remove it") if unknown else "another value"
+            raise bad_value(f"actor.policy_loss.options.{name}", own.get(name), rule, fix) from None
 
     def check(self) -> None:
         self.loss_options()
@@ -396,10 +398,21 @@ class AlgorithmConfig(Section):
     def needs_components(self) -> bool:
         return "components" in self.estimator.needs
 
-    @property
-    def whitens(self) -> bool:
-        """Whether estimators that whiten do so: adv_norm replaces it."""
-        return not self.adv_norm.options().active
+    def advantage_options(self) -> AdvantageOptions:
+        """Return the options of the estimator."""
+        weights = dict(zip(self.gdpo_reward_keys, self.gdpo_reward_weights, strict=False))
+        return AdvantageOptions(
+            norm_by_std=self.norm_adv_by_std_in_grpo,
+            gamma=self.gamma,
+            lam=self.lam,
+            component_weights=weights or None,
+            bootstrap_truncated=self.bootstrap_truncated,
+            whiten=not self.adv_norm.options().active,  # adv_norm replaces it
+            eps=self.epsilon,
+            f_norm=self.f_norm,
+            reward_norm=self.reward_norm.options(),
+            adv_norm=self.adv_norm.options(),
+        )
 
     def check(self) -> None:
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights

@@ -333,6 +333,11 @@ def _check_trust(c: Config) -> None:
     fixes = [
         *(["async_training.use_rollout_log_probs=true"] if loss.bounds_stale else []),
         *([f"{prefix}.rollout_is=token"] if correct else []),
+        *(
+            ["@policy_loss(bounds_stale=True), if it does"]
+            if ":" in mode and not loss.bounds_stale
+            else []
+        ),
         f"{prefix}.rollout_rs=token_k1 {prefix}.rollout_rs_threshold=0.5_2.0",
         *(
             []

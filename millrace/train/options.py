@@ -62,7 +62,7 @@ def step_options(config: Config) -> StepOptions:
         policy_loss=loss,
         loss=actor.loss_options(),
         estimator=algorithm.estimator,
-        advantages=_advantages(algorithm),
+        advantages=algorithm.advantage_options(),
         aggregation=actor.loss_agg_mode
         or loss.default_aggregation(actor.policy_loss.importance_sampling_level),
         loss_scale=actor.loss_scale_factor or float(config.rollout.max_response_length),
@@ -74,22 +74,6 @@ def step_options(config: Config) -> StepOptions:
         lag_bound=config.schedule.lag_bound,
         seed=config.trainer.seed,
         router_replay=config.model.router_replay,
-    )
-
-
-def _advantages(algorithm: AlgorithmConfig) -> AdvantageOptions:
-    weights = dict(zip(algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, strict=False))
-    return AdvantageOptions(
-        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
-        component_weights=weights or None,
-        bootstrap_truncated=algorithm.bootstrap_truncated,
-        whiten=algorithm.whitens,
-        eps=algorithm.epsilon,
-        f_norm=algorithm.f_norm,
-        reward_norm=algorithm.reward_norm.options(),
-        adv_norm=algorithm.adv_norm.options(),
     )
 
 

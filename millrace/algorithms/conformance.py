@@ -1,7 +1,7 @@
-"""The conformance checks of policy losses: splits, masks, order, gradients, dtypes and facts.
+"""The conformance checks of losses and estimators: splits, masks, order, gradients, dtypes, facts.
 
-`findings` returns a sentence for each property that a loss breaks. `millrace check-algorithm` runs
-it on a user's loss, and the tests of the package on every loss of its own.
+`millrace check-algorithm` runs them on a user's function, a run on those that it names, and the
+tests of the package on all of its own.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from millrace.algorithms.advantage import AdvantageBatch, AdvantageOptions, Estimator, estimate
 from millrace.algorithms.policy_loss import STATISTICS, LossInput, PolicyLoss
+
+FAILS = "the function fails"
 
 BATCHES = 12
 _FAR = 5.0
@@ -34,28 +38,28 @@ class Finding:
         return f"{self.name}: {self.seen}. Fix: {self.fix}."
 
 
-def findings(loss: PolicyLoss, options: Any) -> list[Finding]:
+def findings(algorithm: PolicyLoss | Estimator, options: Any) -> list[Finding]:
     """Return the first break of each property, in the order of the properties."""
     found = dict[str, Finding]()
-    for check in _CHECKS:
+    for check in _OF_A_LOSS if isinstance(algorithm, PolicyLoss) else _OF_AN_ESTIMATOR:
         for seed in range(BATCHES):
-            for broken in _run(check, loss, options, seed):
+            for broken in _run(check, algorithm, options, seed):
                 found.setdefault(broken.name, broken)
     return list(found.values())
 
 
 def _run(
-    check: Callable[..., Iterator[Finding]], loss: PolicyLoss, options: Any, seed: int
+    check: Callable[..., Iterator[Finding]], algorithm: Any, options: Any, seed: int
 ) -> Iterator[Finding]:
     try:
-        yield from check(loss, options, seed)
+        yield from check(algorithm, options, seed)
     except Exception as error:  # noqa: BLE001 - the user's function
-        text = str(error).strip().splitlines()
-        seen = f"{check.__name__.strip('_')} raised {type(error).__name__}: {(text or ['-'])[0]}"
-        yield Finding("the function fails", seen, "correct it for the inputs of LossInput")
+        text, _, fix = " ".join(str(error).split()).partition(". Fix: ")
+        seen = f"it raised {type(error).__name__}: {text}"
+        yield Finding(FAILS, seen, fix.rstrip(".") or "correct it")
 
 
-def batch(seed: int, *, dtype: torch.dtype = torch.float64, spread: float = 0.4) -> LossInput:
+def tokens(seed: int, *, dtype: torch.dtype = torch.float64, spread: float = 0.4) -> LossInput:
     """Return a batch of trajectories of 1 to 7 tokens, some of which no loss trains.
 
     All tokens of a trajectory have one advantage. `spread` is that of the log-ratios.
@@ -99,7 +103,7 @@ def gradient(loss: PolicyLoss, x: LossInput, options: Any) -> tuple[Tensor, Tens
     leaf = x.log_probs.detach().clone().requires_grad_()
     losses, _ = loss(replace(x, log_probs=leaf), options)
     if losses.requires_grad:
-        losses.sum().backward()
+        losses.sum().backward()  # type: ignore[no-untyped-call]
     return losses.detach(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
@@ -109,7 +113,7 @@ def _far(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 
 def _masks(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
-    x = batch(seed)
+    x = tokens(seed)
     losses, grad = gradient(loss, x, options)
     masked = ~x.mask
     junk = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=x.log_probs.dtype)
@@ -131,7 +135,7 @@ def _masks(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
 
 
 def _splits(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
-    x = batch(seed)
+    x = tokens(seed)
     whole = torch.stack(gradient(loss, x, options))
     fix = (
         "return the loss of each token, without a mean over the micro-batch: actor.loss_agg_mode "
@@ -155,7 +159,7 @@ def _splits(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
 
 
 def _order(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
-    x = batch(seed)
+    x = tokens(seed)
     order = torch.argsort(x.sequence_ids.flip(0), stable=True)
     order = len(order) - 1 - order.flip(0)
     turned = torch.cat(
@@ -169,7 +173,7 @@ def _order(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
 
 
 def _repeats(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
-    x = batch(seed)
+    x = tokens(seed)
     before = [x.log_probs.clone(), x.old_log_probs.clone(), x.advantages.clone()]
     first = torch.stack(gradient(loss, x, options))
     if not torch.equal(torch.stack(gradient(loss, x, options)), first):
@@ -181,7 +185,7 @@ def _repeats(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
 
 
 def _direction(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
-    x = batch(seed)
+    x = tokens(seed)
     x = replace(x, old_log_probs=x.log_probs, selected=torch.zeros_like(x.mask))
     _, grad = gradient(loss, x, options)
     if not grad.any():
@@ -198,7 +202,7 @@ def _direction(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
 def _slopes(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
     if loss.stops_gradient or options.importance_sampling_level == "sequence":
         return
-    x = batch(seed)
+    x = tokens(seed)
     _, grad = gradient(loss, x, options)
     for i in x.mask.nonzero().squeeze(-1).tolist():
         sums = [
@@ -220,16 +224,32 @@ def _moved(values: Tensor, at: int, by: float) -> Tensor:
     return moved
 
 
+class _LowPrecision(TorchDispatchMode):
+    """Notes results in float16 and bfloat16."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        low = (torch.float16, torch.bfloat16)
+        self.seen |= isinstance(found, Tensor) and found.dtype in low
+        return found
+
+
 def _dtypes(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
-    x, low = batch(seed), batch(seed, dtype=torch.float32)
+    x, low = tokens(seed), tokens(seed, dtype=torch.float32)
     exact, near = gradient(loss, x, options), gradient(loss, low, options)
     if near[0].dtype != torch.float32 or exact[0].dtype != torch.float64:
         yield Finding("dtype", f"float32 becomes {near[0].dtype}", "keep the dtype of log_probs")
     if _far(near[0].double(), exact[0], 1e-5) or _far(near[1].double(), exact[1], 1e-5):
-        seen = "float32 has fewer than five right digits"
-        yield Finding("dtype", seen, "compute no part in float16 or bfloat16, and sum in float64")
+        yield Finding("dtype", "float32 has fewer than five right digits", "sum in float64")
     if seed:
         return
+    with _LowPrecision() as watched:
+        loss(low, options)
+    if watched.seen:
+        seen = "a part is computed in float16 or bfloat16"
+        yield Finding("dtype", seen, "keep the dtype of log_probs")
     for far in (1e3, 1e4):
         pairs = [(0.0, -far), (-far, 0.0), (-far, -far), (0.0, 0.0)]
         rows = [(new, old, adv) for new, old in pairs for adv in (-3.0, 0.0, 3.0)]
@@ -250,7 +270,7 @@ def _dtypes(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
 
 
 def _facts(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
-    x = batch(seed)
+    x = tokens(seed)
     here = torch.stack(gradient(loss, x, options))
     other = gradient(loss, replace(x, old_log_probs=x.old_log_probs - 0.3), options)
     reads = _far(torch.stack(other), here, 1e-9)
@@ -276,7 +296,7 @@ def _facts(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
 
 
 def _statistics(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
-    x = batch(seed)
+    x = tokens(seed)
     _, stats = loss(replace(x, log_probs=x.log_probs.clone().requires_grad_()), options)
     for name in STATISTICS:
         value = stats[name]
@@ -285,7 +305,90 @@ def _statistics(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
             yield Finding("statistics", seen, "return x.statistics(NAME=tensor of [M])")
 
 
-_CHECKS = (
+def rewards(seed: int) -> AdvantageBatch:
+    """Return a batch of groups of 1 to 4 trajectories of 0 to 5 tokens, with all optional fields."""
+    draw = torch.Generator().manual_seed(seed)
+    groups = torch.repeat_interleave(
+        torch.arange(4), torch.tensor([1, 2, 4, 3])[torch.randperm(4, generator=draw)]
+    )
+    n = len(groups)
+    lengths = torch.randint(0, 6, (n,), generator=draw)
+    t = int(lengths.sum())
+
+    def floats(size: int) -> Tensor:
+        return torch.randn(size, generator=draw, dtype=torch.float64)
+
+    return AdvantageBatch(
+        scores=torch.randint(0, 3, (n,), generator=draw).double(),
+        groups=groups,
+        lengths=lengths,
+        components={"a": floats(n), "b": floats(n)},
+        values=floats(t),
+        truncated=torch.rand(n, generator=draw) < 0.2,
+        greedy_scores=floats(n),
+        log_probs=-floats(t).abs(),
+        sum_pi_squared=torch.rand(t, generator=draw, dtype=torch.float64),
+    )
+
+
+def _chosen(x: AdvantageBatch, order: Tensor) -> tuple[AdvantageBatch, Tensor]:
+    """Return the trajectories `order`, and the places of their tokens in `x`."""
+    starts = x.lengths.cumsum(0) - x.lengths
+    at = torch.cat([torch.arange(int(x.lengths[i])) + int(starts[i]) for i in order.tolist()])
+    fields: dict[str, Any] = {
+        name: None if value is None else value[order]
+        for name, value in x.per_trajectory().items()
+        if not name.startswith("components")
+    }
+    fields |= {name: None if v is None else v[at] for name, v in x.per_token().items()}
+    parts = {name: value[order] for name, value in (x.components or {}).items()}
+    return AdvantageBatch(**fields, components=parts), at
+
+
+def _advantages(algorithm: Estimator, options: AdvantageOptions, seed: int) -> Iterator[Finding]:
+    x = rewards(seed)
+    here = estimate(algorithm, x, options).tokens
+    if not here.isfinite().all():
+        yield Finding("finite", "an advantage is not finite", "divide by a number over 0")
+    if not torch.equal(estimate(algorithm, x, options).tokens, here):
+        seen = "two calls with the same batch give two results"
+        yield Finding("repeats", seen, "keep no state between calls, and draw no random numbers")
+    turned, at = _chosen(x, torch.arange(len(x.scores)).flip(0))
+    if _far(estimate(algorithm, turned, options).tokens, here[at], 1e-9):
+        seen = "the order of the trajectories changes their advantages"
+        yield Finding("order", seen, "use batch.groups, and not positions in the batch")
+    fresh = rewards(seed)
+    if any(
+        a is not None and b is not None and not torch.equal(a, b)
+        for a, b in zip(
+            [*x.per_trajectory().values(), *x.per_token().values()],
+            [*fresh.per_trajectory().values(), *fresh.per_token().values()],
+            strict=True,
+        )
+    ):
+        yield Finding("repeats", "it changes its input", "no operation in place on the batch")
+
+
+def _needs(algorithm: Estimator, options: AdvantageOptions, seed: int) -> Iterator[Finding]:
+    x = rewards(seed)
+    optional = {
+        *("components", "values", "truncated", "greedy_scores", "log_probs", "sum_pi_squared"),
+    } - algorithm.needs
+    bare = replace(x, **dict.fromkeys(optional))  # type: ignore[arg-type]
+    if _far(estimate(algorithm, bare, options).tokens, estimate(algorithm, x, options).tokens, 0):
+        seen = "it reads fields of the batch that it does not need"
+        yield Finding("facts", seen, "@estimator(NAME, needs={...})")
+
+
+def _groups(algorithm: Estimator, options: AdvantageOptions, seed: int) -> Iterator[Finding]:
+    x, _ = _chosen(rewards(seed), torch.tensor([0]))
+    alone = estimate(algorithm, replace(x, scores=x.scores + 1.0), options).tokens
+    if algorithm.group_relative and alone.any():
+        seen = "it declares group_relative=True, and a group of one has advantages"
+        yield Finding("facts", seen, "group_relative=False")
+
+
+_OF_A_LOSS = (
     _masks,
     _splits,
     _order,
@@ -296,3 +399,4 @@ _CHECKS = (
     _facts,
     _statistics,
 )
+_OF_AN_ESTIMATOR = (_advantages, _needs, _groups)

@@ -1,0 +1,73 @@
+"""Losses and estimators of users: their conformance checks, by the command and before a run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from millrace.algorithms.advantage import Estimator
+from millrace.algorithms.policy_loss import PolicyLoss
+from millrace.config import ActorConfig, AlgorithmConfig, Config
+from millrace.data.user_code import load
+from millrace.errors import bad_value
+
+if TYPE_CHECKING:
+    from millrace.algorithms.conformance import Finding
+
+LOSS, ESTIMATOR = "actor.policy_loss.loss_mode", "algorithm.adv_estimator"
+
+
+def check(spec: str, options: Mapping[str, Any]) -> tuple[str, list[Finding]]:
+    """Check what `path.py:name` names. Return the key that takes it, and its broken properties.
+
+    A plain function is an estimator if its first parameter is `batch`, and a loss otherwise.
+    Raises ConfigError if it cannot be imported, or for an option that it has not.
+    """
+    found = load("check-algorithm", spec, kind="policy loss or advantage estimator")
+    first = "" if isinstance(found, PolicyLoss | Estimator) else _first_parameter(found)
+    if isinstance(found, PolicyLoss) or (first and first != "batch"):
+        actor = ActorConfig.model_validate(
+            {"policy_loss": {"loss_mode": spec, "options": dict(options)}}
+        )
+        return LOSS, _findings(actor.policy_loss.loss, actor.loss_options())
+    if options:
+        name, value = next(iter(options.items()))
+        raise bad_value(name, value, "an estimator has no options of its own", "remove it")
+    algorithm = AlgorithmConfig(adv_estimator=spec)
+    return ESTIMATOR, _findings(algorithm.estimator, algorithm.advantage_options())
+
+
+def try_algorithms(config: Config, note: Callable[[str], None]) -> None:
+    """Check the user's loss and estimator before models load.
+
+    Raises ConfigError if one fails on made-up batches. Other broken properties are notes.
+    """
+    actor, algorithm = config.actor, config.algorithm
+    if ":" in actor.policy_loss.loss_mode:
+        found = _findings(actor.policy_loss.loss, actor.loss_options())
+        _tell(LOSS, actor.policy_loss.loss_mode, found, note)
+    if ":" in algorithm.adv_estimator:
+        found = _findings(algorithm.estimator, algorithm.advantage_options())
+        _tell(ESTIMATOR, algorithm.adv_estimator, found, note)
+
+
+def _findings(algorithm: PolicyLoss | Estimator, options: Any) -> list[Finding]:
+    from millrace.algorithms.conformance import findings  # torch
+
+    return findings(algorithm, options)
+
+
+def _tell(key: str, spec: str, found: list[Finding], note: Callable[[str], None]) -> None:
+    from millrace.algorithms.conformance import FAILS
+
+    for broken in found:
+        if broken.name == FAILS:
+            raise bad_value(
+                key, spec, broken.seen, f"{broken.fix}: millrace check-algorithm {spec}"
+            )
+        note(f"warning: {key}={spec}: {broken}")
+
+
+def _first_parameter(function: Callable[..., Any]) -> str:
+    return next(iter(inspect.signature(function).parameters), "-")
