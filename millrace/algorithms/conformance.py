@@ -224,7 +224,7 @@ def _moved(values: Tensor, at: int, by: float) -> Tensor:
     return moved
 
 
-class _LowPrecision(TorchDispatchMode):
+class _LowPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes results in float16 and bfloat16."""
 
     seen = False
@@ -245,7 +245,7 @@ def _dtypes(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
         yield Finding("dtype", "float32 has fewer than five right digits", "sum in float64")
     if seed:
         return
-    with _LowPrecision() as watched:
+    with _LowPrecision() as watched:  # type: ignore[no-untyped-call]
         loss(low, options)
     if watched.seen:
         seen = "a part is computed in float16 or bfloat16"

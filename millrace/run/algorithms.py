@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from millrace.algorithms.advantage import Estimator
+from millrace.algorithms.estimators import ESTIMATORS
+from millrace.algorithms.losses import POLICY_LOSSES
 from millrace.algorithms.policy_loss import PolicyLoss
 from millrace.config import ActorConfig, AlgorithmConfig, Config
 from millrace.data.user_code import load
@@ -19,16 +21,21 @@ LOSS, ESTIMATOR = "actor.policy_loss.loss_mode", "algorithm.adv_estimator"
 
 
 def check(spec: str, options: Mapping[str, Any]) -> tuple[str, list[Finding]]:
-    """Check what `path.py:name` names. Return the key that takes it, and its broken properties.
+    """Check what `path.py:name` names, or a name of the package. Return the key that takes it, and its broken properties.
 
     A plain function is an estimator if its first parameter is `batch`, and a loss otherwise.
     Raises ConfigError if it cannot be imported, or for an option that it has not.
     """
-    found = load("check-algorithm", spec, kind="policy loss or advantage estimator")
-    first = "" if isinstance(found, PolicyLoss | Estimator) else _first_parameter(found)
-    if isinstance(found, PolicyLoss) or (first and first != "batch"):
+    if spec in ESTIMATORS or spec in POLICY_LOSSES:
+        is_loss = spec in POLICY_LOSSES
+    else:
+        found = load("check-algorithm", spec, kind="policy loss or advantage estimator")
+        is_loss = isinstance(found, PolicyLoss) or (
+            not isinstance(found, Estimator) and _first_parameter(found) != "batch"
+        )
+    if is_loss:
         actor = ActorConfig.model_validate(
-            {"policy_loss": {"loss_mode": spec, "options": dict(options)}}
+            {"policy_loss": {"loss_mode": spec} | _options(spec, options)}
         )
         return LOSS, _findings(actor.policy_loss.loss, actor.loss_options())
     if options:
@@ -36,6 +43,17 @@ def check(spec: str, options: Mapping[str, Any]) -> tuple[str, list[Finding]]:
         raise bad_value(name, value, "an estimator has no options of its own", "remove it")
     algorithm = AlgorithmConfig(adv_estimator=spec)
     return ESTIMATOR, _findings(algorithm.estimator, algorithm.advantage_options())
+
+
+def _options(spec: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of a loss as keys: those of the package's losses stand beside loss_mode."""
+    own = POLICY_LOSSES[spec].own_options if spec in POLICY_LOSSES else options
+    for name, value in options.items():
+        if name not in own:
+            raise bad_value(
+                name, value, f"{spec} has no such option", ", ".join(own) or "remove it"
+            )
+    return dict(options) if spec in POLICY_LOSSES else {"options": dict(options)}
 
 
 def try_algorithms(config: Config, note: Callable[[str], None]) -> None:

@@ -1,0 +1,141 @@
+"""A loss and an estimator in a file of the user's: a real run, the command that checks them, and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.cli import main as cli
+from tests.e2e import runs
+
+FILE = """
+import torch
+from millrace.algorithms.advantage import AdvantageBatch, estimator
+from millrace.algorithms.policy_loss import LossInput, LossOptions, policy_loss
+
+class Options(LossOptions):
+    pull: float = 0.1
+
+@policy_loss(options=Options)
+def pulled(inputs, options):
+    x = inputs.trained()
+    loss = -x.advantages * x.log_probs + options.pull * x.log_ratio().square()
+    return loss, x.statistics(log_ratio=x.log_ratio(), clipped=torch.ones_like(loss) * x.mask)
+
+@estimator("shifted")
+def shifted(batch, options):
+    return batch.scores - 0.5
+
+def plain(inputs, options):
+    x = inputs.trained()
+    return -x.advantages * x.log_probs
+
+def fails(inputs, options):
+    return inputs.log_probs.mean()
+
+def unmasked(inputs, options):
+    return -inputs.advantages * inputs.log_probs
+
+def needs_a_critic(batch, options):
+    return batch.scores - batch.values[:1]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    return path
+
+
+def command(monkeypatch: pytest.MonkeyPatch, capfd: Any, *arguments: str) -> tuple[int, str]:
+    monkeypatch.setattr("sys.argv", ["millrace", *arguments])
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    printed = capfd.readouterr()
+    return int(ended.value.code or 0), printed.out + printed.err
+
+
+def test_a_run_trains_with_a_loss_and_an_estimator_of_a_file(tmp_path: Path, file: Path) -> None:
+    keys = [
+        f"actor.policy_loss.loss_mode={file}:pulled",
+        "actor.policy_loss.options.pull=0.5",
+        f"algorithm.adv_estimator={file}:shifted",
+    ]
+
+    async def main() -> Any:
+        async with runs.session(tmp_path, *keys) as s:
+            return await runs.run(s, tmp_path / "run", *keys)
+
+    assert asyncio.run(main()).complete
+    rows = [row for row in runs.rows(tmp_path / "run") if "actor/pg_clipfrac" in row]
+    # Only this loss marks every trained token as clipped.
+    assert rows and all(row["actor/pg_clipfrac"] == 1.0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("pulled", 0, ["every property holds", "actor.policy_loss.loss_mode="]),
+        ("shifted", 0, ["every property holds", "algorithm.adv_estimator="]),
+        ("plain", 0, ["every property holds"]),
+        ("fails", 1, ["shape ()", "Fix: return a loss for each token"]),
+        ("unmasked", 1, ["mask", "inputs.trained()"]),
+        ("needs_a_critic", 1, ["NoneType"]),
+        ("nothing", 2, ["has no 'nothing'", "plain"]),
+    ],
+)
+def test_the_command_names_what_breaks(
+    name: str, code: int, words: list[str], file: Path, monkeypatch: Any, capfd: Any
+) -> None:
+    ended, printed = command(monkeypatch, capfd, "check-algorithm", f"{file}:{name}")
+    assert ended == code, printed
+    assert all(word in printed for word in words), printed
+
+
+def test_the_command_takes_options_and_names_of_the_package(
+    file: Path, monkeypatch: Any, capfd: Any
+) -> None:
+    assert command(monkeypatch, capfd, "check-algorithm", f"{file}:pulled", "pull=2")[0] == 0
+    assert command(monkeypatch, capfd, "check-algorithm", "sapo", "tau_pos=2")[0] == 0
+    for wrong in ([f"{file}:pulled", "push=2"], ["sapo", "push=2"], [f"{file}:shifted", "push=2"]):
+        code, printed = command(monkeypatch, capfd, "check-algorithm", *wrong)
+        assert code == 2 and "push = 2" in printed and "Traceback" not in printed
+    code, printed = command(monkeypatch, capfd, "check-algorithm", f"{file}:unmasked", "--json")
+    found = json.loads(printed.splitlines()[-1])
+    assert code == 1 and "mask" in {b["property"] for b in found["broken"]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["actor.policy_loss.loss_mode={}:fails", "mode=colocate_sync"], ["shape ()"]),
+        (["actor.policy_loss.loss_mode={}:plain"], ["bounds_stale=True"]),
+        (["actor.policy_loss.loss_mode={}:pulled", "actor.policy_loss.options.push=1"], ["push"]),
+        (["actor.policy_loss.loss_mode={}:pulled", "actor.policy_loss.tau_pos=2"], ["sapo"]),
+        (["actor.policy_loss.options.pull=1"], ["actor.policy_loss.options"]),
+        (["actor.policy_loss.loss_mode=vanila"], ["vanilla"]),
+        (["algorithm.adv_estimator=grpoo"], ["grpo"]),
+        (["algorithm.adv_estimator={}:needs_a_critic"], ["NoneType"]),
+        (["algorithm.adv_estimator={}:shifted", "algorithm.lam=0.5"], ["gae"]),
+    ],
+)
+def test_a_run_refuses_what_cannot_work(
+    keys: list[str], words: list[str], file: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
+) -> None:
+    given = [key.format(file) for key in keys]
+    for more in ([f"trainer.run_dir={tmp_path / 'run'}"], ["--dry-run"]):
+        code, printed = command(monkeypatch, capfd, "train", "quickstart", *given, *more)
+        assert code == 2 and all(word in printed for word in words), printed
+        assert "Traceback" not in printed and not (tmp_path / "run").exists()
+
+
+def test_a_broken_property_is_a_warning(file: Path, monkeypatch: Any, capfd: Any) -> None:
+    keys = [f"actor.policy_loss.loss_mode={file}:unmasked", "mode=colocate_sync", "--dry-run"]
+    code, printed = command(monkeypatch, capfd, "train", "quickstart", *keys)
+    assert code == 0 and "warning" in printed and "mask" in printed
