@@ -11,7 +11,12 @@ from millrace.config.layers import settings_of
 
 
 def check_algorithm(
-    spec: Annotated[str, typer.Argument(metavar="PATH.py:NAME", help="A loss or an estimator.")],
+    spec: Annotated[
+        str,
+        typer.Argument(
+            metavar="FUNCTION", help="path.py:name or module:name of a loss or an estimator."
+        ),
+    ],
     options: Annotated[
         list[str] | None,
         typer.Argument(metavar="[NAME=VALUE]...", help="Options of the loss.", show_default=False),

@@ -16,6 +16,8 @@ from millrace.algorithms.policy_loss import AggMode, LossOptions, PolicyLoss, as
 from millrace.config.correction_keys import CorrectionConfig
 from millrace.config.facts import Choice, Choices, Compared, Past, ReadWith, Switch
 from millrace.config.optim_keys import OptimConfig
+from millrace.config.plugins import load as load_part
+from millrace.config.plugins import names
 from millrace.config.section import Section
 from millrace.data.user_code import load
 from millrace.errors import bad_value
@@ -35,6 +37,20 @@ def _readers(option: str) -> Choice:
 
 
 _BY_STD = _readers("norm_by_std")
+
+
+def load_algorithm(key: str, spec: str) -> Any:
+    """Return the loss or the estimator of a user's file. Functions in other packages' forms adapt.
+
+    Raises ConfigError if it cannot be imported.
+    """
+    forms = [load_part(key, name, "algorithm_forms") for name in names("algorithm_forms")]
+    for form in forms:
+        form.prepare()
+    found: Any = load(key, spec, kind="policy loss or advantage estimator")
+    for form in forms:
+        found = form.adapted(found)
+    return found
 
 
 class PolicyLossKeys(Section):
@@ -61,7 +77,7 @@ class PolicyLossKeys(Section):
         """The loss that loss_mode names. Raises ConfigError if a user's cannot be imported."""
         if found := POLICY_LOSSES.get(self.loss_mode):
             return found
-        return as_policy_loss(self.loss_mode, load(_LOSS, self.loss_mode))
+        return as_policy_loss(self.loss_mode, load_algorithm(_LOSS, self.loss_mode))
 
     def own_options(self) -> dict[str, Any]:
         """Return the values of the options that the loss adds to those of every loss."""
@@ -383,7 +399,9 @@ class AlgorithmConfig(Section):
         """The estimator that adv_estimator names. Raises ConfigError if a user's cannot be imported."""
         if found := ESTIMATORS.get(self.adv_estimator):
             return found
-        return as_estimator(self.adv_estimator, load("algorithm.adv_estimator", self.adv_estimator))
+        return as_estimator(
+            self.adv_estimator, load_algorithm("algorithm.adv_estimator", self.adv_estimator)
+        )
 
     @property
     def needs_critic(self) -> bool:

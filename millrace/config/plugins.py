@@ -46,6 +46,7 @@ OWN: dict[str, dict[str, str]] = {
     },
     "tools": {"verl": "millrace.extras.environments.verl_tools"},
     "spellings": {"verl": "millrace.extras.verl.translate:spelling"},
+    "algorithm_forms": {"verl": "millrace.extras.verl.algorithms"},
     "hints": {"trl": "millrace.extras.verl.trl"},
 }
 """The parts of the package: `module:attribute` by group and name."""

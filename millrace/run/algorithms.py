@@ -11,7 +11,7 @@ from millrace.algorithms.estimators import ESTIMATORS
 from millrace.algorithms.losses import POLICY_LOSSES
 from millrace.algorithms.policy_loss import PolicyLoss
 from millrace.config import ActorConfig, AlgorithmConfig, Config
-from millrace.data.user_code import load
+from millrace.config.algorithm_keys import load_algorithm
 from millrace.errors import bad_value
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def check(spec: str, options: Mapping[str, Any]) -> tuple[str, list[Finding]]:
     if spec in ESTIMATORS or spec in POLICY_LOSSES:
         is_loss = spec in POLICY_LOSSES
     else:
-        found = load("check-algorithm", spec, kind="policy loss or advantage estimator")
+        found = load_algorithm("check-algorithm", spec)
         is_loss = isinstance(found, PolicyLoss) or (
             not isinstance(found, Estimator) and _first_parameter(found) != "batch"
         )
