@@ -1,4 +1,4 @@
-"""The start of a run with many rows: generated JSONL, all of it distinct or with repeats.
+"""The start of a run with many rows: generated JSONL or parquet, all distinct or with repeats.
 
 python benchmarks/bench_rows.py --model MODEL --folder FOLDER
 
@@ -22,11 +22,24 @@ TEXT = "Solve the problem step by step and end with Answer: and the number. " * 
 
 
 def write(path: Path, rows: int, distinct: int) -> None:
+    def made(i: int) -> dict[str, Any]:
+        k = i % distinct
+        prompt = [{"role": "user", "content": f"{TEXT}What is {k} + {rows}?"}]
+        return {"prompt": prompt, "answer": str(k + rows)}
+
+    if path.suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        size = min(rows, 100_000)
+        schema = pyarrow.Table.from_pylist([made(0)]).schema
+        with parquet.ParquetWriter(path, schema) as writer:
+            for begin in range(0, rows, size):
+                table = [made(i) for i in range(begin, min(begin + size, rows))]
+                writer.write_table(pyarrow.Table.from_pylist(table, schema))
+        return
     with path.open("w") as file:
-        for i in range(rows):
-            k = i % distinct
-            prompt = [{"role": "user", "content": f"{TEXT}What is {k} + {rows}?"}]
-            file.write(json.dumps({"prompt": prompt, "answer": str(k + rows)}) + "\n")
+        file.writelines(json.dumps(made(i)) + "\n" for i in range(rows))
 
 
 def start(file: Path, model: str, *more: str) -> dict[str, Any]:
@@ -70,10 +83,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=1_800_000)
     parser.add_argument("--distinct", type=int, nargs="+", default=[8, 17_000, 1_800_000])
+    parser.add_argument("--suffix", choices=["jsonl", "parquet"], default="jsonl")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     for distinct in given.distinct:
-        file = given.folder / f"rows-{distinct}.jsonl"
+        file = given.folder / f"rows-{distinct}.{given.suffix}"
         write(file, given.rows if distinct > 8 else 8, distinct)  # 8: a start without data
         shutil.rmtree(given.folder / "cache", ignore_errors=True)
         for what, more in (

@@ -13,13 +13,14 @@ CACHE/rows/KEY/
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import os
 import shutil
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -54,6 +55,7 @@ _REPEATS = 32 << 20
 _ROWS, _INDEX, _MANIFEST, _WRITING = "rows.arrow", "index.arrow", "manifest.json", ".writing-"
 
 _decode = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder().encode
 _sorted = msgspec.json.Encoder(order="sorted").encode
 
 
@@ -97,6 +99,10 @@ def digest(row: Row) -> bytes:
             text = _sorted(_without_nulls(row))
     except (ValueError, TypeError, RecursionError):
         text = json.dumps(row, default=str, sort_keys=True).encode()
+    return _hash(text)
+
+
+def _hash(text: bytes) -> bytes:
     return blake2b(text, digest_size=16).digest()
 
 
@@ -141,9 +147,8 @@ class StoredRows:
         """Return where each distinct row of the first `size` rows comes first, in order."""
         import numpy
 
-        found = numpy.unique(self.index[:size], return_index=True)[1]
-        found.sort()
-        return found
+        known = numpy.maximum.accumulate(self.index[:size])  # distinct rows count as they come
+        return numpy.flatnonzero(numpy.diff(known, prepend=-1))
 
     def outcome(self, key: str) -> Any:
         """Return the outcome of a check that `keep_outcome` has kept, or None."""
@@ -244,11 +249,14 @@ def _build(
     schema = pyarrow.schema([("row", pyarrow.large_binary())])
     memory = pyarrow.BufferOutputStream()
     places: dict[int, int] = {}
-    known: dict[bytes, tuple[int, bytes]] = {}
+    known: dict[bytes, int] = {}
     waiting: list[bytes] = []
     room, at = _REPEATS, 0
     index, digests, numbers = array("i"), array("B"), array("q")
-    with pyarrow.ipc.new_file(memory if folder is None else str(folder / _ROWS), schema) as writer:
+    with (
+        _no_collection(),
+        pyarrow.ipc.new_file(memory if folder is None else str(folder / _ROWS), schema) as writer,
+    ):
 
         def write() -> None:
             writer.write_batch(
@@ -257,29 +265,32 @@ def _build(
             waiting.clear()
 
         for at, (number, given) in enumerate(rows, 1):
-            line = given if isinstance(given, bytes) else encoded(given)
-            if (found := known.get(line)) is None:
-                whole = digest(_row(line, number, parse))
+            line, row = _line(given)
+            if (place := known.get(line)) is None:
+                whole = _hash(_sorted(row)) if row else digest(_row(line, number, parse))
                 new = len(places)
                 place = places.setdefault(int.from_bytes(whole, "little"), new)
                 if place == new:
                     waiting.append(line)
-                found = place, whole[:8]
+                    digests.frombytes(whole[:8])
                 if (room := room - len(line)) > 0:
-                    known[line] = found
+                    known[line] = place
                 if len(waiting) == _BATCH:
                     write()
-            index.append(found[0])
-            digests.frombytes(found[1])
+            index.append(place)
             numbers.append(number)
             if not at % _BATCH:
                 progress(f"reading {name}", at, 0)
         write()
     columns = {
-        "index": numpy.frombuffer(index, "i4") if index else numpy.zeros(0, "i4"),
-        "digest": numpy.frombuffer(digests, "u8") if index else numpy.zeros(0, "u8"),
-        "number": numpy.frombuffer(numbers, "i8") if index else numpy.zeros(0, "i8"),
+        name: numpy.frombuffer(values, kind) if values else numpy.zeros(0, kind)
+        for name, values, kind in (
+            ("index", index, "i4"),
+            ("digest", digests, "u8"),
+            ("number", numbers, "i8"),
+        )
     }
+    columns["digest"] = columns["digest"][columns["index"]]
     if at and numbers[-1] == at and numbers[0] == 1:  # they are all there, so all count from 1
         del columns["number"]
     if folder is not None:
@@ -293,6 +304,29 @@ def _stored(
 ) -> StoredRows:
     numbers = columns.get("number", ())
     return StoredRows(texts, columns["index"], columns["digest"], numbers, folder)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let Python's collector of cycles rest: rows have none, and it looks at each of millions."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _line(given: bytes | Row) -> tuple[bytes, Row | None]:
+    """Return a row as a line of JSON, and the row if it needs neither that line nor `digest`."""
+    if isinstance(given, bytes):
+        return given, None
+    try:
+        line = _encode(given)
+    except (ValueError, TypeError, RecursionError):
+        return encoded(given), None
+    return line, None if b"null" in line else given  # NaN becomes null
 
 
 def _row(line: bytes, number: int, parse: Parse | None) -> Row:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -107,12 +108,16 @@ def load_module(key: str, spec: str, where: str) -> ModuleType:
     sys.path.insert(0, str(path.parent))
 
     def imported() -> ModuleType:
-        try:
+        dots = re.findall(rb"^\s*from\s+(\.+)", path.read_bytes(), re.M)
+        if not dots or not _in_package(path):
             return _run(path.stem, path)
+        try:
+            return _run_in_package(path, max(map(len, dots)))
         except ImportError as error:
-            if "no known parent package" not in str(error) or not _in_package(path):
-                raise
-            return _run_in_package(path)
+            try:  # one form of import may stand in for the other
+                return _run(path.stem, path)
+            except ImportError:
+                raise error from None
 
     return _import(key, spec, imported)
 
@@ -160,16 +165,28 @@ def _in_package(path: Path) -> bool:
     return (path.parent / "__init__.py").is_file()
 
 
-def _run_in_package(path: Path) -> ModuleType:
-    """Import a module of a package. The folder of the package is then on the path."""
-    parts = [path.stem]
-    while _in_package(path.parent):
-        path = path.parent
-        parts.insert(0, path.name)
-    package = path.parent
-    sys.path.insert(0, str(package.parent))
-    outer = _run(package.name, package / "__init__.py")
-    return importlib.import_module(".".join([outer.__name__, *parts]))
+def _run_in_package(path: Path, levels: int) -> ModuleType:
+    """Import a file as a module of as few packages as its relative imports reach.
+
+    An outer package may need what is not installed. Its folder is on the path, for absolute imports,
+    unless it has stand-ins.
+    """
+    folders = [path.parent]
+    while _in_package(folders[-1]):
+        folders.append(folders[-1].parent)
+    if folders[-1].name not in _stand_ins:
+        sys.path.insert(0, str(folders[-1].parent))
+    levels = min(levels, len(folders))
+    sys.path.append(str(folders[levels - 1].parent))  # last: it may have names of other packages
+    package = folders[levels - 1]
+    names = [*path.relative_to(package).with_suffix("").parts]
+    try:
+        outer = _run(package.name, package / "__init__.py")
+        return importlib.import_module(".".join([outer.__name__, *names]).removesuffix(".__init__"))
+    except ImportError as error:  # of a neighbour that reaches further
+        if "beyond top-level" not in str(error) or levels == len(folders):
+            raise
+        return _run_in_package(path, levels + 1)
 
 
 def _import(key: str, spec: str, run: Callable[[], ModuleType]) -> ModuleType:
@@ -177,11 +194,12 @@ def _import(key: str, spec: str, run: Callable[[], ModuleType]) -> ModuleType:
         return run()
     except (Exception, SystemExit) as error:
         rule = f"importing it raised {failure(error)}"
-        raise bad_value(key, spec, rule, _remedy(spec.rpartition(":")[0] or spec, error)) from error
+        raise bad_value(key, spec, rule, remedy(spec, error)) from error
 
 
-def _remedy(where: str, error: BaseException) -> str:
+def remedy(spec: str, error: BaseException) -> str:
     """Return what mends a failed import: a package, a path, or a correction."""
+    where = spec.rpartition(":")[0] or spec
     name = error.name or "" if isinstance(error, ImportError) else ""
     root, path = name.partition(".")[0], Path(where).expanduser().resolve()
     if "relative import" in str(error):
@@ -194,6 +212,10 @@ def _remedy(where: str, error: BaseException) -> str:
     if folder := next(own, None):
         return f"PYTHONPATH={folder}, which has {root}"
     elsewhere = f"PYTHONPATH=the folder that has {root}"
+    line = (traceback.extract_tb(error.__traceback__) or [None])[-1]
+    inner = re.findall(rf"\b{root}\.([\w.]+)", str(line and line.line))
+    if {folder.name for folder in path.parents} & {part for n in inner for part in n.split(".")}:
+        return f"{elsewhere}, which is this file's own project"
     install = INSTALL.get(root, f"pip install {_PACKAGES.get(root, root)}")
     return f"{install}, or {elsewhere}: a module that can be imported"
 

@@ -2,12 +2,15 @@
 
     verl   f(data_source, solution_str, ground_truth, extra_info, **kwargs)
            returns a number, or a dict with "score"
+    batch  f(data_sources, solution_strs, ground_truths, extra_infos, **kwargs)
+           is verl's too, and returns a list of such results
     TRL    f(prompts, completions, completion_ids, log_metric, **columns)
            returns a list of numbers
 
-The name of the completion's parameter decides: `solution_str`, or `completions` or
-`completion_ids`. Both may be `async def`. A TRL function gets all completions of a sample in one call. With the attribute
-`whole_group = False`, it gets each completion as soon as it is finished.
+The name of the completion's parameter decides: `solution_str`, `solution_strs`, or `completions` or
+`completion_ids`. All may be `async def`. A function that takes lists gets all completions of a
+sample in one call. With the attribute `whole_group = False`, it gets each completion as soon as it
+is finished.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _COMPLETIONS = frozenset({"completions", "completion_ids"})
 _TRL = _COMPLETIONS | {"prompts", "log_metric", "data_source", "ground_truth", "extra_info"}
 """The arguments that TRL's form has for any row."""
+_BATCH = tuple(f"{name}s" for name in _VERL)
 _LACKING = {
     "trainer_state": "versions train while rewards run, so no state of a trainer belongs to a call",
     "log_extra": "RUN/samples has the responses, and the further numbers of a dict are components",
@@ -56,7 +60,7 @@ class Function:
     """A reward function and how to call it."""
 
     call: Callable[..., Any]
-    style: Literal["verl", "trl"]
+    style: Literal["verl", "batch", "trl"]
     is_async: bool
     wanted: frozenset[str] | None
     """The names of the function's parameters. None means that it takes all."""
@@ -83,14 +87,14 @@ class Function:
 
     def run(self, call: Call) -> list[Score]:
         """Return a synchronous function's scores. Raise RewardError or the function's error."""
-        if self.style == "trl":
+        if self.style != "verl":
             metrics: dict[str, Any] = {}
             return self._scores(self.call(**self._columns(call, metrics)), call, metrics)
         return [self._score(self.call(**self._row(call, text)), text) for text in call.completions]
 
     async def run_async(self, call: Call) -> list[Score]:
         """Return a coroutine function's scores. Raise RewardError or the function's own error."""
-        if self.style == "trl":
+        if self.style != "verl":
             metrics: dict[str, Any] = {}
             return self._scores(await self.call(**self._columns(call, metrics)), call, metrics)
         return [
@@ -108,7 +112,7 @@ class Function:
         return replace(score, answer=extract(text, "any"))
 
     def _scores(self, values: Any, call: Call, metrics: Mapping[str, Any]) -> list[Score]:
-        """Return TRL's list as Scores. Metrics of the call are components of all of them."""
+        """Return a list of results as Scores. Metrics of the call are components of all of them."""
         n = len(call.completions)
         if hasattr(values, "tolist") and not isinstance(values, _TEXTS):  # an array or a tensor
             values = values.tolist()
@@ -154,12 +158,16 @@ class Function:
         }
 
     def _columns(self, call: Call, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return TRL's arguments: lists with one entry for each completion.
+        """Return the arguments that are lists with one entry for each completion.
 
-        `metrics` takes what the function logs by `log_metric`.
-
-        If the prompt is messages, the completions are messages too.
+        `metrics` takes what a TRL function logs by `log_metric`. If the prompt is messages, its
+        completions are messages too.
         """
+        if self.style == "batch":
+            one = (call.data_source, call.ground_truth, call.extra_info)
+            source, truth, info = ([value] * len(call.completions) for value in one)
+            lists = zip(_BATCH, (source, list(call.completions), truth, info), strict=True)
+            return {k: v for k, v in lists if self.wanted is None or k in self.wanted}
         n, messages = len(call.completions), call.columns.get("prompt")
         row = call.extra_info | {"data_source": call.data_source, "ground_truth": call.ground_truth}
         row |= {"extra_info": call.extra_info} | call.columns
@@ -245,7 +253,9 @@ def _function(spec: str, function: Callable[..., Any]) -> Function:
         "f(data_source, solution_str, ground_truth, extra_info) or "
         "f(prompts, completions, **columns)"
     )
-    style: Literal["verl", "trl"] = "trl" if names & _COMPLETIONS else "verl"
+    style: Literal["verl", "batch", "trl"] = "trl" if names & _COMPLETIONS else "verl"
+    if style == "verl" and "solution_strs" in names:
+        style = "batch"
     if style == "verl" and "solution_str" not in names:
         taken = ", ".join(p.name for p in parameters)
         rule = f"takes ({taken}), without solution_str (verl) or completions (TRL)"
@@ -254,13 +264,13 @@ def _function(spec: str, function: Callable[..., Any]) -> Function:
         raise bad_value(
             _KEY, spec, "has parameters that cannot be passed by name", f"the signature {forms}"
         )
-    if style == "verl" and required - set(_VERL):
-        rule = f"needs {', '.join(sorted(required - set(_VERL)))}, which verl's signature lacks"
+    if style != "trl" and (lacking := sorted(required - {*(_VERL if style == "verl" else _BATCH)})):
+        rule = f"needs {', '.join(lacking)}, which verl's signature lacks"
         raise bad_value(_KEY, spec, rule, "give them defaults")
     if style == "trl" and (lacking := sorted(required & _LACKING.keys())):
         rule = f"needs {lacking[0]}, which millrace does not pass: {_LACKING[lacking[0]]}"
         raise bad_value(_KEY, spec, rule, f"give {lacking[0]} a default, or delete it")
-    whole_group = bool(getattr(function, "whole_group", style == "trl"))
+    whole_group = bool(getattr(function, "whole_group", style != "verl"))
     if style == "verl" and whole_group:
         rule = "asks for whole groups (whole_group = True), but takes one solution_str"
         raise bad_value(_KEY, spec, rule, "the signature f(prompts, completions, **columns)")

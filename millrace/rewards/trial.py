@@ -96,7 +96,7 @@ async def _try(pool: RewardPool, prompts: Sequence[Prompt], encode: Encode) -> l
     if beside:
         lines.append(
             f"{name} scores an answer by the other answers to its prompt too: it gets all of a "
-            "sample, where TRL passes the whole batch"
+            "sample, where TRL and verl pass the whole batch"
         )
     return lines
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from millrace.data.user_code import failure
+from millrace.data.user_code import failure, remedy
 from millrace.errors import ConfigError, MissingDependency, RewardError
 from millrace.process.channel import payloads_of
 from millrace.process.death import die_with
@@ -154,7 +154,10 @@ def _failed(call: Call, error: BaseException, job: Job) -> Reply:
         limit = f", with {job.key}.memory_mb = {job.memory_mb}" if job.memory_mb else ""
         detail = f"{failure(error)}{limit}; its worker is replaced"
         return Reply(call.id, reason="out_of_memory", detail=detail, trace=trace, last=True)
-    return Reply(call.id, reason="exception", detail=failure(error), trace=trace)
+    detail = failure(error)
+    if isinstance(error, ImportError):
+        detail += f". It needs {remedy(job.spec.get('function', ''), error)}"
+    return Reply(call.id, reason="exception", detail=detail, trace=trace)
 
 
 async def _serve_async(connection: socket.socket, function: Function | Judge, job: Job) -> None:

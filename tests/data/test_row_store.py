@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import errno
+import gc
 import json
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -192,3 +197,57 @@ def test_the_cache_keeps_the_files_that_were_used_last(
 def test_a_row_is_the_one_that_python_reads(tmp_path: Path, load: Loads, line: str) -> None:
     (tmp_path / "t.jsonl").write_text(line)
     assert repr(load(tmp_path / "t.jsonl")[0]) == repr(json.loads(line.lstrip("\ufeff")))
+
+
+def test_values_that_json_lacks_keep_the_digest_of_their_line(tmp_path: Path, load: Loads) -> None:
+    """A row from the cache is checked by its digest. The second row has no null."""
+    day = datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.UTC)
+    values = {
+        "time": [None, day],
+        "date": [day.date(), day.date()],
+        "long": [datetime.timedelta(seconds=3), datetime.timedelta(0)],
+        "exact": [decimal.Decimal("1.50"), decimal.Decimal("-2.25")],
+        "float": [math.nan, 1e22],
+        "small": numpy.array([0.1, -0.0], "f4"),
+        "infinite": [math.inf, 0.1],
+        "bytes": [b"\xff\x00", b"null"],
+        "text": ["null", "ü\u2028😀\x00"],
+        "big": numpy.array([0, 2**64 - 1], "u8"),
+        "map": pyarrow.array(
+            [[("b", 1), ("a", None)], [("b", 2), ("a", 1)]], pyarrow.map_("string", "int64")
+        ),
+        "nested": [[{"b": None, "a": [1.0]}], [{"b": 1, "a": []}]],
+        "kind": pyarrow.array(["x", "y"]).dictionary_encode(),
+    }
+    parquet.write_table(pyarrow.table(values), tmp_path / "t.parquet")
+    rows = load(tmp_path / "t.parquet")
+    stored = rows.parts[0].stored
+    assert stored is not None and stored.folder is not None
+    assert [len(row) for row in rows] == [len(values)] * 2
+    made = [row_store.digest(row)[:8] for row in rows]
+    assert made == [digest.tobytes() for digest in stored.digests]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_read_leaves_pythons_collector_as_it_was(tmp_path: Path, load: Loads, on: bool) -> None:
+    path, before = written(tmp_path / "t.jsonl"), gc.isenabled()
+    try:
+        gc.enable() if on else gc.disable()
+        load(path)
+        assert gc.isenabled() is on
+        (tmp_path / "bad.jsonl").write_text('{"prompt": \n')
+        with pytest.raises(DataError):
+            load(tmp_path / "bad.jsonl")
+        assert gc.isenabled() is on
+    finally:
+        gc.enable() if before else gc.disable()
+
+
+def test_rows_with_numbers_of_numpy_are_those_of_python(load: Loads) -> None:
+    given: list[dict[str, Any]] = [
+        {"n": numpy.int64(5), "a": numpy.array([1.5])},
+        {"n": 5, "a": [1.5]},
+    ]
+    stored = RowCache(load.folder).of_rows("key", lambda: enumerate(given, 1), "hub")
+    assert stored.digests[0] == stored.digests[1] and stored.index.tolist() == [0, 0]
+    assert stored.get(0) == {"n": 5, "a": [1.5]}

@@ -340,6 +340,37 @@ def test_files_of_one_name_stay_apart(tmp_path: Path) -> None:
     assert [pickle.loads(pickle.dumps(f.call))("") for f in functions] == [97, 98, 99]
 
 
+def test_a_neighbour_may_reach_further_than_the_file(tmp_path: Path) -> None:
+    inner = tmp_path / "far_scorers" / "inner"
+    inner.mkdir(parents=True)
+    for folder in (inner, inner.parent):
+        (folder / "__init__.py").touch()
+    (inner.parent / "half.py").write_text("HALF = 0.5")
+    (inner / "near.py").write_text("from ..half import HALF")
+    (inner / "score.py").write_text("from .near import HALF\ndef f(solution_str): return HALF")
+    assert load_function(f"{inner}/score.py:f").run(call("a"))[0].value == 0.5
+
+
+def test_a_file_may_have_both_forms_of_an_import(tmp_path: Path) -> None:
+    """Its package cannot be imported, as in a checkout of which a part is installed."""
+    (tmp_path / "__init__.py").write_text("import no_such_package")
+    (tmp_path / "near_half.py").write_text("HALF = 0.5")
+    forms = (
+        "try:\n    from .near_half import HALF\nexcept ImportError:\n    from near_half import HALF"
+    )
+    (tmp_path / "both.py").write_text(f"{forms}\ndef f(solution_str): return HALF")
+    assert load_function(f"{tmp_path}/both.py:f").run(call("a"))[0].value == 0.5
+
+
+def test_verls_batch_gets_lists_and_returns_one(tmp_path: Path) -> None:
+    code = "def f(solution_strs, extra_infos, weight=1): return [{'score': len(s)} for s in solution_strs]"
+    (tmp_path / "batch_score.py").write_text(f"{code}\ndef g(solution_strs, tools): return []")
+    function = load_function(f"{tmp_path}/batch_score.py:f")
+    assert function.whole_group and [s.value for s in function.run(call("a", "bb"))] == [1.0, 2.0]
+    with pytest.raises(ConfigError, match=r"needs tools.*Fix: "):
+        load_function(f"{tmp_path}/batch_score.py:g")
+
+
 def test_a_package_may_have_the_name_of_another(tmp_path: Path) -> None:
     package = tmp_path / "msgspec"
     package.mkdir()

@@ -6,6 +6,7 @@ They need neither Megatron nor a GPU, so a run makes them before it starts a wor
 from __future__ import annotations
 
 import importlib.util
+import math
 from importlib import metadata
 from typing import Any
 
@@ -28,7 +29,7 @@ def check_keys(
     trainer: TrainerConfig, model: ModelConfig, actor: ActorConfig, algorithm: AlgorithmConfig
 ) -> None:
     """Raise ConfigError if groups of ranks have wrong sizes, or for a key that the engine lacks."""
-    _check_sizes(trainer.megatron, trainer.ranks)
+    _check_sizes(trainer)
     shared = actor.ulysses_sequence_parallel_size
     fsdp = "or trainer.engine=fsdp"
     for key, value, absent, fix in (
@@ -71,8 +72,9 @@ def _recomputes_stages_of_experts(own: MegatronConfig) -> bool:
     return selective and own.pipeline_model_parallel_size > 1
 
 
-def _check_sizes(own: MegatronConfig, ranks: int) -> None:
+def _check_sizes(trainer: TrainerConfig) -> None:
     """Raise ConfigError if groups of these sizes do not divide the ranks."""
+    own, ranks, devices = trainer.megatron, trainer.ranks, trainer.n_gpus_per_node
     dense = {
         "tensor_model_parallel_size": own.tensor_model_parallel_size,
         "pipeline_model_parallel_size": own.pipeline_model_parallel_size,
@@ -88,12 +90,14 @@ def _check_sizes(own: MegatronConfig, ranks: int) -> None:
         for name, size in sizes.items():
             product *= size
             if ranks % product:
+                nodes = f"trainer.nnodes={math.lcm(product, devices) // devices}"
                 raise bad_value(
                     f"{KEY}.{name}",
                     size,
                     f"{' x '.join(sizes)} must divide the number of ranks, trainer.nnodes x "
                     f"n_gpus_per_node = {ranks}",
-                    f"trainer.n_gpus_per_node={product}, or a smaller size",
+                    f"{nodes if product > 8 else f'trainer.n_gpus_per_node={product}'}, "
+                    "or a smaller size",
                 )
 
 
