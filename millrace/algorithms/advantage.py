@@ -259,6 +259,23 @@ def estimate(estimator: Estimator, batch: AdvantageBatch, options: AdvantageOpti
     )
 
 
+TokenWeights = Callable[[AdvantageBatch, "Tensor", "Tensor"], "Tensor"]
+"""A user's weights of trained tokens, [T], from (batch, token ids [T], advantages [T])."""
+
+
+def weighed(
+    name: str, weights: TokenWeights, batch: AdvantageBatch, tokens: Tensor, advantages: Tensor
+) -> Tensor:
+    """Return the advantages [T] times a user's weights. Raises ValueError for malformed weights."""
+    found = weights(batch, tokens, advantages).detach().double()
+    fix = f"return a finite number for each trained token, [{len(advantages)}]"
+    if found.shape != advantages.shape:
+        raise ValueError(f"{name} returned a tensor of shape {tuple(found.shape)}. Fix: {fix}.")
+    if not bool(found.isfinite().all()):
+        raise ValueError(f"{name} returned a weight that is not finite. Fix: {fix}.")
+    return advantages * found
+
+
 def _part(batch: AdvantageBatch, keep: Tensor, at: Tensor) -> AdvantageBatch:
     """Select the trajectories `keep` [N] and their tokens `at` [T], with floats in float64.
 

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millrace.algorithms.advantage import AdvantageBatch, AdvantageOptions, Estimator, estimate
+from millrace.algorithms.advantage import (
+    AdvantageBatch,
+    AdvantageOptions,
+    Estimator,
+    TokenWeights,
+    estimate,
+    weighed,
+)
 from millrace.algorithms.policy_loss import STATISTICS, LossInput, PolicyLoss
 
 FAILS = "the function fails"
@@ -386,6 +393,18 @@ def _groups(algorithm: Estimator, options: AdvantageOptions, seed: int) -> Itera
     if algorithm.group_relative and alone.any():
         seen = "it declares group_relative=True, and a group of one has advantages"
         yield Finding("facts", seen, "group_relative=False")
+
+
+def check_weights(name: str, weights: TokenWeights) -> Finding | None:
+    """Return how a user's token weights fail on made-up batches, or None."""
+
+    def check(weights: TokenWeights, options: None, seed: int) -> Iterator[Finding]:
+        x = rewards(seed)
+        ids = torch.arange(int(x.lengths.sum()))
+        weighed(name, weights, x, ids, torch.linspace(-1, 1, len(ids), dtype=torch.float64))
+        yield from ()
+
+    return next((f for seed in range(BATCHES) for f in _run(check, weights, None, seed)), None)
 
 
 _OF_A_LOSS = (

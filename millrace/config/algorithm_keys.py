@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from millrace.algorithms.advantage import AdvantageOptions, Estimator, as_estimator
+from millrace.algorithms.advantage import (
+    AdvantageOptions,
+    Estimator,
+    TokenWeights,
+    as_estimator,
+)
 from millrace.algorithms.estimators import ESTIMATORS
 from millrace.algorithms.losses import POLICY_LOSSES
 from millrace.algorithms.norm_options import Level, NormOptions
@@ -333,6 +338,8 @@ class AlgorithmConfig(Section):
         ),
     ] = "grpo"
     """Advantage estimator: a name, or path.py:name for one of your own. gae trains a critic."""
+    token_weights: str = ""
+    """Factor of the advantage of each trained token: path.py:name of a function of your own."""
     norm_adv_by_std_in_grpo: Annotated[bool, Switch(), ReadWith(_BY_STD, {"rollout.n": (1,)})] = (
         True
     )
@@ -404,6 +411,12 @@ class AlgorithmConfig(Section):
         )
 
     @property
+    def weigh_tokens(self) -> TokenWeights | None:
+        """The function that token_weights names. Raises ConfigError if it cannot be imported."""
+        key = "algorithm.token_weights"
+        return load(key, self.token_weights) if self.token_weights else None
+
+    @property
     def needs_critic(self) -> bool:
         return "values" in self.estimator.needs
 
@@ -433,6 +446,7 @@ class AlgorithmConfig(Section):
         )
 
     def check(self) -> None:
+        _ = self.weigh_tokens
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
         if weights and len(weights) != len(keys):
             raise bad_value(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from millrace.algorithms.conformance import Finding
 
 LOSS, ESTIMATOR = "actor.policy_loss.loss_mode", "algorithm.adv_estimator"
+WEIGHTS = "algorithm.token_weights"
 
 
 def check(spec: str, options: Mapping[str, Any]) -> tuple[str, list[Finding]]:
@@ -68,6 +69,11 @@ def try_algorithms(config: Config, note: Callable[[str], None]) -> None:
     if ":" in algorithm.adv_estimator:
         found = _findings(algorithm.estimator, algorithm.advantage_options())
         _tell(ESTIMATOR, algorithm.adv_estimator, found, note)
+    if (weights := algorithm.weigh_tokens) is not None:
+        from millrace.algorithms.conformance import check_weights
+
+        broken = check_weights(algorithm.token_weights, weights)
+        _tell(WEIGHTS, algorithm.token_weights, [broken] if broken else [], note)
 
 
 def _findings(algorithm: PolicyLoss | Estimator, options: Any) -> list[Finding]:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from millrace.algorithms.advantage import AdvantageBatch, estimate
+from millrace.algorithms.advantage import AdvantageBatch, estimate, weighed
 from millrace.algorithms.correction import Correction, correct
 from millrace.algorithms.correction_plan import CorrectionPlan, CorrectionStage, Proximal
 from millrace.algorithms.drift import drift
@@ -162,6 +162,13 @@ def make_experience(
         trained=trained,
     )
     advantages = estimate(options.estimator, outcomes, options.advantages)
+    if weights := options.token_weights:
+        ids = torch.zeros(len(batch.ids), dtype=torch.int64)
+        drawn = torch.from_numpy(rows.tokens[rows.trained])
+        ids[torch.from_numpy(rows.order[rows.trained])] = drawn.long()
+        named = options.algorithm.token_weights
+        tokens = weighed(named, weights, outcomes, ids, advantages.tokens)
+        advantages = replace(advantages, tokens=tokens)
     return Experience(
         rows=rows,
         lengths=batch.lengths,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.algorithms.advantage import AdvantageOptions, Estimator
+from millrace.algorithms.advantage import AdvantageOptions, Estimator, TokenWeights
 from millrace.algorithms.correction_plan import CorrectionPlan, CorrectionStage
 from millrace.algorithms.policy_loss import AggMode, LossOptions, PolicyLoss
 from millrace.config import ActorConfig, AlgorithmConfig, Config, OptimConfig, SftConfig
@@ -22,6 +22,7 @@ class StepOptions:
     loss: LossOptions
     estimator: Estimator
     advantages: AdvantageOptions
+    token_weights: TokenWeights | None
     aggregation: AggMode
     loss_scale: float
     """Divisor of the mode seq-mean-token-sum-norm: Dr.GRPO's constant length."""
@@ -63,6 +64,7 @@ def step_options(config: Config) -> StepOptions:
         loss=actor.loss_options(),
         estimator=algorithm.estimator,
         advantages=algorithm.advantage_options(),
+        token_weights=algorithm.weigh_tokens,
         aggregation=actor.loss_agg_mode
         or loss.default_aggregation(actor.policy_loss.importance_sampling_level),
         loss_scale=actor.loss_scale_factor or float(config.rollout.max_response_length),

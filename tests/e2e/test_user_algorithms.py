@@ -40,6 +40,18 @@ def fails(inputs, options):
 def unmasked(inputs, options):
     return -inputs.advantages * inputs.log_probs
 
+def first_half(batch, tokens, advantages):
+    assert tokens.shape == advantages.shape and tokens.dtype == torch.int64
+    ends = batch.lengths.cumsum(0)[torch.arange(len(batch.lengths)).repeat_interleave(batch.lengths)]
+    left = ends - torch.arange(len(tokens))
+    return (left > batch.each_token(batch.lengths) / 2).double()
+
+def zero(batch, tokens, advantages):
+    return torch.zeros(len(tokens))
+
+def too_few(batch, tokens, advantages):
+    return batch.scores
+
 def needs_a_critic(batch, options):
     return batch.scores - batch.values[:1]
 """
@@ -76,6 +88,23 @@ def test_a_run_trains_with_a_loss_and_an_estimator_of_a_file(tmp_path: Path, fil
     rows = [row for row in runs.rows(tmp_path / "run") if "actor/pg_clipfrac" in row]
     # Only this loss marks every trained token as clipped.
     assert rows and all(row["actor/pg_clipfrac"] == 1.0 for row in rows)
+
+
+@pytest.mark.parametrize(("name", "trains"), [("first_half", True), ("zero", False)])
+def test_token_weights_multiply_the_advantages(
+    name: str, trains: bool, tmp_path: Path, file: Path
+) -> None:
+    keys = [f"algorithm.token_weights={file}:{name}"]
+
+    async def main() -> Any:
+        async with runs.session(tmp_path, *keys) as s:
+            return await runs.run(s, tmp_path / "run", *keys)
+
+    assert asyncio.run(main()).complete
+    norms = [
+        row["actor/grad_norm"] for row in runs.rows(tmp_path / "run") if "actor/grad_norm" in row
+    ]
+    assert norms and all((norm > 0) == trains for norm in norms)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +151,8 @@ def test_the_command_takes_options_and_names_of_the_package(
         (["actor.policy_loss.loss_mode=vanila"], ["vanilla"]),
         (["algorithm.adv_estimator=grpoo"], ["grpo"]),
         (["algorithm.adv_estimator={}:needs_a_critic"], ["NoneType"]),
+        (["algorithm.token_weights={}:too_few"], ["algorithm.token_weights", "trained token"]),
+        (["algorithm.token_weights={}:none"], ["algorithm.token_weights", "has no 'none'"]),
         (["algorithm.adv_estimator={}:shifted", "algorithm.lam=0.5"], ["gae"]),
     ],
 )
