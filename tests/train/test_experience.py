@@ -17,7 +17,7 @@ import torch
 from millrace.errors import MillraceError
 from millrace.train.fsdp.engine import FsdpTrainEngine
 from millrace.train.mini_batch import mini_batches, settle
-from millrace.types import Sample, Stop
+from millrace.types import Author, Sample, Stop
 from tests.train import cases as train_cases
 from tests.train.algorithm_cases import (
     DECOUPLED,
@@ -397,3 +397,23 @@ def test_metrics_by_age_are_those_of_tokens_of_known_versions(folder: str) -> No
     tokens = [sum(t.num_policy_tokens for t in one.trajectories) for one in samples]
     assert metrics["staleness/token_mean"] == pytest.approx(np.dot(tokens, [0, 1, 2, 3, 5]) / total)
     assert metrics["staleness/token_max"] == 5
+
+
+def test_token_weights_read_the_ids_of_their_tokens_and_multiply_the_advantages(
+    folder: str, tmp_path: Path
+) -> None:
+    (tmp_path / "by_id.py").write_text("def by_id(batch, tokens, advantages):\n    return tokens\n")
+    samples = samples_of(3, [2, 3, 1])
+    engines = [
+        engine_of(folder, config_of(algorithm=keys))
+        for keys in ({}, {"token_weights": f"{tmp_path}/by_id.py:by_id"})
+    ]
+    plain, weighed = (by_trajectory(experience(e, samples).advantages, samples) for e in engines)
+    ids = [
+        [int(token) for s in t.segments if s.author is Author.POLICY for token in s.tokens]
+        for one in samples
+        for t in one.trajectories
+    ]
+    want = [[a * i for a, i in zip(*row, strict=True)] for row in zip(plain, ids, strict=True)]
+    same(weighed, want)
+    assert any(any(row) for row in want)
