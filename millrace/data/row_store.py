@@ -12,6 +12,7 @@ CACHE/rows/KEY/
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import hashlib
@@ -28,6 +29,7 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import psutil
 
 from millrace.errors import bad_row
 from millrace.process.files import replace_file, sync
@@ -53,6 +55,9 @@ _KEPT = 16
 _REPEATS = 32 << 20
 """Bytes of lines that are known as they are, which is faster than by their digests."""
 _ROWS, _INDEX, _MANIFEST, _WRITING = "rows.arrow", "index.arrow", "manifest.json", ".writing-"
+
+_OWN = f"{_WRITING}{os.uname().nodename}-"
+"""The first part of the name of a folder that a process of this machine writes."""
 
 _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
@@ -211,7 +216,8 @@ class RowCache:
         writing = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            writing = Path(mkdtemp(prefix=_WRITING, dir=self.folder))
+            writing = Path(mkdtemp(prefix=f"{_OWN}{os.getpid()}-", dir=self.folder))
+            atexit.register(shutil.rmtree, writing, ignore_errors=True)  # Ctrl-C abandons the thread
             _build(rows(), parse, writing, name, self.progress)
             with contextlib.suppress(OSError):  # another process was faster
                 writing.rename(place)
@@ -233,10 +239,16 @@ class RowCache:
         with contextlib.suppress(OSError):  # other processes remove them too
             places = sorted(self.folder.iterdir(), key=lambda place: -place.stat().st_mtime)
             whole = [p for p in places if not p.name.startswith(_WRITING)]
-            day_ago = time.time() - 86_400
-            stale = [p for p in set(places) - set(whole) if p.stat().st_mtime < day_ago]
+            stale = [p for p in set(places) - set(whole) if _is_stale(p)]
             for old in (*whole[_KEPT:], *stale):
                 shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_stale(writing: Path) -> bool:
+    """Whether nobody writes this folder: its process on this machine ended, or a day went by."""
+    owner = writing.name.removeprefix(_OWN).partition("-")[0]
+    gone = owner.isdecimal() and not psutil.pid_exists(int(owner))
+    return gone or time.time() - writing.stat().st_mtime > 86_400
 
 
 def _build(

@@ -8,6 +8,10 @@ import errno
 import gc
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +26,7 @@ from millrace.data import row_store
 from millrace.data.row_store import RowCache
 from millrace.data.sources import Rows, load_sources
 from millrace.errors import DataError
+from tests.waiting import HANG_S, until
 
 ROWS = [{"prompt": f"{i % 40} + 1?", "answer": str(i % 40 + 1)} for i in range(100)]
 
@@ -142,6 +147,39 @@ def test_a_killed_write_leaves_nothing_that_counts(tmp_path: Path, load: Loads) 
     half.mkdir(parents=True)
     (half / "rows.arrow").write_bytes(b"half")
     assert list(load(path)) == ROWS and list(load(path)) == ROWS and load.built == 1
+
+
+def test_the_half_copy_of_an_ended_process_goes_and_that_of_a_live_one_stays(
+    tmp_path: Path, load: Loads
+) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    gone, live = (load.folder / f"{row_store._OWN}{pid}-x" for pid in (ended.pid, os.getppid()))
+    for half in (gone, live):
+        half.mkdir(parents=True)
+    assert list(load(written(tmp_path / "t.jsonl"))) == ROWS
+    assert live.is_dir() and not gone.exists()
+
+
+def test_ctrl_c_while_rows_are_read_leaves_no_half_copy(tmp_path: Path) -> None:
+    cache, path = tmp_path / "cache", tmp_path / "large.jsonl"
+    with path.open("w") as file:
+        for i in range(400_000):
+            file.write(f'{{"prompt": "What is {i} + 1?", "answer": "{i + 1}"}}\n')
+    keys = [f"data.train_files=[{path}]", f"data.val_files=[{path}]", "reward.function=exact"]
+    command = [sys.executable, "-m", "millrace", "train", "quickstart", *keys]
+    run = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"MILLRACE_CACHE": str(cache)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    until(lambda: any(cache.rglob(f"{row_store._WRITING}*")), process=run)
+    run.send_signal(signal.SIGINT)
+    printed = run.communicate(timeout=HANG_S)[0].decode()
+    assert run.returncode == 130, printed
+    assert not list(cache.rglob(f"{row_store._WRITING}*"))
 
 
 def test_a_full_disk_keeps_the_rows_in_memory_and_says_so(
