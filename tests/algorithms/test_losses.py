@@ -88,44 +88,6 @@ def test_what_masked_tokens_hold_changes_nothing(mode: str, sequences: Any) -> N
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("aggregation", ["default", "token-mean"])
-@settings(max_examples=12)
-@given(sequences=SEQUENCES, cut=st.integers(0, 5))
-def test_micro_batches_add_up_to_the_mini_batch(
-    mode: str, aggregation: str, sequences: Any, cut: Any
-) -> None:
-    agg = (
-        POLICY_LOSSES[mode].default_aggregation("token")
-        if aggregation == "default"
-        else aggregation
-    )
-    totals = {
-        "total_tokens": sum(t[2] for s in sequences for t in s),
-        "total_sequences": len(sequences),
-    }
-
-    def share(part: Any) -> Any:
-        inputs, _ = build(part)
-        loss, _ = run(mode, inputs)
-        lengths = torch.tensor([float(sum(t[2] for t in s)) for s in part], dtype=torch.float64)
-        result = aggregate(
-            loss, inputs.mask, inputs.sequence_ids, agg, sequence_lengths=lengths, **totals
-        )
-        result.backward()
-        return result.item(), inputs.log_probs.grad
-
-    (a, grad_a), (b, grad_b), (whole, grad) = (
-        share(sequences[:cut]),
-        share(sequences[cut:]),
-        share(sequences),
-    )
-    assert a + b == pytest.approx(whole, rel=1e-9, abs=1e-9)
-    np.testing.assert_allclose(
-        torch.cat([grad_a, grad_b]).numpy(), grad.numpy(), rtol=1e-9, atol=1e-12
-    )
-
-
-@pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=20)
 @given(sequences=SEQUENCES)
 def test_on_policy_every_mode_has_the_policy_gradient(mode: str, sequences: Any) -> None:
@@ -151,22 +113,6 @@ def test_on_policy_every_mode_has_the_policy_gradient(mode: str, sequences: Any)
     )
     np.testing.assert_allclose(inputs.log_probs.grad.numpy(), want.numpy(), rtol=1e-9, atol=1e-12)
     assert not stats["clipped"].any() and not stats["log_ratio"].any()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("far", [1000.0, 1e4])
-def test_extreme_log_ratios_stay_finite_in_float32(mode: str, far: float) -> None:
-    pairs = [(0.0, -far), (-far, 0.0), (-far, -far), (0.0, 0.0), (-far, -far / 2)]
-    sequences = [[(pair, adv, True, True, 1.0)] for pair in pairs for adv in (-3.0, 0.0, 3.0)]
-    inputs, _ = build([*sequences, [t for s in sequences for t in s]], torch.float32)
-    loss, stats = run(mode, inputs)
-    loss.sum().backward()
-    assert loss.dtype == torch.float32
-    assert torch.isfinite(loss).all() and torch.isfinite(inputs.log_probs.grad).all()
-    assert all(
-        value.dtype == torch.float32 and torch.isfinite(value).all() for value in stats.values()
-    )
-    assert stats["log_ratio"].abs().max() <= 20
 
 
 @pytest.mark.parametrize("mode", MODES)
