@@ -55,10 +55,14 @@ def import_verl(script: ScriptFile, set_: Sets = None, base: Base = "", drop: Dr
 
     Example: millrace import-verl run_dapo_7b.sh > my.yaml
     """
-    given = set_ or []
-    replaced = [item for item in given if "." in item.partition("=")[0]]
+    given, text = set_ or [], _text(script)
+    replaced = [
+        item
+        for item in given
+        if "." in (key := item.partition("=")[0]) or (key == "model_engine" and key not in text)
+    ]
     answers = _variables([item for item in given if item not in replaced])
-    found = read(_text(script), answers, _environment(script), set(map(short, replaced)))
+    found = read(text, answers, _environment(script), set(map(short, replaced)))
     if not found.overrides and not replaced:
         rule = "has no overrides: no word of the form section.key=value"
         raise bad_value("SCRIPT", str(script), rule, "the script that starts verl's program")
@@ -142,6 +146,7 @@ def _recipe(script: Path, found: Script, base: str, drop: bool) -> str:
     lines = [
         f"# verl's settings of {script.name}, in millrace's words. Comments have verl's spelling.",
         *_listed("unknown to verl: decide about each", layer.unknown),
+        *_listed("not read: --set NAME=VALUE for each variable that it sets", found.sourced),
         f"inherits: {base}",
         *_emit(layer.tree, layer.comments, ()),
     ]
