@@ -36,6 +36,18 @@ def test_version(run: Callable[..., Any]) -> None:
     assert run("--version") == (0, f"millrace {__version__}\n", "")
 
 
+def test_a_file_of_the_current_folder_hides_no_module_of_python(tmp_path: Path) -> None:
+    """A reward in math.py is no rare name, and `python -m` puts the current folder first."""
+    for name in ("math", "json", "logging"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError\n")
+    (tmp_path / "mine.py").write_text("def score(solution_str, ground_truth):\n    return 1.0\n")
+    command = [sys.executable, "-m", "millrace", "train", QUICKSTART, *SMALL, "--dry-run"]
+    done = subprocess.run(
+        [*command, "reward.function=mine:score"], capture_output=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_command_is_installed() -> None:
     command = Path(sys.executable).parent / "millrace"
     done = subprocess.run([command, "--version"], capture_output=True, text=True)
