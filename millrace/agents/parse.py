@@ -185,8 +185,14 @@ def _typed(value: str, schema: Any) -> Any:
 
 
 _PYTHON = {
-    **{"str": "string", "text": "string", "int": "integer", "float": "number"},
-    **{"bool": "boolean", "list": "array", "tuple": "array", "dict": "object"},
+    "str": "string",
+    "text": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "list": "array",
+    "tuple": "array",
+    "dict": "object",
 }
 """Types with Python's names, which tools of users have, and which vLLM and verl read too."""
 _ORDER = ("boolean", "integer", "number", "array", "object", "any", "string")
