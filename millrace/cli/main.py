@@ -236,6 +236,8 @@ def export(
     from millrace.run import export as exporting
 
     result = exporting.export(checkpoint, folder, dtype)
+    for note in result["notes"]:
+        typer.echo(f"note: {note}", err=True)
     report(
         json_,
         result,

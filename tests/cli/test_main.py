@@ -415,6 +415,28 @@ def test_an_export_to_where_nothing_can_be_written_is_refused(
     assert code == 2 and "FOLDER = '/proc/x': cannot be written" in err
 
 
+def test_an_export_says_what_it_does_not_copy(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def write(*_: Any) -> int:
+        return 1
+
+    monkeypatch.setattr(exporting, "_whole", lambda path: (path.resolve(), 0))
+    monkeypatch.setattr(exporting, "_write", write)
+    for folder in ("found/model", "here/start/images", "elsewhere"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "found" / "config.yaml").write_text("model: {path: start}\n")
+    (tmp_path / "found" / "model" / "config.json").write_text("{}")
+    (tmp_path / "here" / "start" / "LICENSE").write_text("terms")
+    monkeypatch.chdir(tmp_path / "here")
+    code, _, err = run("export", "../found", "new")
+    assert code == 0 and "note: folders of start" in err and "images" in err, err
+    assert Path("new/LICENSE").read_text() == "terms"
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, _, err = run("export", "../found", "new")
+    assert code == 0 and "note: model.path = 'start'" in err and "license" in err, err
+
+
 def test_an_export_has_a_dtype_that_a_train_engine_has(
     run: Callable[..., Any], tmp_path: Path
 ) -> None:
