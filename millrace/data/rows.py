@@ -81,6 +81,10 @@ def problem(
         raise bad_row(
             where, sorted(row), rule, "add one of these columns, or reward.function=FILE.py:NAME"
         )
+    if isinstance(truth, dict) and need_ground_truth and "reasoning_gym" not in extra:
+        rule = "is an object, and the built-in scorers compare a text, a number or a list of them"
+        fix = "its value alone, or reward.function=FILE.py:NAME, which gets the object"
+        raise bad_row(f"{where}, ground truth", truth, rule, fix)
     answer = next(
         (
             _checked(f"{where}, {c}", row[c], required=False)

@@ -107,6 +107,7 @@ def test_a_problem_survives_a_checkpoint_as_it_is() -> None:
         ({"prompt": "a"}, "no ground truth"),
         ({"prompt": "a", "answer": " "}, "no ground truth"),
         ({"prompt": "a", "answer": []}, "no ground truth"),
+        ({"prompt": "a", "reward_model": {"ground_truth": {"target": ["1"]}}}, "is an object"),
         ({"prompt": [{"from": "human", "value": "a"}]}, "Fix: role and content in place of from"),
         (
             {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
