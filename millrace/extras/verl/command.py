@@ -162,7 +162,12 @@ _DROPPED = ("millrace does not have", "neither verl nor millrace has", "none can
 
 
 def _listed(title: str, items: list[str]) -> list[str]:
-    return [f"# {title}:", *(f"#   {item}" for item in items)] if items else []
+    return [f"# {title}:", *(f"#   {_one_line(item)}" for item in items)] if items else []
+
+
+def _one_line(text: str) -> str:
+    """Return a comment's text without an end of a line, after which it would be a setting."""
+    return " ".join(text.splitlines())
 
 
 def _emit(tree: dict[str, Any], comments: dict[str, str], path: tuple[str, ...]) -> list[str]:
@@ -173,6 +178,6 @@ def _emit(tree: dict[str, Any], comments: dict[str, str], path: tuple[str, ...])
             lines += [f"{indent}{key}:", *_emit(value, comments, (*path, key))]
             continue
         text = yaml.safe_dump(recipe.without_references(value), default_flow_style=True, width=1000)
-        comment = f"  # {comments[name]}" if name in comments else ""
+        comment = f"  # {_one_line(comments[name])}" if name in comments else ""
         lines.append(f"{indent}{key}: {text.removesuffix('...' + chr(10)).strip()}{comment}")
     return lines
