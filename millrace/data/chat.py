@@ -41,15 +41,19 @@ _MESSAGES = re.compile(
     rf"""{_QUOTE}(?:system|developer|user|human|assistant|gpt|tool){_QUOTE}"""
 )
 """The start of messages that were saved as text."""
+_SWITCH = re.compile(r"/(?:no_think|think|system_override)\b")
+"""Words that some templates take out of a message, because they mean the template."""
 _ESCAPES = {i: repr(chr(i))[1:-1] for i in (*range(32), 127)}
 
 
 def _lost(messages: Messages, text: str) -> dict[str, Any] | None:
     """Return the first message whose words a template leaves out. It may edit those of answers."""
-    kept = ("assistant", "tool")
-    return next(
-        (m for m in messages if m["role"] not in kept and m["content"].strip() not in text), None
-    )
+    for message in messages:
+        parts = _SWITCH.split(message["content"])
+        edited = message["role"] in ("assistant", "tool")
+        if not edited and any(part.strip() not in text for part in parts):
+            return message
+    return None
 
 
 class Reading(StrEnum):

@@ -55,6 +55,15 @@ def test_words_that_the_policy_would_not_see_are_refused(
     assert code == 2 and "t.jsonl row 1" in said and parts in said and "Fix: " in said, said
 
 
+def test_a_switch_of_the_template_is_no_lost_word(dry: Callable[..., Any]) -> None:
+    """SmolLM3's template takes /no_think out of the system's words."""
+    thinks = CHATML.replace("m['content']", "m['content'] | replace('/no_think', '')")
+    code, said = dry(
+        {"prompt": [{"role": "system", "content": "Be brief. /no_think"}, *ASK]}, thinks
+    )
+    assert code == 0 and "Be brief." in said, said
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("tools", CALLS), ("agent_name", "tool_agent"), ("tools_kwargs", {"add": {}})],
