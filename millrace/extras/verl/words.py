@@ -15,6 +15,8 @@ from millrace.errors import ConfigError, bad_value
 from millrace.extras.verl.lines import commands, words_of
 
 NAME = r"[A-Za-z_]\w*"
+SET = r"\[(?:0-9|a-z|A-Z|\w)+\]"
+"""A set of letters in a glob. No other set is read, such as `[!a]` or `[d-f]`."""
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -266,8 +268,14 @@ def is_literal(word: str) -> bool:
 
 
 def fits(text: str, pattern: str) -> bool:
-    """Return whether a glob of bash's, with `*` and `?`, matches the whole text."""
-    first, *rest = (re.escape(part).replace(r"\?", ".") for part in pattern.split("*"))
+    """Return whether a glob of bash's, with `*`, `?` and sets as `[a-z]`, matches the whole text."""
+
+    def regex(part: str) -> str:
+        pieces = re.split(rf"({SET})", part)
+        plain = (re.escape(one).replace(r"\?", ".") for one in pieces[::2])
+        return "".join(a + b for a, b in zip(plain, [*pieces[1::2], ""], strict=True))
+
+    first, *rest = map(regex, pattern.split("*"))
     # The first place for a part between two `*` is as good as any, so none is tried again.
     glob = first + "".join(f"(?>.*?{part})" for part in rest[:-1])
     return re.fullmatch(glob + "".join(f".*{part}" for part in rest[-1:]), text, re.S) is not None

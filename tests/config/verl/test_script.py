@@ -100,6 +100,8 @@ def test_arithmetic_is_that_of_bash(
         'A=(a b)\nT="[${A[*]}]"\nIFS=,\npython3 "t.x=[${A[*]}]" "t.y=$T" t.z=$[${#A[@]} * 2]\n',
         'm=7b\nif [[ $m == "*b" ]]; then X=1; else X=2; fi\npython3 t.x=$X\n',
         "m=x\ncase $m in '*') X=1 ;; *) X=2 ;; esac\npython3 t.x=$X\n",
+        "m=7b\nif [[ $m == [0-9]* ]]; then X=1; else X=2; fi\npython3 t.x=$X\n",
+        "m=Qwen3\ncase $m in *[Qq][Ww]en?) X=1 ;; *) X=2 ;; esac\npython3 t.x=$X\n",
     ],
 )
 def test_commands_are_taken_apart_as_bash_does(tmp_path: Path, text: str) -> None:
@@ -257,6 +259,7 @@ def test_a_path_of_the_script_is_known() -> None:
             'A=(a.b=1)\nif [ "$GPU" = x ]; then A+=(a.c=1); fi\npython3 "${A[@]}"',
             ["A is a list of words", "a.c=1", "--set GPU=VALUE", '--set A="WORDS"'],
         ),
+        ("if [[ a == [!b]* ]]; then X=1; else X=2; fi\npython3 a.b=$X", ["X is set inside"]),
         ("E=\nif x; then E='a.c=1'; fi\npython3 a.b=1 $E", ["E is set", "--set E=VALUE"]),
         ('A=(a.b=1)\nA[0]=a.c=1\npython3 a.d=1 "${A[@]}"', ["A has no value"]),
         ('for i in 1 2; do A+=(a.b=$i); done\npython3 a.c=1 "${A[@]}"', ["for i in 1 2", "A="]),
