@@ -110,6 +110,8 @@ def _json_calls(text: str, tools: Sequence[ToolSchema] = ()) -> list[Call]:
 def _call(value: Any) -> Call:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         raise ValueError("a call is an object with a name")
+    if not value.keys() & {"arguments", "parameters"} and value.keys() - {"name", "id", "type"}:
+        raise ValueError("the arguments have another name")  # without them, the call is another one
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
@@ -182,6 +184,17 @@ def _typed(value: str, schema: Any) -> Any:
     raise ValueError(f"no {' or '.join(sorted(kinds))}")
 
 
+_PYTHON = {
+    "str": "string",
+    "text": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "list": "array",
+    "tuple": "array",
+    "dict": "object",
+}
+"""Types with Python's names, which tools of users have, and which vLLM and verl read too."""
 _ORDER = ("boolean", "integer", "number", "array", "object", "any", "string")
 
 
@@ -190,7 +203,8 @@ def _kinds(schema: Any) -> set[str]:
     if not isinstance(schema, dict):
         return {"string"}
     named = schema.get("type")
-    kinds = {named} if isinstance(named, str) else {k for k in named or () if isinstance(k, str)}
+    listed = [named] if isinstance(named, str) else named or ()
+    kinds = {_PYTHON.get(kind, kind) for kind in listed if isinstance(kind, str)}
     for word in ("anyOf", "oneOf"):
         for option in schema.get(word) or ():
             kinds |= _kinds(option)

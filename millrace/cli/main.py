@@ -46,6 +46,7 @@ from millrace.cli.console import (
     run_async,
     signal_exit_code,
     unwrap_help,
+    warn,
 )
 from millrace.cli.get_model import get_model
 from millrace.cli.keep_going import RESTARTS, KeepGoing, Restarts, keep_going
@@ -236,6 +237,8 @@ def export(
     from millrace.run import export as exporting
 
     result = exporting.export(checkpoint, folder, dtype)
+    for note in result["notes"]:
+        typer.echo(f"note: {note}", err=True)
     report(
         json_,
         result,
@@ -265,12 +268,14 @@ def ledger(
     import msgspec
 
     from millrace.persist.history import FILE, audit
-    from millrace.persist.run_reader import check
+    from millrace.persist.run_reader import RunReader, check
 
     check(run, FILE)
-    result = msgspec.to_builtins(audit(run))
+    result, reader = msgspec.to_builtins(audit(run)), RunReader(run).read()
+    warn(reader)
     report(json_, result, "  ".join(f"{name} {value}" for name, value in result.items()))
-    if result["lost"] or result["trained_twice"]:
+    unknown = reader.accounts and not reader.history
+    if result["lost"] or result["trained_twice"] or unknown:
         raise typer.Exit(1)
 
 

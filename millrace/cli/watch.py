@@ -17,7 +17,7 @@ from millrace.errors import bad_value
 from millrace.observe.files import changed
 from millrace.observe.panel import panel
 from millrace.persist import ownership
-from millrace.persist.run_reader import EXAMPLE, RunReader
+from millrace.persist.run_reader import EXAMPLE, RunReader, load
 from millrace.report.live.advice_cache import AdviceCache
 from millrace.report.live.look import look_at
 
@@ -89,6 +89,8 @@ def folder_of(run: Path | None) -> Path:
     if not (ownership.is_ours(run) or os.path.isfile(run / "metrics.jsonl")):
         rule = "is not the folder of a run: it has no .millrace-run"
         raise bad_value("RUN", str(run), rule, EXAMPLE)
+    if not ownership.is_ours(run):
+        load(run)  # its lines are a run's, or this refuses it
     return run
 
 

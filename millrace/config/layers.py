@@ -187,7 +187,7 @@ def _value(text: str, reader: Any = _Loader) -> Any:
 
     As in Hydra, `{a:1}` is a mapping, and nothing is a comment.
     """
-    if re.search(r"\s#", text) and text[:1] not in "{['\"":
+    if re.search(r"(?:^|\s)#", text) and text[:1] not in "{['\"":
         return text
     spaced = re.sub(r"([{,]\s*[\w.]+):(?=[^\s:/])", r"\1: ", text) if text[:1] == "{" else text
     try:

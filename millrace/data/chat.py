@@ -32,12 +32,28 @@ _MARKUP = re.compile(
     r"|<start_of_turn>|\[/?INST\]|<｜(?:User|Assistant)｜>"
 )
 """Heads of turns in the families of chat templates."""
+_FOREIGN = re.compile(r"<\|[A-Za-z_]+\|>")
+"""The form of most special tokens. Those that the tokenizer has not are of another model."""
+_QUOTE = r"""\\?["']"""
 _MESSAGES = re.compile(
-    r"""\s*\[?\s*\{(?=[^{}]*["'](?:content|value)["']\s*:)[^{}]*["'](?:role|from)["']\s*:\s*"""
-    r"""["'](?:system|developer|user|human|assistant|gpt|tool)["']"""
+    rf"""\W*(?:array\(\[)?\{{(?=[^{{}}]*{_QUOTE}(?:content|value){_QUOTE}\s*:)[^{{}}]*"""
+    rf"""{_QUOTE}(?:role|from){_QUOTE}\s*:\s*"""
+    rf"""{_QUOTE}(?:system|developer|user|human|assistant|gpt|tool){_QUOTE}"""
 )
 """The start of messages that were saved as text."""
+_SWITCH = re.compile(r"/(?:no_think|think|system_override)\b")
+"""Words that some templates take out of a message, because they mean the template."""
 _ESCAPES = {i: repr(chr(i))[1:-1] for i in (*range(32), 127)}
+
+
+def _lost(messages: Messages, text: str) -> dict[str, Any] | None:
+    """Return the first message whose words a template leaves out. It may edit those of answers."""
+    for message in messages:
+        parts = _SWITCH.split(message["content"])
+        edited = message["role"] in ("assistant", "tool")
+        if not edited and any(part.strip() not in text for part in parts):
+            return message
+    return None
 
 
 class Reading(StrEnum):
@@ -117,12 +133,15 @@ class Chat:
             rule = "are not in the text that the chat template makes"
             fix = "calls as the words of their message, or a chat template with tools"
             raise bad_row(f"{where}, tool_calls", problem.prompt, rule, fix)
-        if self._special is None:
-            return text, tokens_of(self._encode(text, self._split))
-        self._check_beside(problem.prompt, self._special, where)
-        if not any(self._special.search(m["content"]) for m in problem.prompt):
-            return text, tokens_of(self._encode(text, self._split))
-        return text, self._render_apart(problem.prompt, where)
+        if self._special is not None:
+            self._check_beside(problem.prompt, self._special, where)
+            if any(self._special.search(m["content"]) for m in problem.prompt):
+                return text, self._render_apart(problem.prompt, where)
+        if (lost := _lost(problem.prompt, text)) is not None:
+            rule = f"is not in the text that the chat template makes: {text!r:.200}"
+            fix = "other messages, or another chat template in the model folder"
+            raise bad_row(f"{where}, the words of {lost['role']}", lost["content"], rule, fix)
+        return text, tokens_of(self._encode(text, self._split))
 
     def lengths(self, entries: Sequence[tuple[Problem, str]], limit: int) -> list[int]:
         """Return the number of tokens of each prompt, from the problems and the words for them.
@@ -141,7 +160,7 @@ class Chat:
             elif not self._apart(prompt):
                 whole[n] = prompt
         for n, text in zip(whole, self._templates([*whole.values()]), strict=True):
-            texts[n] = (text, self._split) if text else None
+            texts[n] = (text, self._split) if text and not _lost(whole[n], text) else None
         exact: dict[bool, list[tuple[int, str]]] = {True: [], False: []}
         for n, one in enumerate(texts):
             if one is not None and self._by_bytes and one[0].isascii() and len(one[0]) < limit:
@@ -295,6 +314,10 @@ class Chat:
         return re.compile("|".join(re.escape(t) for t in special)) if special else None
 
     @cached_property
+    def _added(self) -> set[str]:
+        return {token.content for token in self.tokenizer.added_tokens_decoder.values()}
+
+    @cached_property
     def template(self) -> str | None:
         """The chat template, or None if there is none."""
         return template.source(self.tokenizer)
@@ -329,7 +352,8 @@ class Chat:
         if self.strings != "auto" or self.reading(problem) not in (Reading.WRAPPED, Reading.PLAIN):
             return
         text = str(problem.prompt)
-        if (found := _MARKUP.search(text) or _MESSAGES.match(text)) is not None:
+        foreign = next((m for m in _FOREIGN.finditer(text) if m[0] not in self._added), None)
+        if (found := _MARKUP.search(text) or _MESSAGES.match(text) or foreign) is not None:
             rule = "is markup of a chat, which the policy would read as characters"
             fix = "messages [{role, content}] in place of the string, or data.chat=never"
             if self.template is not None:

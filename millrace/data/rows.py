@@ -26,11 +26,13 @@ from millrace.errors import bad_row
 Messages = list[dict[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios", "multi_modal_data")
 """The columns of TRL and verl with the parts of a prompt that are no text."""
+_KINDS = ("image", "video", "audio")
+_FILE = re.compile(r"^data:|\.(?:png|jpe?g|gif|webp|bmp|mp4|avi|mov|webm|wav|mp3|flac)$", re.I)
 _TAKEN = {"data_source", "reward_model", "extra_info", "metadata"}
-_PLACED = re.compile("^\\s*<image>|<image>\\s*$", re.MULTILINE)
-"""An image's mark at an end of a line. Inside a line it may be words on a tag."""
+_PLACED = re.compile(r"^\s*<(image|video|audio)>|<(image|video|audio)>\s*$", re.MULTILINE)
+"""A mark at an end of a line. Inside a line it may be words on a tag."""
 _UNWRITABLE = re.compile("[\x00\ud800-\udfff]")
 
 
@@ -79,6 +81,10 @@ def problem(
         raise bad_row(
             where, sorted(row), rule, "add one of these columns, or reward.function=FILE.py:NAME"
         )
+    if isinstance(truth, dict) and need_ground_truth and "reasoning_gym" not in extra:
+        rule = "is an object, and the built-in scorers compare a text, a number or a list of them"
+        fix = "its value alone, or reward.function=FILE.py:NAME, which gets the object"
+        raise bad_row(f"{where}, ground truth", truth, rule, fix)
     answer = next(
         (
             _checked(f"{where}, {c}", row[c], required=False)
@@ -256,16 +262,23 @@ def _known(value: Any) -> Any:
 def _no_media(where: str, row: Row, prompt: Messages | str) -> None:
     """Raise DataError if a column or a mark in the prompt stands for a part that is no text."""
     text = prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt)
-    marked = {kind for kind in _MEDIA[::2] if f"<{kind}>" in text}
-    if _PLACED.search(text) and not any(name.startswith("image") for name in row):
-        rule = "stands for an image, and prompts are text, so the policy would read the mark"
-        raise bad_row(f"{where}, prompt", "<image>", rule, "delete the mark, or the row")
+    marked = {kind for kind in _KINDS if f"<{kind}>" in text}
+    kind = (found[1] or found[2]) if (found := _PLACED.search(text)) else ""
+    if kind and f"</{kind}>" not in text and not any(name.startswith(kind) for name in row):
+        rule = f"stands for {kind}, and prompts are text, so the policy would read the mark"
+        raise bad_row(f"{where}, prompt", f"<{kind}>", rule, "delete the mark, or the row")
+    if row.get("chat_template_kwargs"):
+        rule = "a row has no arguments of the chat template, so the policy would not see them"
+        fix = "a chat template in the model folder that sets them, or no such column"
+        raise bad_row(f"{where}, chat_template_kwargs", row["chat_template_kwargs"], rule, fix)
     for name, value in row.items():
         # Other columns may have such a name, such as `image_width`. A mark in the prompt decides.
         about = name in _MEDIA
         if marked and not about and any(name.startswith(kind) for kind in marked):
             # The mark may be a tag of HTML, and the column words on it, such as `image_hint`.
             about = not (isinstance(value, str) and len(value.split()) > 1)
+        if name.startswith(_KINDS) and isinstance(value, str | list) and value:
+            about = about or bool(_FILE.search(str(value[0] if isinstance(value, list) else value)))
         if about and isinstance(value, list | dict | bytes | str) and value:
             rule = "prompts are text, so the policy would not see it"
             raise bad_row(f"{where}, {name}", value, rule, "delete the column, or the row")

@@ -204,12 +204,13 @@ def remedy(spec: str, error: BaseException) -> str:
     root, path = name.partition(".")[0], Path(where).expanduser().resolve()
     if "relative import" in str(error):
         return f"__init__.py in {path.parent} and the folders above that it imports from"
-    if isinstance(error, ModuleNotFoundError) and where.partition(".")[0] == root:
+    own = where.partition(".")[0] == root and root not in ("trl", "verl")
+    if isinstance(error, ModuleNotFoundError) and own:
         return "a module that can be imported from here, or path.py:name"
     if not (isinstance(error, ModuleNotFoundError) or root in _stand_ins):
         return "correct it; try it with python -c"
-    own = (p for p in path.parents if (p / root).is_dir() or (p / f"{root}.py").is_file())
-    if folder := next(own, None):
+    having = (p for p in path.parents if (p / root).is_dir() or (p / f"{root}.py").is_file())
+    if folder := next(having, None):
         return f"PYTHONPATH={folder}, which has {root}"
     elsewhere = f"PYTHONPATH=the folder that has {root}"
     line = (traceback.extract_tb(error.__traceback__) or [None])[-1]

@@ -92,6 +92,8 @@ class Tail(Generic[T]):
         """The first of them: its number, and what is wrong with it."""
         self.error: OSError | None = None
         """The reason why the file is not readable, if there is one."""
+        self.half = False
+        """Whether a last line has no end: a run writes it, or a crash cut it."""
         self._file = (0, 0)
         """The device and the number of the file that was read."""
         self._at = self._number = 0
@@ -100,7 +102,7 @@ class Tail(Generic[T]):
     def read(self) -> tuple[bool, list[T]]:
         """Return the lines that are new, and whether they replace all earlier ones."""
         anew, lines = False, list[T]()
-        self.error = None
+        self.error, self.half = None, False
         try:
             if not self.path.is_file():  # not made yet, or not there for a moment
                 return anew, lines
@@ -118,7 +120,8 @@ class Tail(Generic[T]):
                     data = file.read(CHUNK)
                     whole = data.rfind(b"\n") + 1
                     if not whole and len(data) < CHUNK:
-                        break  # half a line: its end comes later
+                        self.half = True
+                        break  # its end comes later
                     # No line of a run is longer than CHUNK. After one, nothing is.
                     self._at = self._at + whole if whole else found.st_size
                     lines += self._decoded(data[:whole].split(b"\n")[:-1])

@@ -39,6 +39,8 @@ SAMPLES = re.compile(r"version-(\d{6,12})-attempt-(\d{3,9})\.parquet")
 """The files of samples of the surviving history."""
 ROUNDING_S = 1e-3
 """Seconds below zero that rounding may make. With more, a line is damaged."""
+_MOST = 10**9
+"""More versions than any run has."""
 CLOCKS_S = 60.0
 """The most by which the clock of a shared file system may be behind this machine's."""
 BEFORE = "; it makes the model, starts engines or warms up, of which the folder has no figures"
@@ -102,8 +104,8 @@ class RunReader:
         self.history = [*([] if anew else self.history), *lines]
         anew, spent = amounts.read()
         self.accounts = [*([] if anew else self.accounts), *spent]
-        self.notes = [*self._read_config(), *self._damage()]
         self.state, self.process = self._state()
+        self.notes = [*self._read_config(), *self._damage()]
         self.__dict__.pop("audit", None)
         return self
 
@@ -230,6 +232,7 @@ class RunReader:
         return self._config_notes
 
     def _damage(self) -> Iterator[str]:
+        metrics = self._tails[0]
         for tail in self._tails:
             name = tail.path.name
             if tail.error:
@@ -238,6 +241,12 @@ class RunReader:
                 yield f"{name}: {tail.path}, {tail.damage}"
             elif tail.bad:
                 yield f"{name}: {tail.bad} lines are not readable"
+            elif tail.half and self.state not in ("starting", "running"):
+                yield f"{name}: its last line has no end, and is left out"
+        if self.accounts and not self.history:
+            yield f"{history.FILE}: is missing or empty"
+        if any(line.version for line in self.history) and not (self.rows or metrics.bad):
+            yield f"{METRICS}: is missing or empty"
 
     def _state(self) -> tuple[State, str]:
         """Return the state of the run, and what is known of its process."""
@@ -309,9 +318,11 @@ def check(path: Path, *files: str) -> None:
 def _fault(line: dict[str, Any]) -> str:
     """Return what is wrong with a line of metrics, or ""."""
     version = line.get("version")
-    if not _is_number(version) or not 0 <= version <= 2**53:  # type: ignore[operator]
+    if not _is_number(version) or not 0 <= version < _MOST or version % 1:  # type: ignore[operator]
         return f"version {version!r:.40}"
     for name, value in line.items():
+        if isinstance(value, str | list | dict):
+            return f"{name:.80} is {value!r:.40}"
         if name.startswith("timing_s/") and _is_number(value) and value < -ROUNDING_S:
             return f"{name:.80} is {value:g} s"
     return ""

@@ -237,6 +237,9 @@ def load_function(spec: str, options: Mapping[str, Mapping[str, Any]] | None = N
 
 
 def _function(spec: str, function: Callable[..., Any]) -> Function:
+    if isinstance(function, type):
+        fix = f"an instance: `reward = {function.__name__}(...)` in the file, and its name here"
+        raise bad_value(_KEY, spec, "is a class, so a call of it makes an object", fix)
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some functions that are written in C

@@ -47,15 +47,32 @@ def export(checkpoint: Path, folder: Path, dtype: str = "") -> dict[str, Any]:
     config = config.model_copy(update={"trainer": on_cpu, "model": weights})
     parameters = asyncio.run(_write(config, checkpoint, folder))
     copy_tokenizer(str(checkpoint / "model"), str(folder))
-    if config.model.path:  # a license, and whatever else stands there
-        copy_tokenizer(config.model.path, str(folder))
     return {
         "model": str(folder),
         "version": version,
         "dtype": dtype,
         "parameters": parameters,
         "complete": True,
+        "notes": _copy_start_folder(config.model.path, folder) if config.model.path else [],
     }
+
+
+def _copy_start_folder(path: str, folder: Path) -> list[str]:
+    """Copy a license and all else but weights from the start model. Return what is not copied."""
+    source = Path(path)
+    if not source.is_dir():  # a hub id, or a folder that is elsewhere now
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        try:
+            source = Path(snapshot_download(path, local_files_only=True))
+        except (HFValidationError, LocalEntryNotFoundError):
+            rule = "is no folder from here, so its license and further files are not in the export"
+            return [f"model.path = {path!r} of the run {rule}. Copy them, or export where it is"]
+    copy_tokenizer(str(source), str(folder))
+    left = [p.name for p in source.iterdir() if p.is_dir() and not (folder / p.name).exists()]
+    named = ", ".join(sorted(name for name in left if name[0] != "."))
+    return [f"folders of {path} are not in the export: {named}"] if named else []
 
 
 def _whole(checkpoint: Path) -> tuple[Path, PolicyVersion]:

@@ -13,6 +13,8 @@ from millrace.rewards.sources import advice_for_chat
 
 _ADVISED = 64
 """Prompts whose scorers are looked at."""
+_FOR_AGENTS = ("tools", "agent_name", "tools_kwargs", "tool_selection", "interaction_kwargs")
+"""Columns of TRL and verl that only agents read."""
 _SHOWN = 1500
 """Characters of a prompt that a dry run shows."""
 
@@ -53,10 +55,20 @@ def prompt_notes(
         return
     if (not new_model or chosen != "auto") and (line := chat.described(train.readings)):
         yield line
+    prompts = [train[i] for i in range(min(len(train), _ADVISED))]
+    for name in _FOR_AGENTS:
+        values = ((p.columns | p.extra_info).get(name) for p in prompts)
+        if value := next((v for v in values if v and v != "single_turn_agent"), None):
+            yield f"the column {name} = {value!r:.80} is not read: no key of agents says who plays"
     if chat.template in (None, *TEMPLATES) or not set(train.readings) - {Reading.PLAIN}:
         return
+    end = chat.tokenizer.eos_token
+    if end and any(prompt.text.rstrip().endswith(end) for prompt in prompts):
+        rule = "prompts end with the end of a message, so the policy writes the head of its answer"
+        fix = "a chat template that reads add_generation_prompt, or strings that were made with it"
+        yield f"warning: data.train_files: {rule}. Fix: {fix}."
     warned: set[tuple[str, str]] = set()
-    for prompt in (train[i] for i in range(min(len(train), _ADVISED))):
+    for prompt in prompts:
         row = prompt.data_source, prompt.extra_info, prompt.ground_truth
         for section, part in parts.items():
             key = section, prompt.data_source

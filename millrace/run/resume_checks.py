@@ -46,10 +46,24 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     _check_estimator(config, before, checkpoint)
     _check_reference(config, before, checkpoint)
     _check_components(config, before, checkpoint)
-    changed = _changed(Past, config, before)
-    return [
-        f"{key} = {config.value_of(key)!r}: no effect, because {fact.why}" for key, fact in changed
+    lines = [
+        f"{key} = {config.value_of(key)!r}: no effect, because {fact.why}"
+        for key, fact in _changed(Past, config, before)
     ]
+    path, kept = config.model.path, _template(checkpoint / "model")
+    if path and _template(Path(path)) not in (kept, ""):
+        why = "prompts are read as at the checkpoint, whose template is another one"
+        lines.append(f"model.path = {path!r}: its chat template has no effect, because {why}")
+    return lines
+
+
+def _template(model: Path) -> str:
+    """Return the chat template of a folder. It is empty if there is none, or a list of them."""
+    file = model / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(errors="replace")
+    found = _read_json(model / "tokenizer_config.json").get("chat_template")
+    return found if isinstance(found, str) else ""
 
 
 def _changed(kind: type[_Fact], now: Config, before: Config) -> list[tuple[str, _Fact]]:

@@ -67,6 +67,8 @@ def test_calls(form: str, text: str, content: str, calls: list[tuple[str, Any]])
     [
         ("hermes", "<tool_call>{</tool_call>"),
         ("hermes", '<tool_call>{"name": 1}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "a", "args": {"x": 1}}</tool_call>'),
+        ("json", '{"name": "Ada", "age": 36}'),
         ("hermes", '<tool_call>{"name": "a", "arguments": [1]}</tool_call>'),
         ("hermes", '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "a", "arguments": {"x": 1e999}}</tool_call>'),
@@ -199,6 +201,13 @@ def test_a_made_model_chases_through_the_line_format() -> None:
         (["null", "integer"], "3", 3),
         ("array", "['a', True, None]", ["a", True, None]),
         ("object", '{"a": true}', {"a": True}),
+        ("str", "hello", "hello"),
+        ("str", "5", "5"),
+        ("int", "5", 5),
+        ("float", "1", 1),
+        ("bool", "True", True),
+        (["list", "null"], "[1]", [1]),
+        ("dict", "{'a': 1}", {"a": 1}),
     ],
 )
 def test_qwen_values_as_models_write_them(kind: Any, text: str, value: Any) -> None:

@@ -143,6 +143,26 @@ def test_an_answer_may_be_an_override(run: Callable[..., Any], tmp_path: Path) -
     assert code == 2 and "--set trainer.n_gpus_per_node=VALUE" in err
     code, out, err = run("import-verl", str(path), "--set", "trainer.n_gpus_per_node=4")
     assert code == 0 and "n_gpus_per_node: 4" in out, err
+    answers = ("--set", "trainer.n_gpus_per_node=4", "--set", "model_engine=megatron")
+    code, out, err = run("import-verl", str(path), *answers)
+    assert code == 0 and "engine: megatron" in out, err
+
+
+def test_no_value_leaves_its_comment(run: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    words = "+foo.bar='1\nevil: 2' trainer.default_local_dir='a\nrollout: 3'"
+    path.write_text(f"{PLAIN} {words}\n")
+    code, out, err = run("import-verl", str(path), "--drop")
+    assert code == 0 and "#   foo.bar=1 evil: 2\n" in out, err
+    (tmp_path / "my.yaml").write_text(out)
+    assert recipe.load(tmp_path / "my.yaml").trainer.run_dir == "a\nrollout: 3"
+
+
+def test_a_file_that_the_script_reads_is_named(run: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"source ./env.sh\n{PLAIN} trainer.nnodes=${{NODES:-1}}\n")
+    code, out, err = run("import-verl", str(path))
+    assert code == 0 and "not read: --set NAME=VALUE" in out and "#   source ./env.sh\n" in out, err
 
 
 @pytest.mark.parametrize("given", ["model_engine=fsdp", "actor_rollout_ref.actor.strategy=fsdp2"])

@@ -36,6 +36,18 @@ def test_version(run: Callable[..., Any]) -> None:
     assert run("--version") == (0, f"millrace {__version__}\n", "")
 
 
+def test_a_file_of_the_current_folder_hides_no_module_of_python(tmp_path: Path) -> None:
+    """A reward in math.py is no rare name, and `python -m` puts the current folder first."""
+    for name in ("math", "json", "logging"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError\n")
+    (tmp_path / "mine.py").write_text("def score(solution_str, ground_truth):\n    return 1.0\n")
+    command = [sys.executable, "-m", "millrace", "train", QUICKSTART, *SMALL, "--dry-run"]
+    done = subprocess.run(
+        [*command, "reward.function=mine:score"], capture_output=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_command_is_installed() -> None:
     command = Path(sys.executable).parent / "millrace"
     done = subprocess.run([command, "--version"], capture_output=True, text=True)
@@ -401,6 +413,28 @@ def test_an_export_to_where_nothing_can_be_written_is_refused(
     monkeypatch.setattr(exporting, "_whole", lambda path: (path, 0))
     code, _, err = run("export", str(tmp_path), "/proc/x")
     assert code == 2 and "FOLDER = '/proc/x': cannot be written" in err
+
+
+def test_an_export_says_what_it_does_not_copy(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def write(*_: Any) -> int:
+        return 1
+
+    monkeypatch.setattr(exporting, "_whole", lambda path: (path.resolve(), 0))
+    monkeypatch.setattr(exporting, "_write", write)
+    for folder in ("found/model", "here/start/images", "elsewhere"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "found" / "config.yaml").write_text("model: {path: start}\n")
+    (tmp_path / "found" / "model" / "config.json").write_text("{}")
+    (tmp_path / "here" / "start" / "LICENSE").write_text("terms")
+    monkeypatch.chdir(tmp_path / "here")
+    code, _, err = run("export", "../found", "new")
+    assert code == 0 and "note: folders of start" in err and "images" in err, err
+    assert Path("new/LICENSE").read_text() == "terms"
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, _, err = run("export", "../found", "new")
+    assert code == 0 and "note: model.path = 'start'" in err and "license" in err, err
 
 
 def test_an_export_has_a_dtype_that_a_train_engine_has(

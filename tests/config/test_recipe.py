@@ -279,7 +279,7 @@ def test_numbers_are_numbers_however_they_are_spelled(
             "data.train_files=[task:copy?size=3&min_digits=2, a.jsonl,]",
             lambda c: c.data.train_files == ("task:copy?size=3&min_digits=2", "a.jsonl"),
         ),
-        ("rollout.stop=['\\n\\n']", lambda c: c.rollout.stop == ("\\n\\n",)),
+        ('rollout.stop=["\\n\\n"]', lambda c: c.rollout.stop == ("\n\n",)),
         ("trainer.run_dir=", lambda c: c.trainer.run_dir == ""),
         ("trainer.run_dir=~/mine", lambda c: c.trainer.run_dir == str(Path.home() / "mine")),
         ("+rollout.n=5", lambda c: c.rollout.n == 5),
@@ -399,6 +399,9 @@ def test_a_number_that_yaml_changes_is_refused(text: str, write: Callable[..., A
     [
         ("rollout.stop=</s>", r"'rollout\.stop=\[</s>\]'.*in quotes"),
         ("trainer.logger=console,wandb", r"'trainer\.logger=\[console,wandb\]'"),
+        ("rollout.stop=###", r"'rollout\.stop=\[###\]'"),
+        ("rollout.stop=['\\n']", r"'rollout\.stop=\[\"\\n\"\]'"),
+        ("rollout.stop=[\\n\\n]", r"'rollout\.stop=\[\"\\n\\n\"\]'"),
     ],
 )
 def test_the_fix_of_a_list_is_what_to_type(override: str, fix: str) -> None:
@@ -415,6 +418,7 @@ def test_no_override_has_a_comment() -> None:
     assert layers.settings_of(["data.train_files=a b #3.jsonl"]) == [
         ("data.train_files", "a b #3.jsonl")
     ]
+    assert layers.settings_of(["rollout.stop=[#x, y]"]) == [("rollout.stop", ["#x", "y"])]
 
 
 def test_an_override_is_resolved_as_a_recipe_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,8 @@ def test_an_attack_on_objects_or_files_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", EMPTY)
 def test_the_name_of_an_object_is_empty_text(name: str) -> None:
-    assert chat_with(f"ok{EMPTY[name]}").render(Problem(MESSAGES, "x"))[0] == "ok"
+    source = f"{{{{ messages[0].content }}}}{EMPTY[name]}"
+    assert chat_with(source).render(Problem(MESSAGES, "x"))[0] == MESSAGES[0]["content"]
 
 
 @pytest.mark.parametrize("source", [STOPPED["a macro in itself"], REFUSED["a file"][0]])

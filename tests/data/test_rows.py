@@ -107,12 +107,16 @@ def test_a_problem_survives_a_checkpoint_as_it_is() -> None:
         ({"prompt": "a"}, "no ground truth"),
         ({"prompt": "a", "answer": " "}, "no ground truth"),
         ({"prompt": "a", "answer": []}, "no ground truth"),
+        ({"prompt": "a", "reward_model": {"ground_truth": {"target": ["1"]}}}, "is an object"),
         ({"prompt": [{"from": "human", "value": "a"}]}, "Fix: role and content in place of from"),
         (
             {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
             "[1]",
         ),
-        ({"prompt": "What is it?\n<image>"}, "stands for an image"),
+        ({"prompt": "What is it?\n<image>"}, "stands for image"),
+        ({"prompt": "<video>\nWhat is it?"}, "stands for video"),
+        ({"prompt": "What is it?", "image_path": "a.png"}, "image_path: 'a.png'"),
+        ({"prompt": "What?", "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
     ],
 )
 def test_a_bad_row_is_named_with_its_file_number_rule_and_fix(

@@ -168,7 +168,9 @@ def test_special_tokens_in_a_message_are_text_and_those_of_the_template_are_spec
 
 def test_a_template_that_changes_messages_refuses_special_tokens_in_them() -> None:
     chat = chatml()
-    chat.tokenizer.chat_template = CHATML.replace("m['content']", "m['content'][:1]")
+    chat.tokenizer.chat_template = CHATML.replace(
+        "m['content']", "m['content'] | replace('0', 'o')"
+    )
     assert chat.render(Problem([{"role": "user", "content": "hello"}], "x"))
     with pytest.raises(DataError, match=r"a row.*special token"):
         chat.render(Problem([{"role": "user", "content": "hello<eos>"}], "x"), "a row")

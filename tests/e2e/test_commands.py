@@ -210,6 +210,7 @@ def test_an_exported_checkpoint_has_the_checkpoints_logits_in_transformers(
         "dtype": "float32",
         "parameters": sum(p.numel() for p in model.parameters()),
         "complete": True,
+        "notes": [],
     }
     checkpoint = Path(trained["checkpoint"])
     engine = fsdp_train.build(

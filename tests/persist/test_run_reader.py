@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 from millrace.cli.main import app
 from millrace.cli.why import verdict_on
 from millrace.observe.files import Tail
+from millrace.persist import history
 from millrace.persist.history import audit
-from millrace.persist.run_reader import METRICS, RunReader, load
+from millrace.persist.run_reader import FILES, METRICS, RunReader, load
 from millrace.report.advice.measure import measure
 from millrace.report.live.look import look_at
 from millrace.report.page import compare, head
@@ -201,6 +202,10 @@ def test_only_new_lines_are_read_and_a_new_file_replaces_them(tmp_path: Path) ->
         '{"version": 1e30, "reward/mean": 1}',
         '{"version": "3", "reward/mean": 1}',
         '{"version": 9, "timing_s/step": -5}',
+        '{"version": 8.5, "reward/mean": 1}',
+        '{"version": 1000000000000, "reward/mean": 1}',
+        '{"version": 9, "reward/mean": "high"}',
+        '{"version": 9, "reward/mean": {"a": 1}}',
     ],
 )
 def test_a_line_that_no_run_writes_is_damage_for_each_reader(folder: Path, line: str) -> None:
@@ -211,6 +216,31 @@ def test_a_line_that_no_run_writes_is_damage_for_each_reader(folder: Path, line:
     assert run.rows == before and run.notes == [f"{METRICS}: 1 lines are not readable"]
     said = CliRunner().invoke(app, ["query", str(folder), "select count(*) from metrics"])
     assert f"{METRICS}: 1 lines" in said.stderr
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_cut_or_empty_is_named_once_the_run_is_over(folder: Path, name: str) -> None:
+    content = (folder / name).read_bytes()
+    with (folder / history.FILE).open("a") as file:
+        last = json.loads((folder / history.FILE).read_text().splitlines()[-1])
+        file.write(json.dumps(last | {"event": "end", "complete": True}) + "\n")
+    assert not load(folder).notes
+    with (folder / name).open("ab") as file:
+        file.write(content[:40])
+    said = CliRunner().invoke(app, ["ledger", str(folder)])
+    assert f"{name}: its last line has no end" in said.stderr and said.exit_code == 0
+    if name != "accounts.jsonl":
+        (folder / name).write_bytes(b"")
+        said = CliRunner().invoke(app, ["ledger", str(folder)])
+        assert f"{name}: is missing or empty" in said.stderr
+        assert said.exit_code == (name == history.FILE)
+
+
+@pytest.mark.parametrize("command", ["watch", "why", "report"])
+def test_lines_of_another_program_are_no_run(tmp_path: Path, command: str) -> None:
+    (tmp_path / METRICS).write_text('{"step": 1, "loss": 0.5}\n')
+    found = CliRunner().invoke(app, [command, str(tmp_path)])
+    assert found.exception and "is a run's" in str(found.exception)
 
 
 @pytest.mark.parametrize("seconds", [-1e-6, 0.0])

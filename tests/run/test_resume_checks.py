@@ -187,6 +187,11 @@ def test_another_model_is_refused_and_the_same_one_elsewhere_is_not(tmp_path: Pa
     assert open_run_dir(moved).resume_from == found
     with pytest.raises(ConfigError, match=r"model.path = .*num_hidden_layers is 5.*made with 3"):
         open_run_dir(config_of(said, f"model.path={tmp_path / 'other'}"))
+    for folder, text in ((found / "model", "old"), (tmp_path / "moved", "new")):
+        (folder / "chat_template.jinja").write_text(text)
+    assert any("chat template has no effect" in note for note in open_run_dir(moved).notes)
+    (tmp_path / "moved" / "chat_template.jinja").write_text("old")
+    assert not open_run_dir(moved).notes
     more = json.loads(config) | {"num_experts_per_tok": 4}
     (tmp_path / "other" / "config.json").write_text(json.dumps(more))
     with pytest.raises(ConfigError, match=r"num_experts_per_tok is 4.*made with None"):

@@ -16,7 +16,7 @@ _REPLAY = Absent(
     "router replay in other models than the policy", "leave the key out", ("disabled",)
 )
 _MANAGER = Absent(
-    "reward managers other than naive and dapo",
+    "reward managers other than naive, dapo, batch and prime",
     "a function in reward.function, and reward.overlong_buffer for the penalty",
     ("naive", "dapo", "batch", "prime"),
 )

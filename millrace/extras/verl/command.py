@@ -55,10 +55,14 @@ def import_verl(script: ScriptFile, set_: Sets = None, base: Base = "", drop: Dr
 
     Example: millrace import-verl run_dapo_7b.sh > my.yaml
     """
-    given = set_ or []
-    replaced = [item for item in given if "." in item.partition("=")[0]]
+    given, text = set_ or [], _text(script)
+    replaced = [
+        item
+        for item in given
+        if "." in (key := item.partition("=")[0]) or (key == "model_engine" and key not in text)
+    ]
     answers = _variables([item for item in given if item not in replaced])
-    found = read(_text(script), answers, _environment(script), set(map(short, replaced)))
+    found = read(text, answers, _environment(script), set(map(short, replaced)))
     if not found.overrides and not replaced:
         rule = "has no overrides: no word of the form section.key=value"
         raise bad_value("SCRIPT", str(script), rule, "the script that starts verl's program")
@@ -142,6 +146,7 @@ def _recipe(script: Path, found: Script, base: str, drop: bool) -> str:
     lines = [
         f"# verl's settings of {script.name}, in millrace's words. Comments have verl's spelling.",
         *_listed("unknown to verl: decide about each", layer.unknown),
+        *_listed("not read: --set NAME=VALUE for each variable that it sets", found.sourced),
         f"inherits: {base}",
         *_emit(layer.tree, layer.comments, ()),
     ]
@@ -157,7 +162,12 @@ _DROPPED = ("millrace does not have", "neither verl nor millrace has", "none can
 
 
 def _listed(title: str, items: list[str]) -> list[str]:
-    return [f"# {title}:", *(f"#   {item}" for item in items)] if items else []
+    return [f"# {title}:", *(f"#   {_one_line(item)}" for item in items)] if items else []
+
+
+def _one_line(text: str) -> str:
+    """Return a comment's text without an end of a line, after which it would be a setting."""
+    return " ".join(text.splitlines())
 
 
 def _emit(tree: dict[str, Any], comments: dict[str, str], path: tuple[str, ...]) -> list[str]:
@@ -168,6 +178,6 @@ def _emit(tree: dict[str, Any], comments: dict[str, str], path: tuple[str, ...])
             lines += [f"{indent}{key}:", *_emit(value, comments, (*path, key))]
             continue
         text = yaml.safe_dump(recipe.without_references(value), default_flow_style=True, width=1000)
-        comment = f"  # {comments[name]}" if name in comments else ""
+        comment = f"  # {_one_line(comments[name])}" if name in comments else ""
         lines.append(f"{indent}{key}: {text.removesuffix('...' + chr(10)).strip()}{comment}")
     return lines

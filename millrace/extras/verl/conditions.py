@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from millrace.errors import ConfigError
 from millrace.extras.verl.lines import words_of
-from millrace.extras.verl.words import NAME, Variables, expand, fits
+from millrace.extras.verl.words import NAME, SET, Variables, expand, fits, is_literal
 
 Answer = tuple[bool | None, ConfigError | None]
 """Whether a command succeeds, or None if nobody knows, and the error that says why."""
@@ -78,7 +78,10 @@ def _test(words: Sequence[str], values: Variables, line: str) -> bool | None:
     left, sign = expand(words[0], values, line), words[1]
     right = expand(words[2], values, line)
     if sign in ("=", "==", "!="):
-        return fits(left, right) == (sign != "!=")
+        literal = is_literal(words[2])
+        if not literal and "[" in re.sub(SET, "", right):
+            return None
+        return (left == right or (not literal and fits(left, right))) == (sign != "!=")
     if sign in _NUMBERS and all(re.fullmatch(r"-?\d{1,18}", text) for text in (left, right)):
         return _NUMBERS[sign](int(left), int(right))
     return None
@@ -97,8 +100,11 @@ def matches(subject: str | None, patterns: str, values: Variables, line: str) ->
     if subject is None:
         return None
     try:
-        globs = [expand(one.strip(), values, line) for one in patterns.split("|")]
+        words = [one.strip() for one in patterns.split("|")]
+        globs = [expand(one, values, line) for one in words]
     except ConfigError:
         return None
-    unclear = any("[" in glob for glob in globs)
-    return True if any(fits(subject, glob) for glob in globs) else None if unclear else False
+    exact = [glob for one, glob in zip(words, globs, strict=True) if is_literal(one)]
+    unclear = any("[" in re.sub(SET, "", glob) for glob in globs)
+    found = subject in globs or any(fits(subject, g) for g in globs if g not in exact)
+    return True if found else None if unclear else False

@@ -93,12 +93,12 @@ def _without_comment(text: str) -> str:
     """Remove comments: `#` at the start of a word, outside of quotes."""
     out = ""
     while True:
-        starts = (
-            at
-            for at, char, bare in _scan(text, "")
-            if bare and char == "#" and (at == 0 or text[at - 1].isspace())
-        )
-        at = next(starts, len(text))
+        before, at = True, len(text)
+        for i, char, bare in _scan(text, ""):
+            if before and bare and char == "#":
+                at = i
+                break
+            before = bare and char.isspace()
         end = text.find("\n", at)
         out += text[:at]
         if end < 0:

@@ -45,6 +45,8 @@ class Script:
     """The value of --config-path, or empty."""
     program: str = ""
     """The program that the script starts, if it is not one that has a recipe."""
+    sourced: list[str] = field(default_factory=list)
+    """Commands that read another file, which millrace does not."""
 
 
 @dataclass(slots=True)
@@ -73,10 +75,11 @@ def read(
     command needs, for a word that is neither an override nor an option, for an open quote, and for
     overrides of several commands.
     """
-    unused = [name for name in variables if not re.search(rf"\b{name}\b", text)]
+    lines = "\n".join(line for line, _ in commands(text))  # without comments
+    unused = [name for name in variables if not re.search(rf"\b{name}\b", lines)]
     if unused:
         rule = "the script has no variable of this name"
-        used = sorted({*re.findall(rf"(?<![\w.]){NAME}(?![\w.])", text)})
+        used = sorted({*re.findall(rf"(?<![\w.]){NAME}(?![\w.])", lines)})
         near = get_close_matches(unused[0], used, 1, 0.8)
         fix = f"--set {near[0]}={variables[unused[0]]}" if near else "a name that the script uses"
         raise bad_value("--set", unused[0], rule, fix)
@@ -96,7 +99,9 @@ def read(
         ) from None
     if unclear and not found:  # the program may be in one of these
         raise ConfigError("\n".join(map(str, unclear)))
-    return _chosen(found, _loose(text) if is_list else [])
+    script = _chosen(found, _loose(text) if is_list else [])
+    script.sourced = shell.sourced
+    return script
 
 
 def _loose(text: str) -> list[str]:

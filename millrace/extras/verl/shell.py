@@ -23,6 +23,7 @@ _SETTERS = ("let", "mapfile", "read", "readarray", "unset")
 """Commands that change variables, as `(( ))` and `printf -v` do."""
 _SPLIT = re.compile(rf"\$(?:{NAME}|\{{{NAME}(?::?[-+=][^{{}}]*)?\}})")
 """A reference without quotes, whose value bash splits into words."""
+_OVERRIDE = re.compile(r"\+{0,2}[\w.]+=")
 _START = re.compile(r"\+{0,2}ray_kwargs\.")
 """An override that says how Ray starts its workers, which is needless here."""
 _DEEPEST = 8
@@ -74,10 +75,17 @@ class Shell:
         self._cause: ConfigError | None = None
         self._calls: list[str] = []
         """The functions that are being walked through."""
+        self._locals = set[str]()
+        """The variables of the innermost function alone."""
+        self._returned = False
+        self.sourced: list[str] = []
+        """Commands that read another file, which may set any variable."""
 
     def walk(self, text: str) -> None:
         """Walk through commands. Raises ConfigError if the start of a program cannot be known."""
         for line, sign in commands(text):
+            if self._returned:
+                return
             if self._body is None:
                 self._step(line, sign)
             else:
@@ -104,7 +112,8 @@ class Shell:
                 self._body.append(joined)
             return
         name, *lines = self._body
-        self._functions[name], self._body = "\n".join(lines), None
+        self._keep(name, "\n".join(lines))
+        self._body = None
 
     def _step(self, line: str, sign: str) -> None:
         """Take one command, which may open, change or close a frame."""
@@ -182,11 +191,15 @@ class Shell:
 
     def _begin(self, name: str, body: str) -> None:
         """Begin the definition of a function. One on a single line is whole."""
-        if match := re.fullmatch(r"[{(]\s(.*)[})]", body, re.S):
-            self._functions[name] = match[1]
+        if match := re.fullmatch(r"\{\s(.*)\}|(\(.*\))", body, re.S):
+            self._keep(name, match[1] or match[2])
         else:
             self._body, self._open = [name], int(body[:1] == "{")
             self._body += [body[1:].strip()] if body[1:].strip() else []
+
+    def _keep(self, name: str, body: str) -> None:
+        if self._runs() is not False:
+            self._functions[name] = body
 
     def _take(self, line: str, after: bool | None) -> None:
         """Take a command that opens nothing. `after` is what decides it on its own line."""
@@ -199,13 +212,20 @@ class Shell:
         status: bool | None = None
         cause: ConfigError | None = None
         if group:
+            kept = self._values.kept()
             self.walk(group[1] or group[2] or "")
+            if group[2]:  # a subshell changes no variable of the script
+                self._values.restore(kept)
             status, cause = self._status, self._cause
         elif name in self._functions:
             self._call(name, words[1:], line)
         elif name == "cd" and len(words) == 2:
             self._enter_folder(words[1], line)
             status = True
+        elif name == "return" and self._calls:
+            self._returned = self._runs() is True
+        elif name in ("source", "."):
+            self.sourced.append(line)
         elif self._assign(line):
             status = None if "$(" in line or "`" in line else True
         else:
@@ -231,11 +251,15 @@ class Shell:
             return
         before = self._values.arguments
         self._calls.append(name)
+        kept, others = self._values.kept(), self._locals
+        self._locals = set()
         given = [item for word in words for item in items(word, self._values, line)]
         self._values.arguments, frames = given, self._frames
         self._frames = [_Frame("{", line, self._runs(), cause=self._reason().cause)]
         self.walk(self._functions[name])
         self._values.arguments, self._frames = before, frames
+        self._values.restore(kept, self._locals)
+        self._locals, self._returned = others, False
         self._calls.pop()
 
     def _reason(self) -> _Frame:
@@ -267,6 +291,8 @@ class Shell:
         body = re.sub(r"^(?:export|local|readonly|declare|typeset)(?:\s+-\w+)*\s+", "", line)
         words = words_of(body)
         if body != line:  # `local a=1 b` gives b no value
+            if self._calls and not re.match("export|readonly", line):
+                self._locals |= {word.partition("=")[0] for word in words}
             words = [word for word in words if not re.fullmatch(NAME, word)]
         if match := re.match(rf"^({NAME})(\+?)=\((.*)\)$", body, re.S):
             self._assign_array(match, line)
@@ -304,7 +330,7 @@ class Shell:
             return
         try:
             found = [item for word in words_of(text) for item in items(word, values, line)]
-            before = values.arrays.get(name, [])
+            before = values.words(name) or []
             check_size(found, line)
             if unsure and all(_START.match(word) for word in [*before, *found]):
                 return
@@ -313,7 +339,8 @@ class Shell:
         except ConfigError as error:
             values.forget(name, self._branched(name, line, array=True) if unsure else error)
             return
-        values.arrays[name] = [*(values.arrays.get(name, []) if added else []), *found]
+        values.arrays[name] = [*(before if added else []), *found]
+        values.pop(name, None)
         values.causes.pop(name, None)
 
     def _assign_text(self, name: str, text: str, line: str) -> None:
@@ -331,12 +358,9 @@ class Shell:
                 raise self._branched(name, line)
             if added and name in values.causes:
                 return
-            before = values.get(name, "") if added else ""
             value = expand(words[0], values, line) if words else ""
             home = re.match(r"~(?=/|$)", text) and values.get("HOME")
-            values[name] = before + (home + value[1:] if home else value)
-            values.script.add(name)
-            values.causes.pop(name, None)
+            values.put(name, home + value[1:] if home else value, added=added)
         except ConfigError as error:
             values.forget(name, error)  # it is raised where an override needs the name
 
@@ -370,8 +394,8 @@ def items(word: str, values: Variables, line: str) -> list[str]:
         return values.arguments[int(whole[1] or 1) - 1 :]
     match = re.fullmatch(rf'"?\$\{{({NAME})\[[@*]\](:?[-+].*)?\}}"?', word, re.S)
     if not match:
-        text = expand(word, values, line)
-        return text.split() if _SPLIT.fullmatch(word) else [text]
+        text = expand(word, values, line, "\0")
+        return _split(text) if not _SPLIT.fullmatch(word) else [p for p in text.split("\0") if p]
     name, default = match.groups()
     known = values.words(name)
     if name in values.causes or (known is None and not default):
@@ -384,4 +408,14 @@ def items(word: str, values: Variables, line: str) -> list[str]:
         if sign == "+" and not known:
             return []
         return [item for one in words_of(text) for item in items(one, values, line)]
-    return known or []
+    return (
+        known or []
+        if word[:1] == '"'
+        else [part for item in known or [] for part in _split(re.sub(r"\s", "\0", item))]
+    )
+
+
+def _split(text: str) -> list[str]:
+    """Split a text at "\0" if each part is an override. A list with spaces is meant as it is."""
+    parts = [part for part in text.split("\0") if part]
+    return parts if all(map(_OVERRIDE.match, parts[1:])) else [text.replace("\0", " ")]

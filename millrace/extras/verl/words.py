@@ -8,12 +8,15 @@ import operator
 import posixpath
 import re
 import time
-from collections.abc import Mapping, Sized
+from collections.abc import Collection, Mapping, Sequence, Sized
+from typing import Any
 
 from millrace.errors import ConfigError, bad_value
 from millrace.extras.verl.lines import commands, words_of
 
 NAME = r"[A-Za-z_]\w*"
+SET = r"\[(?:0-9|a-z|A-Z|\w)+\]"
+"""A set of letters in a glob. No other set is read, such as `[!a]` or `[d-f]`."""
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -56,6 +59,29 @@ class Variables(dict[str, str]):
         self.script.add(name)
         self.causes[name] = cause
 
+    def kept(self) -> tuple[dict[str, Any], ...]:
+        """Return all values as they are, for `restore`."""
+        return dict(self), dict(self.arrays), dict(self.causes)
+
+    def restore(self, kept: Sequence[dict[str, Any]], names: Collection[str] | None = None) -> None:
+        """Give variables the values that they had, or only those of `names`."""
+        all_values: tuple[dict[str, Any], ...] = (self, self.arrays, self.causes)
+        for present, before in zip(all_values, kept, strict=True):
+            for name in {*present, *before} if names is None else names:
+                present.pop(name, None)
+                if name in before:
+                    present[name] = before[name]
+
+    def put(self, name: str, text: str, *, added: bool) -> None:
+        """Set a variable, or add to it. An array's is its first word."""
+        value = (self.first(name) or "") + text if added else text
+        if name in self.arrays:
+            self.arrays[name] = [value, *self.arrays[name][1:]]
+        else:
+            self[name] = value
+        self.script.add(name)
+        self.causes.pop(name, None)
+
     def first(self, name: str) -> str | None:
         """Return the value of `$name`: of an array it is the first word."""
         if name.isdigit() and name != "0":
@@ -67,11 +93,14 @@ class Variables(dict[str, str]):
         """Return the words of an array, also of one that the caller gave as a text."""
         if name in self.given:
             return [expand(word, self, self[name]) for word in words_of(self[name])]
-        return self.arrays.get(name)
+        return self.arrays.get(name, [self[name]] if name in self else None)
 
 
-def expand(word: str, values: Variables, line: str) -> str:
-    """Return a word with its variables and arithmetic replaced, and its quotes removed."""
+def expand(word: str, values: Variables, line: str, blank: str = r"\g<0>") -> str:
+    """Return a word with its variables and arithmetic replaced, and its quotes removed.
+
+    `blank` takes the place of each space of a value whose reference has no quotes: bash splits there.
+    """
     out, quote, at = "", "", 0
     while at < len(word):
         char = word[at]
@@ -90,7 +119,7 @@ def expand(word: str, values: Variables, line: str) -> str:
             at = end + 1
         elif char == "$" and quote != "'":
             text, at = _reference(word, at, values, line)
-            out += text
+            out += text if quote else re.sub(r"\s", blank, text)
             check_size(out, line)
         else:
             out += char
@@ -111,6 +140,9 @@ def _reference(word: str, at: int, values: Variables, line: str) -> tuple[str, i
     if rest.startswith("$(("):
         end = _closing(rest, 1, "(", ")")
         return _arithmetic(rest[3 : end - 1], values, line), at + end + 1
+    if rest.startswith("$["):  # the older spelling of $(( ))
+        end = _closing(rest, 1, "[", "]")
+        return _arithmetic(rest[2:end], values, line), at + end + 1
     if rest.startswith("$("):
         end = _closing(rest, 1, "(", ")")
         return _substitution(rest[2:end], values, line), at + end + 1
@@ -121,8 +153,8 @@ def _reference(word: str, at: int, values: Variables, line: str) -> tuple[str, i
         return _value(match[1], values, line), at + match.end()
     if rest.startswith("$#"):
         return str(len(values.arguments)), at + 2
-    if rest.startswith("$?"):
-        raise unknown("$?", line)
+    if rest[1:2] in ("?", "$", "!"):
+        raise unknown(rest[:2], line)
     if re.match(r"\$[@*]", rest):
         return " ".join(values.arguments), at + 2
     return "$", at + 1
@@ -188,6 +220,10 @@ def _braces(inner: str, values: Variables, line: str) -> str:
             return str(len(listed))
         at = index[1:-1]
         known = dict(enumerate(listed or [])).get(int(at)) if at.isdigit() else None
+        if listed is not None and at == "*" and not (sign or text):
+            return (values.get("IFS", " ") or "\0")[0].strip("\0").join(listed)
+        if listed and not at.isdigit():
+            raise unknown(f"${{{inner}}}", line)
     if sign and sign.strip(":") in "-=+?":
         absent = known is None or (sign.startswith(":") and not known)
         if absent and sign.endswith("?"):
@@ -214,7 +250,7 @@ def _braces(inner: str, values: Variables, line: str) -> str:
         wanted, by = (
             (expand(part or "", values, line) for part in parts.groups()) if parts else ("", "")
         )
-        if not wanted or re.search(r"[*?\[]", wanted):
+        if not wanted or re.search(r"[*?\[]", wanted) or wanted[0] in "#%":
             raise unknown(f"${{{inner}}}", line)
         return known.replace(wanted, by, -1 if sign == "//" else 1)
     pattern = expand(text, values, line)
@@ -226,9 +262,20 @@ def _braces(inner: str, values: Variables, line: str) -> str:
     return known[: (min if len(sign) == 2 else max)(cuts, default=len(known))]
 
 
+def is_literal(word: str) -> bool:
+    """Return whether quotes take the meaning from every sign of a glob."""
+    return re.fullmatch(r"'[^']*'|\"[^\"]*\"", word) is not None
+
+
 def fits(text: str, pattern: str) -> bool:
-    """Return whether a glob of bash's, with `*` and `?`, matches the whole text."""
-    first, *rest = (re.escape(part).replace(r"\?", ".") for part in pattern.split("*"))
+    """Return whether a glob of bash's, with `*`, `?` and sets as `[a-z]`, matches the whole text."""
+
+    def regex(part: str) -> str:
+        pieces = re.split(rf"({SET})", part)
+        plain = (re.escape(one).replace(r"\?", ".") for one in pieces[::2])
+        return "".join(a + b for a, b in zip(plain, [*pieces[1::2], ""], strict=True))
+
+    first, *rest = map(regex, pattern.split("*"))
     # The first place for a part between two `*` is as good as any, so none is tried again.
     glob = first + "".join(f"(?>.*?{part})" for part in rest[:-1])
     return re.fullmatch(glob + "".join(f".*{part}" for part in rest[-1:]), text, re.S) is not None
@@ -243,10 +290,10 @@ def _value(name: str, values: Variables, line: str) -> str:
     return known
 
 
-def unknown(name: str, line: str) -> Unknown:
+def unknown(name: str, line: str, why: str = "has no value in the script") -> Unknown:
     set_name = re.match(rf"(?:export\s+|local\s+)?({NAME})=", line)
     fix = name if re.fullmatch(NAME, name) else set_name[1] if set_name else ""
-    rule = f"{name} has no value in the script, and nothing is executed"
+    rule = f"{name} {why}, and nothing is executed"
     error = Unknown(
         str(
             bad_value(
@@ -273,8 +320,7 @@ def _arithmetic(text: str, values: Variables, line: str) -> str:
     try:
         return str(_compute(ast.parse(plain.strip(), mode="eval").body))
     except (SyntaxError, ValueError, ZeroDivisionError, KeyError):
-        rule = "this arithmetic cannot be computed"
-        raise bad_value("SCRIPT", f"$(({text}))", rule, "write the number") from None
+        raise unknown(f"$(({text}))", line, "is arithmetic that cannot be computed here") from None
 
 
 def _compute(node: ast.AST) -> int:

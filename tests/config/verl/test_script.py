@@ -89,6 +89,19 @@ def test_arithmetic_is_that_of_bash(
         'A=(t.x=1)\npython3 "${E[@]:-t.x=1}" t.y=2 ${A[@]:+t.z=1}\n',
         "X=()\nM=4\npython3 t.x=${X:-y} t.y=${M:?needed}\n",
         "GPUS=($(echo 1 2))\n: ${X:=$(echo 3)}\npython3 t.x=1\n",
+        "python3 t.x='q #r' t.y=q\\ #r t.z=q#r # t.w=1\n",
+        "X=1\nf() { local X=$1 Y=2; }\nf 7\npython3 t.x=$X t.y=${Y:-}\n",
+        "X=1\ng() (\n  X=3\n)\n( X=2; echo $X )\ng\npython3 t.x=$X\n",
+        'f() {\n  if [ "$1" = a ]; then\n    return\n  fi\n  X=2\n}\nX=1\nf a\npython3 t.x=$X\n',
+        "f() { X=1; }\nif false; then\n  f() { X=2; }\nfi\nf\npython3 t.x=$X\n",
+        'A=t.x=1\nA+=(t.y=2)\nB=(t.z=1 t.u=1)\nB+=2\npython3 "${A[@]}" "${B[@]}"\n',
+        'A=(t.x=1 t.y=2)\nA=t.z=1\npython3 "${A[@]}" $A\n',
+        'O="1 t.y=2"\nA="t.z=1 t.w=2"\npython3 t.x=$O ${A[@]}\n',
+        'A=(a b)\nT="[${A[*]}]"\nIFS=,\npython3 "t.x=[${A[*]}]" "t.y=$T" t.z=$[${#A[@]} * 2]\n',
+        'm=7b\nif [[ $m == "*b" ]]; then X=1; else X=2; fi\npython3 t.x=$X\n',
+        "m=x\ncase $m in '*') X=1 ;; *) X=2 ;; esac\npython3 t.x=$X\n",
+        "m=7b\nif [[ $m == [0-9]* ]]; then X=1; else X=2; fi\npython3 t.x=$X\n",
+        "m=Qwen3\ncase $m in *[Qq][Ww]en?) X=1 ;; *) X=2 ;; esac\npython3 t.x=$X\n",
     ],
 )
 def test_commands_are_taken_apart_as_bash_does(tmp_path: Path, text: str) -> None:
@@ -192,8 +205,10 @@ def test_an_answer_takes_the_place_of_an_array() -> None:
     text = 'A=(a.b=1)\nif [ "$K" = 1 ]; then\n  A+=(a.c=1)\nfi\npython3 "${A[@]}" a.e=1\n'
     assert read(text, {"A": "a.b=2 'a.d=x y'"}).overrides == ["a.b=2", "a.d=x y", "a.e=1"]
     assert read(text, {"K": "1"}).overrides == ["a.b=1", "a.c=1", "a.e=1"]
-    with pytest.raises(ConfigError, match="no variable of this name"):
-        read(text, {"KEY": "1"})
+    assert read('python3 "a.b=[${A[*]}]"', {"A": "x y"}).overrides == ["a.b=[x y]"]
+    for name, script in (("KEY", text), ("TP", f"# TP=2\n{text}")):
+        with pytest.raises(ConfigError, match="no variable of this name"):
+            read(script, {name: "1"})
 
 
 def test_how_ray_starts_its_workers_is_not_asked_for() -> None:
@@ -222,7 +237,10 @@ def test_a_path_of_the_script_is_known() -> None:
         ("n=$M\nk=$n\npython3 a.b=$k", ["M has no value"]),
         ("python3 a.b=$((1 +))", ["cannot be computed"]),
         ("python3 a.b=$((2 ** 9))", ["cannot be computed"]),
-        ("python3 a.b=$((1 / 0))", ["cannot be computed"]),
+        ("python3 a.b=$((1 / 0))", ["cannot be computed", "--set a.b=VALUE"]),
+        ("python3 a.b=run_$$", ["$$ has no value", "--set a.b=VALUE"]),
+        ("x=ab\npython3 a.b=${x/#a/c}", ["${x/#a/c} has no value", "--set a.b=VALUE"]),
+        ('A=(x y)\npython3 "a.b=[${A[@]}]"', ["${A[@]} has no value", "--set a.b=VALUE"]),
         ("python3 a.b='open", ["open quote"]),
         ("python3 a.b=${x/y/z}", ["has no value"]),
         ("M=$1\npython3 a.b=$M", ["$1 has no value", "--set M=VALUE"]),
@@ -241,6 +259,7 @@ def test_a_path_of_the_script_is_known() -> None:
             'A=(a.b=1)\nif [ "$GPU" = x ]; then A+=(a.c=1); fi\npython3 "${A[@]}"',
             ["A is a list of words", "a.c=1", "--set GPU=VALUE", '--set A="WORDS"'],
         ),
+        ("if [[ a == [!b]* ]]; then X=1; else X=2; fi\npython3 a.b=$X", ["X is set inside"]),
         ("E=\nif x; then E='a.c=1'; fi\npython3 a.b=1 $E", ["E is set", "--set E=VALUE"]),
         ('A=(a.b=1)\nA[0]=a.c=1\npython3 a.d=1 "${A[@]}"', ["A has no value"]),
         ('for i in 1 2; do A+=(a.b=$i); done\npython3 a.c=1 "${A[@]}"', ["for i in 1 2", "A="]),
