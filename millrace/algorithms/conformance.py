@@ -45,6 +45,8 @@ def findings(algorithm: PolicyLoss | Estimator, options: Any) -> list[Finding]:
         for seed in range(BATCHES):
             for broken in _run(check, algorithm, options, seed):
                 found.setdefault(broken.name, broken)
+        if check is _finite and found:
+            break  # all that follows compares numbers
     return list(found.values())
 
 
@@ -110,6 +112,12 @@ def gradient(loss: PolicyLoss, x: LossInput, options: Any) -> tuple[Tensor, Tens
 def _far(a: Tensor, b: Tensor, tolerance: float) -> bool:
     scale = max(1.0, float(b.abs().max())) if b.numel() else 1.0
     return bool(((a - b).abs().nan_to_num(nan=torch.inf) > tolerance * scale).any())
+
+
+def _finite(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
+    if not all(x[tokens(seed).mask].isfinite().all() for x in gradient(loss, tokens(seed), options)):
+        seen = "a trained token has a loss or a gradient that is not finite"
+        yield Finding(FAILS, seen, "divide by no 0, and take no log of 0")
 
 
 def _masks(loss: PolicyLoss, options: Any, seed: int) -> Iterator[Finding]:
@@ -389,6 +397,7 @@ def _groups(algorithm: Estimator, options: AdvantageOptions, seed: int) -> Itera
 
 
 _OF_A_LOSS = (
+    _finite,
     _masks,
     _splits,
     _order,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -28,12 +29,44 @@ KlType = Literal[
 
 _LOSS = "actor.policy_loss.loss_mode"
 _NO_REFERENCE = Compared("a change that adds or removes the reference policy")
-_GAE = {"algorithm.adv_estimator": ("gae",)}
+_OF_EVERY_LOSS = {
+    "clip_low": "actor.clip_ratio_low",
+    "clip_high": "actor.clip_ratio_high",
+    "clip_c": "actor.clip_ratio_c",
+    "importance_sampling_level": "actor.policy_loss.importance_sampling_level",
+}
+"""The keys of the options that every loss has."""
+
+
+class _Estimators(tuple[str, ...]):
+    """The names of the package's estimators with a fact. A user's estimator is in it by its facts."""
+
+    has: Callable[[Estimator], bool]
+
+    @classmethod
+    def that(cls, has: Callable[[Estimator], bool]) -> _Estimators:
+        found = cls(x.name for x in ESTIMATORS.values() if has(x))
+        found.has = has
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (
+            name not in ESTIMATORS and self.has(_estimator(str(name)))
+        )
+
+
+def _estimator(name: str) -> Estimator:
+    """Return an estimator by its name. Raises ConfigError if a user's cannot be imported."""
+    key = "algorithm.adv_estimator"
+    return ESTIMATORS.get(name) or as_estimator(name, load_algorithm(key, name))
 
 
 def _readers(option: str) -> Choice:
     """Return the estimators that read an option of AdvantageOptions."""
-    return {".adv_estimator": tuple(x.name for x in ESTIMATORS.values() if option in x.reads)}
+    return {".adv_estimator": _Estimators.that(lambda x: option in x.reads)}
+
+
+_CRITIC = {"algorithm.adv_estimator": _Estimators.that(lambda x: "values" in x.needs)}
 
 
 _BY_STD = _readers("norm_by_std")
@@ -203,6 +236,10 @@ class ActorConfig(Section):
     def loss_options(self) -> LossOptions:
         """Return the options of the policy loss. Raises ConfigError for those of a user's loss."""
         own, loss = self.policy_loss.own_options(), self.policy_loss.loss
+        if of_all := own.keys() & _OF_EVERY_LOSS.keys():
+            name = min(of_all)
+            key, rule = f"actor.policy_loss.options.{name}", "every loss has it from another key"
+            raise bad_value(key, own[name], rule, f"{_OF_EVERY_LOSS[name]}=VALUE")
         try:
             return loss.options(
                 clip_low=self.clip_ratio_low,
@@ -213,12 +250,13 @@ class ActorConfig(Section):
             )
         except ValidationError as error:
             first = error.errors()[0]
-            name = str(first["loc"][0])
             known = ", ".join(sorted(loss.own_options))
             unknown = first["type"] == "extra_forbidden"
             rule = f"{loss.name} has no such option" if unknown else first["msg"]
             fix = (f"one of {known}" if known else "remove it") if unknown else "another value"
-            raise bad_value(f"actor.policy_loss.options.{name}", own.get(name), rule, fix) from None
+            key = ".".join(map(str, ("actor.policy_loss.options", *first["loc"])))
+            value = own if first["type"] == "missing" else first["input"]
+            raise bad_value(key, own if not first["loc"] else value, rule, fix) from None
 
     def check(self) -> None:
         self.loss_options()
@@ -240,14 +278,14 @@ class ActorConfig(Section):
 class CriticConfig(Section):
     optim: OptimConfig = OptimConfig(lr=1e-5)
     """The critic's optimizer. Its schedule ends at the same step as the policy's."""
-    cliprange_value: Annotated[float, ReadWith(_GAE)] = Field(0.5, gt=0)
+    cliprange_value: Annotated[float, ReadWith(_CRITIC)] = Field(0.5, gt=0)
     """Largest useful distance of a value from the critic's value at the batch's arrival.
 
     The value loss rewards no move beyond it.
     """
-    loss_fn_type: Annotated[Literal["mse", "huber"], ReadWith(_GAE)] = "mse"
+    loss_fn_type: Annotated[Literal["mse", "huber"], ReadWith(_CRITIC)] = "mse"
     """Value loss: half the squared error, or Huber's, which is linear beyond huber_delta."""
-    huber_delta: Annotated[float, ReadWith(_GAE | {".loss_fn_type": ("huber",)})] = Field(
+    huber_delta: Annotated[float, ReadWith(_CRITIC | {".loss_fn_type": ("huber",)})] = Field(
         10.0, gt=0
     )
     """huber: the error beyond which the loss is linear."""
@@ -397,11 +435,7 @@ class AlgorithmConfig(Section):
     @property
     def estimator(self) -> Estimator:
         """The estimator that adv_estimator names. Raises ConfigError if a user's cannot be imported."""
-        if found := ESTIMATORS.get(self.adv_estimator):
-            return found
-        return as_estimator(
-            self.adv_estimator, load_algorithm("algorithm.adv_estimator", self.adv_estimator)
-        )
+        return _estimator(self.adv_estimator)
 
     @property
     def needs_critic(self) -> bool:

@@ -12,6 +12,7 @@ from millrace.algorithms.losses import POLICY_LOSSES
 from millrace.algorithms.policy_loss import PolicyLoss
 from millrace.config import ActorConfig, AlgorithmConfig, Config
 from millrace.config.algorithm_keys import load_algorithm
+from millrace.data.spec import nearest
 from millrace.errors import bad_value
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ def check(spec: str, options: Mapping[str, Any]) -> tuple[str, list[Finding]]:
     if spec in ESTIMATORS or spec in POLICY_LOSSES:
         is_loss = spec in POLICY_LOSSES
     else:
+        if ":" not in spec and not spec.endswith(".py"):
+            rule = "no such name of the package, and not path.py:name"
+            known = [*POLICY_LOSSES, *ESTIMATORS]
+            raise bad_value("check-algorithm", spec, rule, nearest(spec, known, "{}"))
         found = load_algorithm("check-algorithm", spec)
         is_loss = isinstance(found, PolicyLoss) or (
             not isinstance(found, Estimator) and _first_parameter(found) != "batch"
