@@ -11,8 +11,9 @@ whole batches, not micro-batches. The configuration reads the facts, so this mod
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from millrace.algorithms.groups import normalize
@@ -187,7 +188,7 @@ class Estimator:
 
     def __post_init__(self) -> None:
         for fact, known in (("needs", AdvantageBatch), ("reads", AdvantageOptions)):
-            names = {f.name for f in fields(known)}
+            names = {f.name for f in dataclasses.fields(known)}
             if unknown := sorted(map(str, getattr(self, fact) - names)):
                 raise ValueError(
                     f"the advantage estimator {self.name} {fact} {unknown[0]!r}, which is no field of "

@@ -216,11 +216,11 @@ class PolicyLoss:
     """Other names of the loss."""
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.options, type) and issubclass(self.options, LossOptions)):
-            given = getattr(self.options, "__name__", self.options)
+        options: Any = self.options
+        if not (isinstance(options, type) and issubclass(options, LossOptions)):
             raise ValueError(
-                f"the options of the loss {self.name} are {given}, which does not extend "
-                f"LossOptions. Fix: class {given}(LossOptions)."
+                f"the options of the loss {self.name} are {options!r}, which does not extend "
+                "LossOptions. Fix: class Options(LossOptions)."
             )
         if self.bounds_stale and not self.reads_old:
             raise ValueError(

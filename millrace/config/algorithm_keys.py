@@ -27,7 +27,7 @@ KlType = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "abs+", "k2+", "k3+", "low_var_kl+"
 ]
 
-_LOSS = "actor.policy_loss.loss_mode"
+_LOSS, _ESTIMATOR = "actor.policy_loss.loss_mode", "algorithm.adv_estimator"
 _NO_REFERENCE = Compared("a change that adds or removes the reference policy")
 _OF_EVERY_LOSS = {
     "clip_low": "actor.clip_ratio_low",
@@ -57,8 +57,7 @@ class _Estimators(tuple[str, ...]):
 
 def _estimator(name: str) -> Estimator:
     """Return an estimator by its name. Raises ConfigError if a user's cannot be imported."""
-    key = "algorithm.adv_estimator"
-    return ESTIMATORS.get(name) or as_estimator(name, load_algorithm(key, name))
+    return ESTIMATORS.get(name) or as_estimator(name, load_algorithm(_ESTIMATOR, name))
 
 
 def _readers(option: str) -> Choice:
@@ -66,7 +65,7 @@ def _readers(option: str) -> Choice:
     return {".adv_estimator": _Estimators.that(lambda x: option in x.reads)}
 
 
-_CRITIC = {"algorithm.adv_estimator": _Estimators.that(lambda x: "values" in x.needs)}
+_CRITIC: Choice = {_ESTIMATOR: _Estimators.that(lambda x: "values" in x.needs)}
 
 
 _BY_STD = _readers("norm_by_std")
@@ -237,9 +236,8 @@ class ActorConfig(Section):
         """Return the options of the policy loss. Raises ConfigError for those of a user's loss."""
         own, loss = self.policy_loss.own_options(), self.policy_loss.loss
         if of_all := own.keys() & _OF_EVERY_LOSS.keys():
-            name = min(of_all)
-            key, rule = f"actor.policy_loss.options.{name}", "every loss has it from another key"
-            raise bad_value(key, own[name], rule, f"{_OF_EVERY_LOSS[name]}=VALUE")
+            key, rule = f"actor.policy_loss.options.{min(of_all)}", "another key sets it"
+            raise bad_value(key, own[min(of_all)], rule, f"{_OF_EVERY_LOSS[min(of_all)]}=VALUE")
         try:
             return loss.options(
                 clip_low=self.clip_ratio_low,
@@ -255,8 +253,8 @@ class ActorConfig(Section):
             rule = f"{loss.name} has no such option" if unknown else first["msg"]
             fix = (f"one of {known}" if known else "remove it") if unknown else "another value"
             key = ".".join(map(str, ("actor.policy_loss.options", *first["loc"])))
-            value = own if first["type"] == "missing" else first["input"]
-            raise bad_value(key, own if not first["loc"] else value, rule, fix) from None
+            whole = not first["loc"] or first["type"] == "missing"
+            raise bad_value(key, own if whole else first["input"], rule, fix) from None
 
     def check(self) -> None:
         self.loss_options()

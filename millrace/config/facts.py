@@ -45,7 +45,7 @@ class Choices:
         if not where.endswith(".py"):
             return value
         # A process in another folder reads the run's config.yaml: a resume, an export, a node of Ray.
-        return f"{Path(where).expanduser().absolute()}:{name}"
+        return f"{Path(where).expanduser().resolve()}:{name}"
 
 
 class ReadWith:

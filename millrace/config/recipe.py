@@ -63,19 +63,6 @@ def parse(tree: Tree) -> Config:
     return config
 
 
-def without_own_algorithm(tree: Tree, estimator: str) -> Tree:
-    """Return the tree of a checkpoint, with `estimator` for a user's, and without a user's loss.
-
-    Their files may have moved since. A checkpoint keeps nothing of a loss.
-    """
-    loss, algorithm = (tree.get("actor") or {}).get("policy_loss"), tree.get("algorithm")
-    if loss and ":" in loss.get("loss_mode", ""):
-        loss |= {"loss_mode": "vanilla", "options": {}}
-    if algorithm and ":" in algorithm.get("adv_estimator", ""):
-        algorithm["adv_estimator"] = estimator
-    return tree
-
-
 def resolve(layers: Sequence[Tree]) -> Tree:
     """Merge layers, later over earlier. The `mode` of a layer is applied before its own keys."""
     merged: Tree = {}

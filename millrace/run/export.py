@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config import Config, plugins
-from millrace.config.recipe import without_own_algorithm
 from millrace.errors import CheckpointError, bad_value
 from millrace.models.model import DTYPES
 from millrace.models.tokenizer import copy_tokenizer
 from millrace.pipeline.checkpoint import Checkpoints, verify
 from millrace.ports import TrainRank
+from millrace.run.algorithms import without_own_algorithm
 from millrace.run.problems import copy_config, weights_folder
 from millrace.types import PolicyVersion
 

@@ -15,9 +15,10 @@ import yaml
 from millrace.config import Config, RewardConfig
 from millrace.config.explain import facts
 from millrace.config.facts import Fixed, FixedRows, Past
-from millrace.config.recipe import parse, without_own_algorithm
+from millrace.config.recipe import parse
 from millrace.errors import ConfigError, bad_value
 from millrace.pipeline.checkpoint import ROWS, read_ledger
+from millrace.run.algorithms import without_own_algorithm
 
 _Fact = TypeVar("_Fact", FixedRows, Fixed, Past)
 
