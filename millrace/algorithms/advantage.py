@@ -11,13 +11,14 @@ whole batches, not micro-batches. The configuration reads the facts, so this mod
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from millrace.algorithms.groups import normalize
 from millrace.algorithms.norm_options import NormOptions
-from millrace.algorithms.ragged import sequence_ids, sequence_sums
+from millrace.algorithms.ragged import form, sequence_ids, sequence_sums
 from millrace.algorithms.returns import place_scores, whiten
 
 if TYPE_CHECKING:
@@ -185,26 +186,44 @@ class Estimator:
     not_normalised: str = ""
     """The rewards that it reads in place of the scores, which reward_norm does not reach."""
 
+    def __post_init__(self) -> None:
+        for fact, known in (("needs", AdvantageBatch), ("reads", AdvantageOptions)):
+            names = {f.name for f in dataclasses.fields(known)}
+            if unknown := sorted(map(str, getattr(self, fact) - names)):
+                raise ValueError(
+                    f"the advantage estimator {self.name} {fact} {unknown[0]!r}, which is no field of "
+                    f"{known.__name__}. Fix: {fact}={{...}} with names of {', '.join(sorted(names))}."
+                )
+
     def __call__(self, batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
         """Return the advantages. Raises ValueError if the function's result has another shape."""
         found = self.function(batch, options)
-        if isinstance(found, Advantages):
-            return found
-        shape = (int(batch.lengths.sum()) if self.by_token else len(batch.scores),)
-        if found.shape != shape:
-            of = "trained token" if self.by_token else "trajectory (for tokens, by_token=True)"
+        both = found if isinstance(found, Advantages) else Advantages(found)
+        by_token = self.by_token or both is found
+        shape = (int(batch.lengths.sum()) if by_token else len(batch.scores),)
+        for x in (both.tokens, both.tokens if both.returns is None else both.returns):
+            if getattr(x, "shape", None) != shape:
+                of = "trained token" if by_token else "trajectory (for tokens, by_token=True)"
+                raise ValueError(
+                    f"the advantage estimator {self.name} returned {form(x)}. Fix: return "
+                    f"{list(shape)}, a number for each {of}."
+                )
+        if "values" in self.needs and both.returns is None:
             raise ValueError(
-                f"the advantage estimator {self.name} returned a tensor of shape "
-                f"{tuple(found.shape)}. Fix: return {list(shape)}, a number for each {of}."
+                f"the advantage estimator {self.name} needs values, and returned no targets of the "
+                "critic. Fix: return Advantages(tokens, returns), each a number for each trained token."
             )
-        values = found.double()
-        return Advantages(values if self.by_token else batch.each_token(values))
+        values = both.tokens.double()
+        returns = None if both.returns is None else both.returns.double()
+        return Advantages(values if by_token else batch.each_token(values), returns)
 
 
 def estimator(
     name: str, *, needs: Collection[str] = (), reads: Collection[str] = (), **facts: Any
 ) -> Callable[[Callable[[AdvantageBatch, AdvantageOptions], Advantages | Tensor]], Estimator]:
     """Make a function an Estimator. `facts` are fields of Estimator."""
+    if not isinstance(name, str):
+        raise ValueError('@estimator has no name. Fix: @estimator("NAME").')
     return lambda function: Estimator(
         name=name, function=function, needs=frozenset(needs), reads=frozenset(reads), **facts
     )

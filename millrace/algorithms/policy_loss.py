@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from millrace.algorithms.ragged import sequence_sums
+from millrace.algorithms.ragged import form, sequence_sums
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -216,6 +216,12 @@ class PolicyLoss:
     """Other names of the loss."""
 
     def __post_init__(self) -> None:
+        options: Any = self.options
+        if not (isinstance(options, type) and issubclass(options, LossOptions)):
+            raise ValueError(
+                f"the options of the loss {self.name} are {options!r}, which does not extend "
+                "LossOptions. Fix: class Options(LossOptions)."
+            )
         if self.bounds_stale and not self.reads_old:
             raise ValueError(
                 f"the loss {self.name} cannot bound the distance to old log-probs without reading "
@@ -226,10 +232,9 @@ class PolicyLoss:
         """Return the token losses and all statistics. Raises ValueError if the result is malformed."""
         found = self.function(inputs, options)
         losses, given = found if isinstance(found, tuple) else (found, {})
-        if losses.shape != inputs.log_probs.shape:
+        if getattr(losses, "shape", None) != inputs.log_probs.shape:
             raise ValueError(
-                f"the loss {self.name} returned a tensor of shape {tuple(losses.shape)}. Fix: return "
-                f"a loss for each token, of shape {tuple(inputs.log_probs.shape)}; "
+                f"the loss {self.name} returned {form(losses)}. Fix: return a loss for each token, of shape {tuple(inputs.log_probs.shape)}; "
                 "actor.loss_agg_mode makes one number of them."
             )
         return losses, inputs.statistics(**given)

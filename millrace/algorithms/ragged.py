@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def form(result: object) -> str:
+    """Return the shape of a result, or its type, as errors name it."""
+    shape = getattr(result, "shape", None)
+    a = f"a {type(result).__name__}"
+    return a if shape is None else f"a tensor of shape {tuple(shape)}"
+
+
 def sequence_ids(lengths: Tensor) -> Tensor:
     """Return the trajectory number of each token, [T] int64, from lengths [N]."""
     return lengths.new_ones(len(lengths)).cumsum(0).sub(1).repeat_interleave(lengths)

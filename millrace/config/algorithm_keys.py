@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -31,14 +32,45 @@ KlType = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "abs+", "k2+", "k3+", "low_var_kl+"
 ]
 
-_LOSS = "actor.policy_loss.loss_mode"
+_LOSS, _ESTIMATOR = "actor.policy_loss.loss_mode", "algorithm.adv_estimator"
 _NO_REFERENCE = Compared("a change that adds or removes the reference policy")
-_GAE = {"algorithm.adv_estimator": ("gae",)}
+_OF_EVERY_LOSS = {
+    "clip_low": "actor.clip_ratio_low",
+    "clip_high": "actor.clip_ratio_high",
+    "clip_c": "actor.clip_ratio_c",
+    "importance_sampling_level": "actor.policy_loss.importance_sampling_level",
+}
+"""The keys of the options that every loss has."""
+
+
+class _Estimators(tuple[str, ...]):
+    """The names of the package's estimators with a fact. A user's estimator is in it by its facts."""
+
+    has: Callable[[Estimator], bool]
+
+    @classmethod
+    def that(cls, has: Callable[[Estimator], bool]) -> _Estimators:
+        found = cls(x.name for x in ESTIMATORS.values() if has(x))
+        found.has = has
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (
+            name not in ESTIMATORS and self.has(_estimator(str(name)))
+        )
+
+
+def _estimator(name: str) -> Estimator:
+    """Return an estimator by its name. Raises ConfigError if a user's cannot be imported."""
+    return ESTIMATORS.get(name) or as_estimator(name, load_algorithm(_ESTIMATOR, name))
 
 
 def _readers(option: str) -> Choice:
     """Return the estimators that read an option of AdvantageOptions."""
-    return {".adv_estimator": tuple(x.name for x in ESTIMATORS.values() if option in x.reads)}
+    return {".adv_estimator": _Estimators.that(lambda x: option in x.reads)}
+
+
+_CRITIC: Choice = {_ESTIMATOR: _Estimators.that(lambda x: "values" in x.needs)}
 
 
 _BY_STD = _readers("norm_by_std")
@@ -208,6 +240,9 @@ class ActorConfig(Section):
     def loss_options(self) -> LossOptions:
         """Return the options of the policy loss. Raises ConfigError for those of a user's loss."""
         own, loss = self.policy_loss.own_options(), self.policy_loss.loss
+        if of_all := own.keys() & _OF_EVERY_LOSS.keys():
+            key, rule = f"actor.policy_loss.options.{min(of_all)}", "another key sets it"
+            raise bad_value(key, own[min(of_all)], rule, f"{_OF_EVERY_LOSS[min(of_all)]}=VALUE")
         try:
             return loss.options(
                 clip_low=self.clip_ratio_low,
@@ -218,12 +253,13 @@ class ActorConfig(Section):
             )
         except ValidationError as error:
             first = error.errors()[0]
-            name = str(first["loc"][0])
             known = ", ".join(sorted(loss.own_options))
             unknown = first["type"] == "extra_forbidden"
             rule = f"{loss.name} has no such option" if unknown else first["msg"]
             fix = (f"one of {known}" if known else "remove it") if unknown else "another value"
-            raise bad_value(f"actor.policy_loss.options.{name}", own.get(name), rule, fix) from None
+            key = ".".join(map(str, ("actor.policy_loss.options", *first["loc"])))
+            whole = not first["loc"] or first["type"] == "missing"
+            raise bad_value(key, own if whole else first["input"], rule, fix) from None
 
     def check(self) -> None:
         self.loss_options()
@@ -245,14 +281,14 @@ class ActorConfig(Section):
 class CriticConfig(Section):
     optim: OptimConfig = OptimConfig(lr=1e-5)
     """The critic's optimizer. Its schedule ends at the same step as the policy's."""
-    cliprange_value: Annotated[float, ReadWith(_GAE)] = Field(0.5, gt=0)
+    cliprange_value: Annotated[float, ReadWith(_CRITIC)] = Field(0.5, gt=0)
     """Largest useful distance of a value from the critic's value at the batch's arrival.
 
     The value loss rewards no move beyond it.
     """
-    loss_fn_type: Annotated[Literal["mse", "huber"], ReadWith(_GAE)] = "mse"
+    loss_fn_type: Annotated[Literal["mse", "huber"], ReadWith(_CRITIC)] = "mse"
     """Value loss: half the squared error, or Huber's, which is linear beyond huber_delta."""
-    huber_delta: Annotated[float, ReadWith(_GAE | {".loss_fn_type": ("huber",)})] = Field(
+    huber_delta: Annotated[float, ReadWith(_CRITIC | {".loss_fn_type": ("huber",)})] = Field(
         10.0, gt=0
     )
     """huber: the error beyond which the loss is linear."""
@@ -404,11 +440,7 @@ class AlgorithmConfig(Section):
     @property
     def estimator(self) -> Estimator:
         """The estimator that adv_estimator names. Raises ConfigError if a user's cannot be imported."""
-        if found := ESTIMATORS.get(self.adv_estimator):
-            return found
-        return as_estimator(
-            self.adv_estimator, load_algorithm("algorithm.adv_estimator", self.adv_estimator)
-        )
+        return _estimator(self.adv_estimator)
 
     @property
     def weigh_tokens(self) -> TokenWeights | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler
@@ -40,7 +41,11 @@ class Choices:
     def _known(self, value: str) -> str:
         if value not in self.names and ":" not in value:
             raise PydanticCustomError("choice", "must be one of the names, or path.py:name")
-        return value
+        where, _, name = value.rpartition(":")
+        if not where.endswith(".py"):
+            return value
+        # A process in another folder reads the run's config.yaml: a resume, an export, a node of Ray.
+        return f"{Path(where).expanduser().resolve()}:{name}"
 
 
 class ReadWith:

@@ -105,7 +105,8 @@ def load_module(key: str, spec: str, where: str) -> ModuleType:
     path = Path(where).expanduser().resolve()
     # The file's folder is on the path, as when Python runs the file. It can import helpers there.
     # Processes that the file starts inherit the path, and find its functions by the file's name.
-    sys.path.insert(0, str(path.parent))
+    if sys.path[0] != str(path.parent):
+        sys.path.insert(0, str(path.parent))
 
     def imported() -> ModuleType:
         dots = re.findall(rb"^\s*from\s+(\.+)", path.read_bytes(), re.M)

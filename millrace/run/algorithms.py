@@ -12,6 +12,7 @@ from millrace.algorithms.losses import POLICY_LOSSES
 from millrace.algorithms.policy_loss import PolicyLoss
 from millrace.config import ActorConfig, AlgorithmConfig, Config
 from millrace.config.algorithm_keys import load_algorithm
+from millrace.data.spec import nearest
 from millrace.errors import bad_value
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ def check(spec: str, options: Mapping[str, Any]) -> tuple[str, list[Finding]]:
     if spec in ESTIMATORS or spec in POLICY_LOSSES:
         is_loss = spec in POLICY_LOSSES
     else:
+        if ":" not in spec and not spec.endswith(".py"):
+            rule = "no such name of the package, and not path.py:name"
+            known = [*POLICY_LOSSES, *ESTIMATORS]
+            raise bad_value("check-algorithm", spec, rule, nearest(spec, known, "{}"))
         found = load_algorithm("check-algorithm", spec)
         is_loss = isinstance(found, PolicyLoss) or (
             not isinstance(found, Estimator) and _first_parameter(found) != "batch"
@@ -74,6 +79,19 @@ def try_algorithms(config: Config, note: Callable[[str], None]) -> None:
 
         broken = check_weights(algorithm.token_weights, weights)
         _tell(WEIGHTS, algorithm.token_weights, [broken] if broken else [], note)
+
+
+def without_own_algorithm(tree: dict[str, Any], estimator: str) -> dict[str, Any]:
+    """Return the tree of a checkpoint, with `estimator` for a user's, and without a user's loss.
+
+    Their files may have moved since. A checkpoint keeps nothing of a loss.
+    """
+    loss, algorithm = (tree.get("actor") or {}).get("policy_loss"), tree.get("algorithm")
+    if loss and ":" in loss.get("loss_mode", ""):
+        loss |= {"loss_mode": "vanilla", "options": {}}
+    if algorithm and ":" in algorithm.get("adv_estimator", ""):
+        algorithm["adv_estimator"] = estimator
+    return tree
 
 
 def _findings(algorithm: PolicyLoss | Estimator, options: Any) -> list[Finding]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict
 
-from millrace.algorithms.advantage import AdvantageBatch, AdvantageOptions, Estimator
+from millrace.algorithms.advantage import AdvantageBatch, AdvantageOptions, Advantages, Estimator
 from millrace.algorithms.policy_loss import LossInput, LossOptions, PolicyLoss, TokenLoss
 from millrace.algorithms.ragged import sequence_ids
 from millrace.data.user_code import stand_in
@@ -172,8 +172,13 @@ def adapted(found: Any) -> Any:
             for verls, ours in _FIELDS.items()
             if verls in names and names[verls].default is inspect.Parameter.empty
         }
+        whole = "config" in names or any(p.kind is p.VAR_KEYWORD for p in names.values())
         return Estimator(
-            name="-", function=_Estimator(function), by_token=True, needs=frozenset(needs)
+            name="-",
+            function=_Estimator(function),
+            by_token=True,
+            needs=frozenset(needs),
+            reads=frozenset(ours for verls, ours in _READS.items() if whole or verls in names),
         )
     return found
 
@@ -262,12 +267,15 @@ _FIELDS = {
 }
 """Parameters of verl's estimators that are optional fields of AdvantageBatch."""
 
+_READS = {"gamma": "gamma", "lam": "lam", "norm_adv_by_std_in_grpo": "norm_by_std"}
+"""Parameters of verl's estimators that are fields of AdvantageOptions."""
+
 
 @dataclass(frozen=True)
 class _Estimator:
     function: Callable[..., Any]
 
-    def __call__(self, batch: AdvantageBatch, options: AdvantageOptions) -> Tensor:
+    def __call__(self, batch: AdvantageBatch, options: AdvantageOptions) -> Advantages:
         ids = sequence_ids(batch.lengths)
         rows = _Rows.of(ids, len(batch.lengths))
         rewards = batch.rewards()
@@ -294,8 +302,10 @@ class _Estimator:
             value = getattr(batch, ours)
             if value is not None:
                 given[name] = value if ours == "greedy_scores" else rows.padded(value)
-        advantages = _call(self.function, given)
-        return rows.flat(advantages[0] if isinstance(advantages, tuple) else advantages)
+        found = _call(self.function, given)
+        advantages, returns = (*found, None)[:2] if isinstance(found, tuple) else (found, None)
+        targets = batch.values is not None and returns is not None
+        return Advantages(rows.flat(advantages), rows.flat(returns) if targets else None)
 
 
 def _loss_values(options: VerlOptions) -> dict[str, Any]:
