@@ -374,7 +374,7 @@ class AlgorithmConfig(Section):
         ),
     ] = "grpo"
     """Advantage estimator: a name, or path.py:name for one of your own. gae trains a critic."""
-    token_weights: str = ""
+    token_weights: Annotated[str, Choices(("",))] = ""
     """Factor of the advantage of each trained token: path.py:name of a function of your own."""
     norm_adv_by_std_in_grpo: Annotated[bool, Switch(), ReadWith(_BY_STD, {"rollout.n": (1,)})] = (
         True

@@ -152,7 +152,7 @@ def _type_name(annotation: Any, metadata: typing.Iterable[Any] = ()) -> str:
         if isinstance(named, Named):
             return " | ".join(named.names)
         if isinstance(named, Choices):
-            return " | ".join([*named.names, "path.py:name"])
+            return " | ".join([*filter(None, named.names), "path.py:name"])
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return _type_name(args[0], args[1:])

@@ -14,7 +14,7 @@ from tests.e2e import runs
 
 FILE = """
 import torch
-from millrace.algorithms.advantage import AdvantageBatch, estimator
+from millrace.algorithms.advantage import AdvantageBatch, Advantages, estimator
 from millrace.algorithms.policy_loss import LossInput, LossOptions, policy_loss
 
 class Options(LossOptions):
@@ -45,6 +45,18 @@ def first_half(batch, tokens, advantages):
     ends = batch.lengths.cumsum(0)[torch.arange(len(batch.lengths)).repeat_interleave(batch.lengths)]
     left = ends - torch.arange(len(tokens))
     return (left > batch.each_token(batch.lengths) / 2).double()
+
+@estimator("valued", needs={"values"}, reads={"gamma"}, by_token=True)
+def valued(batch, options):
+    return Advantages(batch.rewards() * options.gamma - batch.values, batch.rewards())
+
+@estimator("no_targets", needs={"values"}, by_token=True)
+def no_targets(batch, options):
+    return batch.rewards() - batch.values
+
+def not_a_number(inputs, options):
+    x = inputs.trained()
+    return -x.advantages * x.log_probs / (x.log_probs - x.log_probs)
 
 def zero(batch, tokens, advantages):
     return torch.zeros(len(tokens))
@@ -88,6 +100,45 @@ def test_a_run_trains_with_a_loss_and_an_estimator_of_a_file(tmp_path: Path, fil
     rows = [row for row in runs.rows(tmp_path / "run") if "actor/pg_clipfrac" in row]
     # Only this loss marks every trained token as clipped.
     assert rows and all(row["actor/pg_clipfrac"] == 1.0 for row in rows)
+
+
+def test_a_users_estimator_with_values_trains_a_critic(tmp_path: Path, file: Path) -> None:
+    keys = [f"algorithm.adv_estimator={file}:valued", "algorithm.gamma=0.5", "critic.optim.lr=1e-3"]
+
+    async def main() -> Any:
+        async with runs.session(tmp_path, *keys) as s:
+            return await runs.run(s, tmp_path / "run", *keys)
+
+    assert asyncio.run(main()).complete
+    assert any(row.get("critic/grad_norm", 0) > 0 for row in runs.rows(tmp_path / "run"))
+
+
+def test_a_run_resumes_and_exports_from_another_folder_after_its_file_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    first, other, run = tmp_path / "first", tmp_path / "other", tmp_path / "run"
+    for folder in (first, other):
+        folder.mkdir()
+    (first / "mine.py").write_text(FILE)
+    monkeypatch.chdir(first)
+    keys = [
+        *("actor.policy_loss.loss_mode=mine.py:pulled", "algorithm.adv_estimator=mine.py:shifted"),
+        *("sft.steps=1", "rollout.n=2", "actor.ppo_mini_batch_size=2", "report.enable=false"),
+        *("trainer.save_freq=1", "trainer.val_before_train=false", "data.val_max_samples=2"),
+        f"trainer.run_dir={run}",
+    ]
+    steps = "rollout.total_rollout_steps="
+    code, printed = command(monkeypatch, capfd, "train", "quickstart", *keys, f"{steps}8")
+    assert code == 0, printed
+    (first / "mine.py").rename(other / "mine.py")
+    monkeypatch.chdir(other)
+    keys += ["trainer.resume=auto", f"{steps}16"]
+    code, printed = command(monkeypatch, capfd, "train", "quickstart", *keys)
+    assert code == 0 and "resum" in printed, printed
+    (other / "mine.py").unlink()
+    checkpoint = max((run / "checkpoints").glob("version-*"))
+    code, printed = command(monkeypatch, capfd, "export", str(checkpoint), str(tmp_path / "model"))
+    assert code == 0 and (tmp_path / "model" / "config.json").is_file(), printed
 
 
 @pytest.mark.parametrize(("name", "trains"), [("first_half", True), ("zero", False)])
@@ -151,6 +202,13 @@ def test_the_command_takes_options_and_names_of_the_package(
         (["actor.policy_loss.loss_mode=vanila"], ["vanilla"]),
         (["algorithm.adv_estimator=grpoo"], ["grpo"]),
         (["algorithm.adv_estimator={}:needs_a_critic"], ["NoneType"]),
+        (["algorithm.adv_estimator={}:no_targets"], ["critic", "Advantages(tokens, returns)"]),
+        (["algorithm.adv_estimator={}:shifted", "algorithm.gamma=0.5"], ["algorithm.gamma"]),
+        (["actor.policy_loss.loss_mode={}:not_a_number", "mode=colocate_sync"], ["not finite"]),
+        (
+            ["actor.policy_loss.loss_mode={}:pulled", "actor.policy_loss.options.clip_low=1"],
+            ["actor.policy_loss.options.clip_low", "actor.clip_ratio_low"],
+        ),
         (["algorithm.token_weights={}:too_few"], ["algorithm.token_weights", "trained token"]),
         (["algorithm.token_weights={}:none"], ["algorithm.token_weights", "has no 'none'"]),
         (["algorithm.adv_estimator={}:shifted", "algorithm.lam=0.5"], ["gae"]),
