@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,13 @@ from millrace.config import ActorConfig, AlgorithmConfig, Config
 from millrace.config.algorithm_keys import load_algorithm
 from millrace.data.spec import nearest
 from millrace.errors import bad_value
+from millrace.sync.background import abandonable
 
 if TYPE_CHECKING:
     from millrace.algorithms.conformance import Finding
 
+CHECK_S = 300.0
+"""The deadline of the checks before a run. They take two seconds on an idle core."""
 LOSS, ESTIMATOR = "actor.policy_loss.loss_mode", "algorithm.adv_estimator"
 WEIGHTS = "algorithm.token_weights"
 
@@ -79,6 +83,24 @@ def try_algorithms(config: Config, note: Callable[[str], None]) -> None:
 
         broken = check_weights(algorithm.token_weights, weights)
         _tell(WEIGHTS, algorithm.token_weights, [broken] if broken else [], note)
+
+
+async def tried(config: Config, note: Callable[[str], None]) -> None:
+    """Check the user's algorithm in a thread, within CHECK_S. Raises ConfigError, also after it."""
+    try:
+        async with asyncio.timeout(CHECK_S):
+            await abandonable(try_algorithms, config, note)
+    except TimeoutError:
+        named = {
+            LOSS: config.actor.policy_loss.loss_mode,
+            ESTIMATOR: config.algorithm.adv_estimator,
+            WEIGHTS: config.algorithm.token_weights,
+        }
+        key, spec = next((k, v) for k, v in named.items() if ":" in v)
+        rule = f"its checks on small batches took over {CHECK_S:g} s, where seconds are usual"
+        raise bad_value(
+            key, spec, rule, "a function that returns; millrace check-algorithm"
+        ) from None
 
 
 def without_own_algorithm(tree: dict[str, Any], estimator: str) -> dict[str, Any]:

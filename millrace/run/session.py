@@ -27,7 +27,7 @@ from millrace.rollout.episode import SingleTurn
 from millrace.run import problems as problems_
 from millrace.run import rows
 from millrace.run.agents import open_agent
-from millrace.run.algorithms import try_algorithms
+from millrace.run.algorithms import tried
 from millrace.run.digests import digests
 from millrace.run.engines import Engines, open_engines, open_runtime, start_workers
 from millrace.run.folder import RunDir, open_run_dir, release
@@ -149,7 +149,8 @@ async def open_session(
     run: RunDir | None = None
     if trains and rollout:
         trackers.check(config.trainer.logger)
-        await abandonable(try_algorithms, config, progress.note)
+        with starting("checks of your algorithm"):
+            await tried(config, progress.note)
     # A long load runs in a thread, so that Ctrl-C reaches the event loop and ends it at once.
     shown_slowly = problems_.shown_slowly(progress.phase)
     with starting("data"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from millrace.cli import main as cli
+from millrace.run import algorithms
 from tests.e2e import runs
 
 FILE = """
@@ -222,6 +223,21 @@ def test_a_run_refuses_what_cannot_work(
         code, printed = command(monkeypatch, capfd, "train", "quickstart", *given, *more)
         assert code == 2 and all(word in printed for word in words), printed
         assert "Traceback" not in printed and not (tmp_path / "run").exists()
+
+
+def test_a_loss_that_hangs_is_named_at_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    (tmp_path / "hang.py").write_text(
+        "import threading\n\ndef hang(inputs, options):\n    threading.Event().wait()\n"
+    )
+    monkeypatch.setattr(algorithms, "CHECK_S", 0.5)
+    keys = [f"actor.policy_loss.loss_mode={tmp_path}/hang.py:hang", "mode=colocate_sync"]
+    code, printed = command(
+        monkeypatch, capfd, "train", "quickstart", *keys, f"trainer.run_dir={tmp_path / 'run'}"
+    )
+    assert code == 2 and "hang.py:hang" in printed and "took over" in printed, printed
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_broken_property_is_a_warning(file: Path, monkeypatch: Any, capfd: Any) -> None:
