@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class AdvantageBatch:
     """N trajectories with T trained tokens, in the layout of `ragged`.
 
-    Floats may have any dtype. Wrong shapes raise ValueError. `Estimator.needs` says which estimators need
-    the fields that may be None.
+    Floats may have any dtype. Wrong shapes raise ValueError. `Estimator.needs` says which estimators
+    need the fields that may be None.
     """
 
     scores: Tensor
@@ -263,6 +263,11 @@ def estimate(estimator: Estimator, batch: AdvantageBatch, options: AdvantageOpti
         part = replace(part, scores=normalize(part.scores, part.groups, options.reward_norm))
     result = estimator(part, options)
     tokens = result.tokens
+    if not bool(tokens.isfinite().all()):
+        raise ValueError(
+            f"the advantage estimator {estimator.name} returned a number that is not finite. Fix: "
+            "divide by no 0, and take no log of 0."
+        )
     if options.adv_norm.active:
         groups = part.each_token(part.groups)
         tokens = (

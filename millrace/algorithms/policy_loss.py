@@ -234,8 +234,8 @@ class PolicyLoss:
         losses, given = found if isinstance(found, tuple) else (found, {})
         if getattr(losses, "shape", None) != inputs.log_probs.shape:
             raise ValueError(
-                f"the loss {self.name} returned {form(losses)}. Fix: return a loss for each token, of shape {tuple(inputs.log_probs.shape)}; "
-                "actor.loss_agg_mode makes one number of them."
+                f"the loss {self.name} returned {form(losses)}. Fix: return a loss for each token, of "
+                f"shape {tuple(inputs.log_probs.shape)}; actor.loss_agg_mode makes one number of them."
             )
         return losses, inputs.statistics(**given)
 

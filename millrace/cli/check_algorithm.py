@@ -33,15 +33,12 @@ def check_algorithm(
     from millrace.run import algorithms
 
     key, found = algorithms.check(spec, dict(settings_of(options or [])))
-    lines = [f"broken  {finding}" for finding in found]
-    lines += [
-        "" if found else "every property holds",
-        f"use it: millrace train RECIPE {key}={spec}",
-    ]
+    holds = ["every property holds", f"use it: millrace train RECIPE {key}={spec}"]
+    lines = [f"broken  {finding}" for finding in found] or holds
     result = {
         "key": key,
         "broken": [{"property": f.name, "seen": f.seen, "fix": f.fix} for f in found],
     }
-    report(json_, result, "\n".join(line for line in lines if line))
+    report(json_, result, "\n".join(lines))
     if found:
         raise typer.Exit(1)

@@ -5,8 +5,6 @@ Each error names the key, its value, the rule and the fix. A section checks its 
 
 from __future__ import annotations
 
-import re
-
 from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig
 from millrace.config.data_keys import RewardConfig
 from millrace.config.keys import Config
@@ -56,13 +54,7 @@ def _check_parts(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
 
 
 def _check_lengths(rollout: RolloutConfig, actor: ActorConfig, ranks: int) -> None:
-    """Raise ConfigError if a trajectory may not fit in the micro-batch of `ranks` ranks.
-
-    A string that ends it must not be a backslash and a letter in place of the end of a line.
-    """
-    if text := next((s for s in rollout.stop if re.fullmatch(r"(?:\\[nrt])+", s)), ""):
-        rule = "is a backslash and a letter: YAML reads them as one letter in double quotes alone"
-        raise bad_value("rollout.stop", text, rule, f"'rollout.stop=[\"{text}\"]'")
+    """Raise ConfigError if a trajectory may not fit in the micro-batch of `ranks` ranks."""
     if actor.ppo_max_token_len_per_gpu * ranks < rollout.max_len:
         share = f", on {ranks} ranks together" if ranks > 1 else ""
         least = -(-rollout.max_len // ranks)

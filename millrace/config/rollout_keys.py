@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -203,6 +204,13 @@ class RolloutConfig(Section):
         self._check_sampling()
         self._check_lengths()
         self._check_replicas()
+        self._check_stop()
+
+    def _check_stop(self) -> None:
+        """Refuse a backslash and a letter: the policy would have to draw both."""
+        if text := next((s for s in self.stop if re.fullmatch(r"(?:\\[nrt])+", s)), ""):
+            rule = "is a backslash and a letter: YAML reads them as one in double quotes alone"
+            raise bad_value("rollout.stop", text, rule, f"'rollout.stop=[\"{text}\"]'")
 
     def _check_sampling(self) -> None:
         for key, value, cut, fix in (

@@ -217,9 +217,8 @@ class RowCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             writing = Path(mkdtemp(prefix=f"{_OWN}{os.getpid()}-", dir=self.folder))
-            atexit.register(
-                shutil.rmtree, writing, ignore_errors=True
-            )  # Ctrl-C abandons the thread
+            # Ctrl-C abandons the thread that writes.
+            atexit.register(shutil.rmtree, writing, ignore_errors=True)
             _build(rows(), parse, writing, name, self.progress)
             with contextlib.suppress(OSError):  # another process was faster
                 writing.rename(place)

@@ -187,10 +187,6 @@ def not_relative(batch: Any, options: Any) -> Any:
     return batch.scores
 
 
-def scores_in_place(batch: Any, options: Any) -> Any:
-    return batch.scores.add_(1.0)
-
-
 def divides_by_zero(batch: Any, options: Any) -> Any:
     return (batch.scores - batch.scores) / (batch.scores - batch.scores)
 
@@ -203,7 +199,7 @@ def divides_by_zero(batch: Any, options: Any) -> Any:
         (reads_values, "facts"),
         (needs_values, "the function fails"),
         (not_relative, "facts"),
-        (divides_by_zero, "finite"),
+        (divides_by_zero, "the function fails"),
     ],
 )
 def test_a_fault_of_an_estimator_is_found(fault: Any, name: str) -> None:
