@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
+from copy import copy, deepcopy
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, create_model
@@ -88,6 +88,29 @@ def load_algorithm(key: str, spec: str) -> Any:
     for form in forms:
         found = form.adapted(found)
     return found
+
+
+_OF_ESTIMATORS = ("gamma", "lam", "f_norm", "epsilon", "norm_adv_by_std_in_grpo")
+
+
+def without_own_algorithm(tree: dict[str, Any], estimator: str = "grpo") -> dict[str, Any]:
+    """Return a copy of a run's keys without a user's loss and weights, with `estimator` for a user's.
+
+    Whoever reads a run needs none of them, must not run a user's code, and may lack its file. With an
+    estimator of the package, the keys that only some estimators read are left out too.
+    """
+    tree = deepcopy(tree)
+    loss, algorithm = (tree.get("actor") or {}).get("policy_loss"), tree.get("algorithm") or {}
+    if loss and ":" in loss.get("loss_mode", ""):
+        loss |= {"loss_mode": "vanilla", "options": {}, "importance_sampling_level": "token"}
+    algorithm.pop("token_weights", None)
+    if ":" in algorithm.get("adv_estimator", ""):
+        algorithm["adv_estimator"] = estimator
+        if ":" not in estimator:
+            tree.pop("critic", None)
+            for key in _OF_ESTIMATORS:
+                algorithm.pop(key, None)
+    return tree
 
 
 class PolicyLossKeys(Section):

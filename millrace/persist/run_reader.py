@@ -25,6 +25,7 @@ import psutil
 from millrace import __version__
 from millrace.codec import sendable
 from millrace.config import Config
+from millrace.config.algorithm_keys import without_own_algorithm
 from millrace.errors import MillraceError, bad_value
 from millrace.observe.files import Tail, changed, files_in, open_regular
 from millrace.observe.guard import PREFIX
@@ -224,7 +225,7 @@ class RunReader:
         except (OSError, ValueError) as error:
             return [f"config.yaml: {getattr(error, 'strerror', None) or error}"]
         try:
-            self.config = Config.model_validate(self.tree)
+            self.config = Config.model_validate(without_own_algorithm(self.tree))
         except (ValueError, TypeError, OverflowError, MillraceError) as error:
             self.config = None
             rule = f"not a configuration of millrace {__version__}"

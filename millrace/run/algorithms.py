@@ -103,19 +103,6 @@ async def tried(config: Config, note: Callable[[str], None]) -> None:
         ) from None
 
 
-def without_own_algorithm(tree: dict[str, Any], estimator: str) -> dict[str, Any]:
-    """Return the tree of a checkpoint, with `estimator` for a user's, and without a user's loss.
-
-    Their files may have moved since. A checkpoint keeps nothing of a loss.
-    """
-    loss, algorithm = (tree.get("actor") or {}).get("policy_loss"), tree.get("algorithm")
-    if loss and ":" in loss.get("loss_mode", ""):
-        loss |= {"loss_mode": "vanilla", "options": {}}
-    if algorithm and ":" in algorithm.get("adv_estimator", ""):
-        algorithm["adv_estimator"] = estimator
-    return tree
-
-
 def _findings(algorithm: PolicyLoss | Estimator, options: Any) -> list[Finding]:
     from millrace.algorithms.conformance import findings  # torch
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config import Config, plugins
+from millrace.config.algorithm_keys import without_own_algorithm
 from millrace.errors import CheckpointError, bad_value
 from millrace.models.model import DTYPES
 from millrace.models.tokenizer import copy_tokenizer
 from millrace.pipeline.checkpoint import Checkpoints, verify
 from millrace.ports import TrainRank
-from millrace.run.algorithms import without_own_algorithm
 from millrace.run.problems import copy_config, weights_folder
 from millrace.types import PolicyVersion
 
@@ -37,8 +37,7 @@ def export(checkpoint: Path, folder: Path, dtype: str = "") -> dict[str, Any]:
 
     logging.disable_progress_bar()
     tree = yaml.safe_load((checkpoint / "config.yaml").read_text())
-    # An export trains nothing: any estimator will do that needs no other model.
-    config = Config.model_validate(without_own_algorithm(tree, "reinforce_plus_plus"))
+    config = Config.model_validate(without_own_algorithm(tree))
     # One process without a GPU. The FSDP engine loads the states of every engine.
     alone = {"device": "cpu", "fsdp_size": 0, "engine": "fsdp"}
     on_cpu = config.trainer.model_copy(update=alone)

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import yaml
 
 from millrace.config import Config, RewardConfig
+from millrace.config.algorithm_keys import without_own_algorithm
 from millrace.config.explain import facts
 from millrace.config.facts import Fixed, FixedRows, Past
 from millrace.config.recipe import parse
 from millrace.errors import ConfigError, bad_value
 from millrace.pipeline.checkpoint import ROWS, read_ledger
-from millrace.run.algorithms import without_own_algorithm
 
 _Fact = TypeVar("_Fact", FixedRows, Fixed, Past)
 
@@ -29,7 +29,10 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     Raises ConfigError for a change that a resume cannot make.
     """
     tree = yaml.safe_load((checkpoint / "config.yaml").read_text())
-    now, then = config.algorithm.adv_estimator, tree["algorithm"]["adv_estimator"]
+    now, then = (
+        config.algorithm.adv_estimator,
+        (tree.get("algorithm") or {}).get("adv_estimator", ""),
+    )
     moved = now.rpartition(":")[2] == then.rpartition(":")[2]  # the same function in another file
     before = parse(without_own_algorithm(tree, now if moved else then))
     fixed: list[tuple[str, FixedRows | Fixed]] = [*_changed(Fixed, config, before)]

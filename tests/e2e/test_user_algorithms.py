@@ -120,10 +120,12 @@ def test_a_run_resumes_and_exports_from_another_folder_after_its_file_moved(
     first, other, run = tmp_path / "first", tmp_path / "other", tmp_path / "run"
     for folder in (first, other):
         folder.mkdir()
-    (first / "mine.py").write_text(FILE)
+    ran = tmp_path / "ran"
+    (first / "mine.py").write_text(FILE + f"open({str(ran)!r}, 'w').close()\n")
     monkeypatch.chdir(first)
     keys = [
         *("actor.policy_loss.loss_mode=mine.py:pulled", "algorithm.adv_estimator=mine.py:shifted"),
+        *("algorithm.token_weights=mine.py:first_half", "algorithm.gamma=1"),
         *("sft.steps=1", "rollout.n=2", "actor.ppo_mini_batch_size=2", "report.enable=false"),
         *("trainer.save_freq=1", "trainer.val_before_train=false", "data.val_max_samples=2"),
         f"trainer.run_dir={run}",
@@ -131,12 +133,20 @@ def test_a_run_resumes_and_exports_from_another_folder_after_its_file_moved(
     steps = "rollout.total_rollout_steps="
     code, printed = command(monkeypatch, capfd, "train", "quickstart", *keys, f"{steps}8")
     assert code == 0, printed
+    assert ran.exists()
+    ran.unlink()
+    for reader in ("ledger", "why", "report", "query"):
+        code, printed = command(monkeypatch, capfd, reader, str(run))
+        assert code == 0 and "not a configuration" not in printed, printed
+    assert not ran.exists(), "a command that reads a run ran the user's code"
     (first / "mine.py").rename(other / "mine.py")
     monkeypatch.chdir(other)
     keys += ["trainer.resume=auto", f"{steps}16"]
     code, printed = command(monkeypatch, capfd, "train", "quickstart", *keys)
     assert code == 0 and "resum" in printed, printed
     (other / "mine.py").unlink()
+    code, printed = command(monkeypatch, capfd, "report", str(run))
+    assert code == 0 and "mine.py" not in printed, printed
     checkpoint = max((run / "checkpoints").glob("version-*"))
     code, printed = command(monkeypatch, capfd, "export", str(checkpoint), str(tmp_path / "model"))
     assert code == 0 and (tmp_path / "model" / "config.json").is_file(), printed

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from millrace.config import Config, recipe
+from millrace.config.algorithm_keys import without_own_algorithm
 from millrace.config.layers import Tree, expand, settings_of
 from millrace.errors import ConfigError
 from millrace.observe.timing import TOTALS
@@ -73,7 +74,7 @@ def checked(advice: Sequence[Advice], tree: Tree) -> list[Advice]:
     for one in advice:
         try:
             layers, *_ = expand([settings_of(one.overrides)])
-            recipe.parse(recipe.resolve([tree, *layers]))
+            recipe.parse(recipe.resolve([without_own_algorithm(tree), *layers]))
         except ConfigError as error:
             one = replace(one, text=f"{one.text}. Change another key too: {error}")
         found.append(one)
