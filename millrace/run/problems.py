@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 from millrace import __version__
 from millrace.config import AgentConfig, Config, ModelConfig
 from millrace.config.cached import cache_folder, model_folder
-from millrace.data import hub
+from millrace.data import hub, user_code
 from millrace.data.chat import Chat
+from millrace.data.curriculum import KEY, Curriculum
 from millrace.data.demonstrations import Demonstrations
 from millrace.data.prompts import PromptStream
 from millrace.data.row_store import Progress, RowCache, quiet
@@ -99,6 +100,8 @@ def load(
     _check_overrides(config.model)
     check_player(config.agents)
     data, seed = config.data, config.trainer.seed
+    if scored and data.sampler:
+        user_code.check_name(KEY, data.sampler)
     parts = config.reward.parts
     named = {key: part.function for key, part in parts.items() if part.kind == "function"}
     for section, name in named.items() if scored else ():
@@ -257,6 +260,18 @@ def prepare(
     return Problems(chat, train, val, demonstrations, said)
 
 
+def curriculum_of(config: Config, train: PromptStream) -> Curriculum | None:
+    """Return the prompts in the order of data.sampler. Raise ConfigError if it names no function.
+
+    Without drops, a prompt that the Ledger can admit never waits for the outcomes that decide it:
+    at most capacity - 1 slots and lookahead - 1 prompts that were trained early follow the oldest
+    unfinished one.
+    """
+    schedule = config.schedule
+    lag = schedule.capacity + schedule.lookahead - 2
+    return Curriculum(train, config.data.sampler, lag) if config.data.sampler else None
+
+
 def _repeats(rows: Rows) -> Iterator[str]:
     if repeated := rows.repeated:
         yield (
@@ -304,6 +319,8 @@ def prompts_of_an_epoch(
         prepared = prepare(config, sources, model, growth=growth, progress=shown)
     if resume_from is not None:
         rows.check_kept(resume_from, prepared.train)
+    if scored and (curriculum := curriculum_of(config, prepared.train)):
+        curriculum.try_out()
     first = () if config.agents.agent_kind else first_prompts(prepared.chat, prepared.train)
     for line in (*prepared.notes, *first):
         note(line)

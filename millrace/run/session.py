@@ -11,6 +11,7 @@ from pathlib import Path
 
 from millrace.config import Config
 from millrace.config.keys import NO_PROGRESS, Derived, ResumeProgress
+from millrace.data.curriculum import FILE, Curriculum
 from millrace.data.identity import identity_of
 from millrace.errors import MillraceError, bad_value
 from millrace.observe import trackers
@@ -37,7 +38,7 @@ from millrace.run.problems import Problems
 from millrace.run.rewards import check_columns, make_reward, open_caches, try_rewards
 from millrace.run.stall import watched
 from millrace.run.starts import beside, part, shown
-from millrace.schedule.ledger import Ledger
+from millrace.schedule.ledger import Ledger, LedgerSnapshot
 from millrace.sync.background import abandonable
 from millrace.waits.registry import starting
 
@@ -62,7 +63,16 @@ class Session:
     @cached_property
     def checkpoints(self) -> Checkpoints:
         keep, mirror = self.config.trainer.max_ckpt_to_keep, self.mirror
-        return Checkpoints(self.run.path, keep=keep, **({"offer": mirror.offer} if mirror else {}))
+        offer = {"offer": mirror.offer} if mirror else {}
+        return Checkpoints(self.run.path, keep=keep, more=self._picks, **offer)
+
+    def _picks(self, snapshot: LedgerSnapshot) -> dict[str, bytes]:
+        return {FILE: self.curriculum.dump(snapshot.admitted)} if self.curriculum else {}
+
+    @cached_property
+    def curriculum(self) -> Curriculum | None:
+        """The prompts in the order of the user's sampler, if the run has one."""
+        return problems_.curriculum_of(self.config, self.problems.train)
 
     @property
     def derived(self) -> Derived:
@@ -87,7 +97,7 @@ class Session:
         past = Replay(
             self.checkpoints,
             journal,
-            self.problems.train,
+            self.curriculum or self.problems.train,
             version=ledger.version,
             horizon=self.derived.lr_horizon,
             origin=self.run.resume_from,
@@ -272,6 +282,8 @@ class _Opening:
             if checkpoint is not None:
                 rows.check_kept(checkpoint, problems.train)
             rows.write(run.path, identity_of(problems.train, sources.val))
+            if self.rollout and (curriculum := problems_.curriculum_of(config, problems.train)):
+                curriculum.try_out()
             self.rows = rows.training_key(problems.train)
         return problems
 

@@ -209,6 +209,8 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
 def figures(s: Session) -> dict[str, float]:
     """Return the figures of a row that the loops do not know."""
     copies = s.mirror.figures() if s.mirror is not None else {}
+    if s.curriculum is not None:
+        copies |= s.curriculum.take_figures()
     return s.reward.take_figures() | s.engines.keeper.news.figures() | copies
 
 
@@ -270,6 +272,9 @@ async def train_to_end(
     c, clock = s.config.trainer, asyncio.get_running_loop().time
     derived, engines = s.derived, s.engines
     queue = SampleQueue(ledger, deadline_s=c.wait_deadline_s, journal=journal)
+    if s.curriculum is not None and s.run.resume_from is not None:
+        slots = ((i, slot.sample) for i, slot in ledger.snapshot().slots)
+        s.curriculum.restore(s.run.resume_from, ledger.admitted, slots)
     rollouter = make_rollouter(s, queue, engines.pool)
     proof = make_proof(s, rollouter, stop) if s.config.guard.enable else None
     ports = engines.train, engines.turns, engines.sync, record
@@ -365,14 +370,16 @@ def make_rollouter(s: Session, queue: SampleQueue, pool: RolloutPool) -> Rollout
     sampling = DynamicSampling(
         groups.metric, max_num_gen_batches=groups.max_num_gen_batches, window=c.schedule.window
     )
+    prompts = s.curriculum or s.problems.train
     return Rollouter(
         queue,
-        s.problems.train,
+        prompts,
         pool,
         roller,
         max_error_share=c.reward.max_error_share,
-        where=s.problems.train.where,
+        where=prompts.where,
         dynamic_sampling=sampling if groups.enable else None,
+        curriculum=s.curriculum,
     )
 
 
