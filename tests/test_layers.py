@@ -293,7 +293,7 @@ BUDGETS = {
     "algorithms": 3350,
     "cli": 2100,
     "config": 4350,
-    "data": 3050,
+    "data": 3200,
     "decode": 1600,
     "environments": 980,
     "errors": 250,

@@ -84,7 +84,7 @@ class _View(Sequence[Problem]):
 
 
 class _Picks(msgspec.Struct, array_like=True):
-    """What a checkpoint has, as little-endian bytes."""
+    """The content of the file, as little-endian bytes."""
 
     rows: bytes
     scores: bytes

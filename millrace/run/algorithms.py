@@ -13,8 +13,11 @@ from millrace.algorithms.losses import POLICY_LOSSES
 from millrace.algorithms.policy_loss import PolicyLoss
 from millrace.config import ActorConfig, AlgorithmConfig, Config
 from millrace.config.algorithm_keys import load_algorithm
+from millrace.data.curriculum import KEY as SAMPLER
 from millrace.data.spec import nearest
+from millrace.data.user_code import load
 from millrace.errors import bad_value
+from millrace.observe.user_metrics import KEY as METRICS
 from millrace.sync.background import abandonable
 
 if TYPE_CHECKING:
@@ -67,10 +70,13 @@ def _options(spec: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def try_algorithms(config: Config, note: Callable[[str], None]) -> None:
-    """Check the user's loss and estimator before models load.
+    """Check the user's loss and estimator before models load, and import other functions.
 
     Raises ConfigError if one fails on made-up batches. Other broken properties are notes.
     """
+    for key, spec in ((SAMPLER, config.data.sampler), (METRICS, config.observe.metrics)):
+        if spec:
+            load(key, spec)
     actor, algorithm = config.actor, config.algorithm
     if ":" in actor.policy_loss.loss_mode:
         found = _findings(actor.policy_loss.loss, actor.loss_options())
@@ -95,6 +101,8 @@ async def tried(config: Config, note: Callable[[str], None]) -> None:
             LOSS: config.actor.policy_loss.loss_mode,
             ESTIMATOR: config.algorithm.adv_estimator,
             WEIGHTS: config.algorithm.token_weights,
+            SAMPLER: config.data.sampler,
+            METRICS: config.observe.metrics,
         }
         key, spec = next((k, v) for k, v in named.items() if ":" in v)
         rule = f"its checks on small batches took over {CHECK_S:g} s, where seconds are usual"

@@ -10,6 +10,7 @@ import asyncio
 import json
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,17 +21,21 @@ from typing import TYPE_CHECKING
 from millrace import __version__
 from millrace.config import AgentConfig, Config, ModelConfig
 from millrace.config.cached import cache_folder, model_folder
-from millrace.data import hub, user_code
+from millrace.data import hub
 from millrace.data.chat import Chat
-from millrace.data.curriculum import KEY, Curriculum
+from millrace.data.curriculum import Curriculum
 from millrace.data.demonstrations import Demonstrations
 from millrace.data.prompts import PromptStream
 from millrace.data.row_store import Progress, RowCache, quiet
 from millrace.data.rows import Problem, RowCheck, check_rows, texts
 from millrace.data.sources import Rows, load_sources
+from millrace.data.user_code import failure
+from millrace.data.user_code import load as load_code
 from millrace.errors import bad_row, bad_value
 from millrace.models import checks as model_checks
 from millrace.models.shape import write_shape
+from millrace.observe.user_metrics import KEY as METRICS
+from millrace.observe.user_metrics import UserMetrics
 from millrace.rewards.builtin import NEEDS_TRUTH, number
 from millrace.rewards.functions import check_name
 from millrace.rewards.sources import refusal, scorer_of
@@ -39,7 +44,17 @@ from millrace.run.agents import check_player, row_check
 from millrace.run.get_model import MODELS
 from millrace.run.prompt_notes import first_prompts, prompt_notes
 from millrace.run.rewards import check_functions
-from millrace.types import Prompt, Tokens, tokens_of
+from millrace.types import (
+    Prompt,
+    Sample,
+    Score,
+    Segment,
+    Stop,
+    Tokens,
+    Trajectory,
+    floats_of,
+    tokens_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,8 +115,6 @@ def load(
     _check_overrides(config.model)
     check_player(config.agents)
     data, seed = config.data, config.trainer.seed
-    if scored and data.sampler:
-        user_code.check_name(KEY, data.sampler)
     parts = config.reward.parts
     named = {key: part.function for key, part in parts.items() if part.kind == "function"}
     for section, name in named.items() if scored else ():
@@ -272,6 +285,40 @@ def curriculum_of(config: Config, train: PromptStream) -> Curriculum | None:
     return Curriculum(train, config.data.sampler, lag) if config.data.sampler else None
 
 
+def user_metrics_of(config: Config, problems: Problems, note: Note) -> UserMetrics | None:
+    """Return the metrics of observe.metrics. Raise ConfigError if it names no function."""
+    if not (spec := config.observe.metrics):
+        return None
+    return UserMetrics(spec, load_code(METRICS, spec), problems.chat.decode, note, failure)
+
+
+def try_user_code(config: Config, problems: Problems) -> None:
+    """Try the sampler and the metrics of the user. Raise ConfigError if one fails.
+
+    The metrics get two samples of real prompts with made-up scores: each component is 0.
+    """
+    if curriculum := curriculum_of(config, problems.train):
+        curriculum.try_out()
+    if metrics := user_metrics_of(config, problems, silent):
+        metrics.try_out(
+            tuple(_made_up(config, problems.train[i % len(problems.train)]) for i in range(2))
+        )
+
+
+def _made_up(config: Config, prompt: Prompt) -> Sample:
+    drawn = Segment(prompt.tokens, log_probs=floats_of([-1.0] * len(prompt.tokens)), stop=Stop.EOS)
+    said = ({"role": "assistant", "content": prompt.text},) if config.agents.agent_kind else ()
+    return Sample(
+        prompt,
+        tuple(
+            replace(Trajectory.of((drawn,)), messages=said).with_score(
+                Score(float(k % 2), extra=defaultdict(float))
+            )
+            for k in range(config.rollout.n)
+        ),
+    )
+
+
 def _repeats(rows: Rows) -> Iterator[str]:
     if repeated := rows.repeated:
         yield (
@@ -292,6 +339,7 @@ def prompts_of_an_epoch(
     config: Config,
     *,
     scored: bool = True,
+    trains: bool = True,
     inspect: Inspect = None,
     note: Note = silent,
     resume_from: Path | None = None,
@@ -319,8 +367,8 @@ def prompts_of_an_epoch(
         prepared = prepare(config, sources, model, growth=growth, progress=shown)
     if resume_from is not None:
         rows.check_kept(resume_from, prepared.train)
-    if scored and (curriculum := curriculum_of(config, prepared.train)):
-        curriculum.try_out()
+    if scored and trains:
+        try_user_code(config, prepared)
     first = () if config.agents.agent_kind else first_prompts(prepared.chat, prepared.train)
     for line in (*prepared.notes, *first):
         note(line)

@@ -282,8 +282,8 @@ class _Opening:
             if checkpoint is not None:
                 rows.check_kept(checkpoint, problems.train)
             rows.write(run.path, identity_of(problems.train, sources.val))
-            if self.rollout and (curriculum := problems_.curriculum_of(config, problems.train)):
-                curriculum.try_out()
+            if self.rollout:
+                problems_.try_user_code(config, problems)
             self.rows = rows.training_key(problems.train)
         return problems
 

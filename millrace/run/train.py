@@ -36,6 +36,7 @@ from millrace.rollout.shaping import OverlongBuffer
 from millrace.run import starts, supervised
 from millrace.run.agents import limits_of
 from millrace.run.evaluate import make_validator
+from millrace.run.problems import user_metrics_of
 from millrace.run.proof import make_proof, of_version, refuse
 from millrace.run.replicas import saved_without_replicas, validate_now
 from millrace.run.session import Session, open_session
@@ -45,6 +46,7 @@ from millrace.schedule.ledger import Ledger
 from millrace.sync.background import abandonable
 from millrace.types import SamplingParams
 from millrace.waits.registry import acting, at, current, part
+from millrace.waits.stream import Watcher
 
 if TYPE_CHECKING:
     from millrace.report.record import EventRecorder
@@ -153,6 +155,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
     s.checkpoints.supersede(ledger.version)
     history, counts = History(s.run.path, ledger.totals()), s.counts
     complete = False
+    user = user_metrics_of(s.config, s.problems, s.progress.note)
     outside = trackers.start(c.logger, about(s), s.progress.note)
     sinks += outside
     recorder = make_event_recorder(s, ledger, history.attempt)
@@ -172,11 +175,16 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 counts=counts,
                 deadline_s=c.wait_deadline_s,
                 tasks=tasks,
-                figures=lambda: figures(s) | trackers.dropped(outside),
+                figures=lambda version: {
+                    **(user.row(version) if user else {}),
+                    **figures(s),
+                    **trackers.dropped(outside),
+                },
                 tokens=recorder.counts,
                 on_gap=lambda figures: refuse(s, stop, of_version(figures)),
             )
-            with current().registry.watched_by(*recorder.watchers, record):
+            watchers: list[Watcher] = [*recorder.watchers, record, *([user] if user else [])]
+            with current().registry.watched_by(*watchers):
                 if why := supervised.restart_reason():
                     at("run", "restarted", why=why)
                 async with s.journal(ledger, history.attempt, tasks) as kept:
