@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy
 import pytest
 from safetensors.torch import load_file
 
-from millrace.data.curriculum import FILE
+from millrace.data.curriculum import FILE, Outcomes
+from millrace.data.rows import Problem
+from millrace.data.user_code import load
 from tests.e2e import runs
 
 SAMPLER = """
@@ -74,6 +77,22 @@ def test_a_run_that_ended_at_an_error_resumes_as_if_there_was_none(tmp_path: Pat
         ).code
         == 0
     )
+
+
+def test_the_example_gives_longer_problems_to_a_policy_that_solves_the_recent_ones() -> None:
+    spec = f"{runs.ROOT}/examples/algorithms/curriculum.py:curriculum"
+    choose = load("data.sampler", spec)
+    rows = [Problem("1" * (1 + i * 7 % 8), "sums") for i in range(800)]
+
+    def lengths(score: float) -> list[int]:
+        past = Outcomes(numpy.zeros(300, "<i8"), numpy.full(300, score))
+        picked = [choose(300 + i, rows, past) for i in range(100)]
+        assert len(set(picked)) == 100
+        return [len(rows[row].text) for row in picked]
+
+    assert {*lengths(0.0)} == {1} and {*lengths(0.5)} == {5} and {*lengths(1.0)} == {8}
+    assert {*lengths(float("nan"))} == {1}
+    assert runs.millrace("train", "quickstart", f"data.sampler={spec}", "--dry-run").code == 0
 
 
 @pytest.mark.parametrize(
