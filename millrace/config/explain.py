@@ -18,9 +18,15 @@ from millrace.config.facts import Choices, Compared, Fixed, FixedRows, Past
 from millrace.config.keys import Config
 from millrace.config.plugins import OWN, Named, load, names
 from millrace.config.reward_keys import MixedReward
+from millrace.config.teacher_keys import TeacherConfig
 from millrace.errors import ConfigError, bad_value
 
 Fact = TypeVar("Fact")
+_NAMED: dict[str, type[BaseModel]] = {
+    r"reward\.mix\.[^.]+\.": MixedReward,
+    r"teachers\.[^.]+\.": TeacherConfig,
+}
+"""Sections whose names the user chooses."""
 _ALL_KEYS = "`millrace train --help-config` prints every key"
 
 
@@ -97,8 +103,9 @@ def explain(error: ErrorDetails) -> str:
     key = ".".join(str(part) for part in error["loc"])
     fields, value = dict(all_keys()), error.get("input")
     if error["type"] == "extra_forbidden":
-        if part := re.match(r"reward\.mix\.[^.]+\.", key):  # the keys of a part have no fixed names
-            fields |= dict(all_keys(MixedReward, part[0]))
+        for pattern, of in _NAMED.items():
+            if part := re.match(pattern, key):
+                fields |= dict(all_keys(of, part[0]))
         known = [
             k for k, f in fields.items() if isinstance(value, dict) or not section_of(f.annotation)
         ]
