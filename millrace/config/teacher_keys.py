@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from millrace.config.facts import ReadWith
-from millrace.config.section import Home, Section, Sources
+from millrace.config.section import Folder, Section, Sources
 from millrace.errors import bad_value
 
 _TOP_K: tuple[str, ...] = ("forward_kl_topk", "reverse_kl_topk")
@@ -18,7 +18,7 @@ _TOP_K: tuple[str, ...] = ("forward_kl_topk", "reverse_kl_topk")
 class TeacherConfig(Section):
     """One frozen model that the policy learns from."""
 
-    path: Annotated[str, Home] = ""
+    path: Annotated[str, Folder] = ""
     """Folder or hub id of a causal language model with the policy's tokenizer."""
     weight: float = Field(1.0, gt=0)
     """Factor of its divergence."""

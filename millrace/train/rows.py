@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -129,7 +129,7 @@ class BatchArrays:
     """Share of samples whose rewards are all equal."""
     greedy_scores: Tensor | None
     """[N] float64 score of the greedy response to each trajectory's prompt, for remax."""
-    taught: dict[str, Tensor]
+    taught: Mapping[str, Tensor] = field(default_factory=dict)
     """The weight of each teacher in each trajectory, by its name, [N] float64."""
 
     def sequences_of(self, tokens: Tensor) -> Tensor:
