@@ -33,7 +33,7 @@ class TeacherConfig(Section):
 
 
 class DistillationConfig(Section):
-    """What the policy learns from its teachers. Some names are verl's."""
+    """The part of teachers in the training. Some names are verl's."""
 
     loss_mode: Literal["k1", "forward_kl_topk", "reverse_kl_topk"] = "k1"
     """k1: log p_teacher - log p of each drawn token is a part of its advantage.

@@ -1,4 +1,4 @@
-"""What frozen teachers say of the tokens of a batch."""
+"""The log-probs of frozen teachers for the tokens of a batch, and their part in the loss."""
 
 from __future__ import annotations
 
