@@ -80,8 +80,10 @@ def weights_of(
         named = [name for name, own in sources.items() if not own or data_source in own]
     if isinstance(named, str):
         named = [named]
-    if isinstance(named, Sequence):
+    if isinstance(named, Sequence) and all(isinstance(name, str) for name in named):
         named = {name: teachers[name].weight if name in teachers else 1.0 for name in named}
+    if not isinstance(named, Mapping):
+        raise ValueError("must be a name, a list of names, or a mapping of names to weights")
     if unknown := sorted(map(str, named.keys() - teachers.keys())):
         raise ValueError(f"no teacher {unknown[0]!r}: there are {', '.join(teachers)}")
     for name, weight in named.items():

@@ -43,9 +43,7 @@ class Taught:
     candidates: Tensor
     """[K, T x topk] float32 log-probs of each teacher's likeliest tokens, which Rows.candidates has."""
     metrics: dict[str, float]
-    """distillation/NAME/kl       mean of the rollout's log-prob - the teacher's: KL(rollout || teacher)
-    distillation/NAME/tokens   tokens of that mean
-    """
+    """distillation/NAME/kl: mean of the rollout's log-prob - the teacher's, KL(rollout || teacher)."""
 
     def part(
         self, source: Tensor, outputs: Outputs, mask: Tensor, options: DistillationConfig
@@ -100,6 +98,5 @@ def ask(
             of_candidates[:, part] = torch.stack(more[topk:], -1)
         gap = (batch.rollout - own)[at]
         metrics[f"distillation/{name}/kl"] = gap[gap.isfinite()].mean().item()
-        metrics[f"distillation/{name}/tokens"] = float(at.sum())
     taught_by = Taught(weights[batch.ids], log_probs, of_candidates, metrics)
     return taught_by, replace(rows, candidates=candidates) if topk else rows

@@ -254,7 +254,7 @@ def run_case(engine: FsdpTrainEngine, case: dict[str, Any], cut: int) -> dict[st
     for model in (engine.actor, engine.critic, engine.reference, *engine.teachers.values()):
         model.limit = cut
     for teacher in engine.teachers.values():
-        teacher.module.topk = config.distillation.candidates
+        teacher.module.topk = config.distillation.candidates  # type: ignore[assignment]
     data = make_experience(
         arrays_of(TrainBatch(SAMPLES, VERSION), options.algorithm, config.teachers),
         Models(
