@@ -97,6 +97,7 @@ KEYS = [
         "data.shuffle=false",
         "mode=colocate_sync",
     ),
+    "async_training.trigger_parameter_sync_step=1",
 ]
 
 
