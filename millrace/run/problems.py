@@ -43,6 +43,7 @@ from millrace.run.agents import check_player, row_check
 from millrace.run.model_folders import check_model, load_tokenizer
 from millrace.run.prompt_notes import first_prompts, prompt_notes
 from millrace.run.rewards import check_functions
+from millrace.schedule.schedule import Schedule
 from millrace.types import (
     Prompt,
     Sample,
@@ -219,13 +220,15 @@ def prepare(
     *,
     growth: Sequence[tuple[int, int]] = (),
     use_from: int | None = None,
+    tries: bool = False,
     note: Note = silent,
     progress: Progress = quiet,
 ) -> Problems:
     """Return the prompt streams, and write the model folder if it is missing.
 
     The model folder has the tokenizer and config.json. If a row is bad, no folder is written.
-    `PromptStream` explains `growth` and `use_from`.
+    `PromptStream` explains `growth` and `use_from`. With `tries`, the sampler and the metrics of the
+    user are tried first.
     """
     made = (model_folder / "tokenizer_config.json").is_file()
     model, key, seed = config.model, config.data.prompt_key, config.trainer.seed
@@ -259,6 +262,11 @@ def prepare(
     train = opened(
         sources.train, shuffle=config.data.shuffle, growth=growth, use_from=use_from, note=note
     )
+    if tries and (curriculum := curriculum_of(config.data.sampler, config.schedule, train)):
+        curriculum.try_out()
+    if tries and (metrics := user_metrics_of(config.observe.metrics, chat, silent)):
+        first = [train[i % len(train)] for i in range(2)]
+        metrics.try_out(tuple(_made_up(p, config.rollout.n, plays=bool(player)) for p in first))
     val: Sequence[Prompt] = ()
     if sources.val is not None:
         stream = opened(sources.val, shuffle=False)
@@ -278,50 +286,28 @@ def prepare(
     return Problems(chat, train, val, demonstrations, said)
 
 
-def curriculum_of(config: Config, train: PromptStream) -> Curriculum | None:
+def curriculum_of(spec: str, schedule: Schedule, train: PromptStream) -> Curriculum | None:
     """Return the prompts in the order of data.sampler. Raise ConfigError if it names no function.
 
     Without drops, a prompt that the Ledger can admit never waits for the outcomes that decide it:
     at most capacity - 1 slots and lookahead - 1 prompts that were trained early follow the oldest
     unfinished one.
     """
-    schedule = config.schedule
-    lag = schedule.capacity + schedule.lookahead - 2
-    return Curriculum(train, config.data.sampler, lag) if config.data.sampler else None
+    return Curriculum(train, spec, schedule.capacity + schedule.lookahead - 2) if spec else None
 
 
-def user_metrics_of(config: Config, problems: Problems, note: Note) -> UserMetrics | None:
+def user_metrics_of(spec: str, chat: Chat, note: Note) -> UserMetrics | None:
     """Return the metrics of observe.metrics. Raise ConfigError if it names no function."""
-    if not (spec := config.observe.metrics):
-        return None
-    return UserMetrics(spec, load_code(METRICS, spec), problems.chat.decode, note, failure)
+    return UserMetrics(spec, load_code(METRICS, spec), chat.decode, note, failure) if spec else None
 
 
-def try_user_code(config: Config, problems: Problems) -> None:
-    """Try the sampler and the metrics of the user. Raise ConfigError if one fails.
-
-    The metrics get two samples of real prompts with made-up scores: each component is 0.
-    """
-    if curriculum := curriculum_of(config, problems.train):
-        curriculum.try_out()
-    if metrics := user_metrics_of(config, problems, silent):
-        metrics.try_out(
-            tuple(_made_up(config, problems.train[i % len(problems.train)]) for i in range(2))
-        )
-
-
-def _made_up(config: Config, prompt: Prompt) -> Sample:
+def _made_up(prompt: Prompt, n: int, *, plays: bool) -> Sample:
+    """Return a sample whose responses repeat the prompt. Each component of a score is 0."""
     drawn = Segment(prompt.tokens, log_probs=floats_of([-1.0] * len(prompt.tokens)), stop=Stop.EOS)
-    said = ({"role": "assistant", "content": prompt.text},) if config.agents.agent_kind else ()
-    return Sample(
-        prompt,
-        tuple(
-            replace(Trajectory.of((drawn,)), messages=said).with_score(
-                Score(float(k % 2), extra=defaultdict(float))
-            )
-            for k in range(config.rollout.n)
-        ),
-    )
+    said = ({"role": "assistant", "content": prompt.text},) if plays else ()
+    one = replace(Trajectory.of((drawn,)), messages=said)
+    scores = (Score(float(k % 2), extra=defaultdict(float)) for k in range(n))
+    return Sample(prompt, tuple(map(one.with_score, scores)))
 
 
 def _repeats(rows: Rows) -> Iterator[str]:
@@ -369,11 +355,10 @@ def prompts_of_an_epoch(
         model = Path(folder) / "model"
         if resume_from is not None and (resume_from / "model" / "tokenizer_config.json").is_file():
             model = resume_from / "model"  # as in the run, which makes no tokenizer again
-        prepared = prepare(config, sources, model, growth=growth, progress=shown)
+        tries = scored and trains
+        prepared = prepare(config, sources, model, growth=growth, tries=tries, progress=shown)
     if resume_from is not None:
         rows.check_kept(resume_from, prepared.train)
-    if scored and trains:
-        try_user_code(config, prepared)
     first = () if config.agents.agent_kind else first_prompts(prepared.chat, prepared.train)
     for line in (*prepared.notes, *first):
         note(line)

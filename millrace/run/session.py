@@ -72,7 +72,8 @@ class Session:
     @cached_property
     def curriculum(self) -> Curriculum | None:
         """The prompts in the order of the user's sampler, if the run has one."""
-        return problems_.curriculum_of(self.config, self.problems.train)
+        spec, schedule = self.config.data.sampler, self.config.schedule
+        return problems_.curriculum_of(spec, schedule, self.problems.train)
 
     @property
     def derived(self) -> Derived:
@@ -275,6 +276,7 @@ class _Opening:
             run.model,
             growth=growth,
             use_from=admitted if self.trains else None,
+            tries=self.trains and self.rollout,
             note=self.progress.note,
             progress=problems_.shown_slowly(self.progress.phase),
         )
@@ -282,8 +284,6 @@ class _Opening:
             if checkpoint is not None:
                 rows.check_kept(checkpoint, problems.train)
             rows.write(run.path, identity_of(problems.train, sources.val))
-            if self.rollout:
-                problems_.try_user_code(config, problems)
             self.rows = rows.training_key(problems.train)
         return problems
 

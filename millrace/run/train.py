@@ -155,7 +155,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
     s.checkpoints.supersede(ledger.version)
     history, counts = History(s.run.path, ledger.totals()), s.counts
     complete = False
-    user = user_metrics_of(s.config, s.problems, s.progress.note)
+    user = user_metrics_of(s.config.observe.metrics, s.problems.chat, s.progress.note)
     outside = trackers.start(c.logger, about(s), s.progress.note)
     sinks += outside
     recorder = make_event_recorder(s, ledger, history.attempt)
