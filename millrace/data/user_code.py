@@ -121,7 +121,7 @@ def spec_of(function: Any) -> str:
     if `if __name__ == "__main__":` guards what it does, because a worker runs the rest again.
     """
     defined = getattr(function, "function", function)  # of a loss or an estimator with facts
-    name = getattr(function, "__qualname__", None) or getattr(defined, "__qualname__", "")
+    name = str(getattr(function, "__qualname__", getattr(defined, "__qualname__", "")))
     module = sys.modules.get(str(getattr(defined, "__module__", "")))
     file = getattr(module, "__file__", None) or ""
     if vars(module or object).get(name) is not function or not file.endswith(".py"):
