@@ -70,8 +70,6 @@ def setup(
         if not isinstance(key, str) or not _FORM.fullmatch(key):
             rule = "a key is a section, or a dotted name such as rollout.n"
             raise bad_value("key", key, rule, 'rollout={"n": 8}, or **{"rollout.n": 8}')
-        if key in ("data.train_files", "data.val_files"):
-            value = _sources(key, value)
         layer[key] = _named(key, value, functions) if callable(value) else value
     base: Any = recipe
     if isinstance(base, Config):
@@ -98,7 +96,7 @@ def _add(given: dict[str, Any], parameter: str, key: str, value: Any) -> None:
     inner = given.get(section)
     if key in given or (isinstance(inner, Mapping) and name in inner):
         raise bad_value(parameter, value, f"{key} is given too", "one of them")
-    given[key] = value
+    given[key] = _sources(key, value) if parameter in ("train", "val") else value
 
 
 def _named(key: str, function: Callable[..., Any], functions: dict[str, Callable[..., Any]]) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from millrace.run.signals import Interrupts, signal_exit_code, with_signals
 T = TypeVar("T")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NO_HANDLERS: Mapping[int, Any] = {}
 _LOOK_S = 0.2
 """Seconds between two looks of the main thread. A signal ends a look at once."""
 _run = threading.Lock()
@@ -85,16 +86,18 @@ def in_thread(work: Callable[[], T], name: str) -> Future[T]:
 
 def wait_for(ended: Future[T], interrupt: Callable[[], object]) -> T:
     """Wait for a result. Each Ctrl-C calls `interrupt`, and the wait goes on."""
-    while True:
-        try:
-            return ended.result(_LOOK_S)
-        except TimeoutError:
-            if ended.done():
-                raise
-        except KeyboardInterrupt:
-            if ended.done():
-                raise
-            interrupt()
+    # A loop that runs in the main thread would keep Ctrl-C until this wait is over.
+    with _own_handlers({signal.SIGINT: signal.default_int_handler}):
+        while True:
+            try:
+                return ended.result(_LOOK_S)
+            except TimeoutError:
+                if ended.done():
+                    raise
+            except KeyboardInterrupt:
+                if ended.done():
+                    raise
+                interrupt()
 
 
 def end_if_stopped(complete: bool, text: str) -> None:
@@ -118,10 +121,15 @@ def _unwrapped(run: Callable[[], T]) -> T:
 
 
 @contextmanager
-def _own_handlers() -> Iterator[None]:
-    """Restore the program's signal handlers at the end."""
+def _own_handlers(handlers: Mapping[int, Any] = _NO_HANDLERS) -> Iterator[None]:
+    """Set signal handlers, and restore the program's own ones. Only the main thread has any."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         yield
     finally:
         for number, handler in before.items():

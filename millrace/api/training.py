@@ -53,8 +53,9 @@ def train(
             raise bad_value("trainer.val_only", True, rule, "millrace eval, or millrace.Rollouts")
         with kept(made.functions), shown(made, config.mode_name, progress) as seen:
             outcome = run_to_end(lambda: work(config, seen, stop, callbacks), seen, stop.request)
-    resume = f"resume with trainer={{'resume': 'auto', 'run_dir': {str(outcome.run_dir)!r}}}"
-    end_if_stopped(outcome.complete, resume)
+    folder = str(outcome.run_dir)
+    resume = f"resume with trainer={{'resume': 'auto', 'run_dir': {folder!r}}}"
+    end_if_stopped(outcome.complete, f"millrace.Run({folder!r}) has saved; {resume}")
     return Run(outcome.run_dir, outcome)
 
 

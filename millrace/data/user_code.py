@@ -155,7 +155,7 @@ def load(key: str, spec: str, *, kind: str = "function") -> Callable[..., Any]:
     if where == IN_DRIVER:
         if name not in _in_driver:
             rule = "was a function of the Python process that began the run, and no file has it"
-            raise bad_value(key, spec, rule, "millrace.train with the function, or path.py:name")
+            raise bad_value(key, spec, rule, "reward= or agent=, from Python, or path.py:name")
         return _in_driver[name]
     module = load_module(key, spec, where)
     found = vars(module).get(name)
