@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from millrace.data.user_code import being_imported
-from millrace.errors import MillraceError, first_cause
+from millrace.errors import ConfigError, DataError, MillraceError, first_cause
 from millrace.observe.progress import Progress
 from millrace.run.signals import Interrupts, signal_exit_code, with_signals
 
@@ -115,6 +115,8 @@ def _unwrapped(run: Callable[[], T]) -> T:
         cause = first_cause(error)
         if isinstance(cause, asyncio.CancelledError):
             end_if_stopped(False, "stopped before a checkpoint was written")
+        if isinstance(cause, ConfigError | DataError):  # the text says all that the user needs
+            raise cause.with_traceback(None) from None
         if cause is error:
             raise
         raise cause from cause.__cause__

@@ -61,7 +61,10 @@ def train(
 
 def shown(made: Setup, what: str, progress: bool) -> Progress:
     """Return the progress of a run, with the notes on its functions."""
-    view = make_view(Console()) if progress else _Warnings(Console(stderr=True))
+    console = Console()
+    if console.is_jupyter:  # as plain lines: rich would make an output of each
+        console = Console(force_jupyter=False, force_terminal=False)
+    view = make_view(console) if progress else _Warnings(Console(stderr=True))
     made_progress = Progress(view, made.config.name, what)
     for note in made.notes:
         made_progress.note(note)
