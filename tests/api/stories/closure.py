@@ -6,7 +6,7 @@ import sys
 import millrace
 
 sys.path.insert(0, sys.argv[1])
-from small import ROWS, SMALL  # noqa: E402
+from small import ROWS, SMALL
 
 
 def reward_with(weight: float):

@@ -6,7 +6,7 @@ import sys
 import millrace
 
 sys.path.insert(0, sys.argv[1])
-from small import SMALL  # noqa: E402
+from small import SMALL
 
 seen = []
 rates = {"lr_warmup_steps": 0, "lr_scheduler_type": "constant"}
