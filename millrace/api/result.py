@@ -40,9 +40,9 @@ class Run:
     @property
     def after(self) -> dict[str, float]:
         """The newest validation after the start, by metric. Empty if there was none."""
-        found = self._read().validations
-        last = max(found, default=0)
-        return dict(found[last]) if last else {}
+        values = self._read().validations
+        last = max(values, default=0)
+        return dict(values[last]) if last else {}
 
     @property
     def checkpoints(self) -> list[Path]:

@@ -46,12 +46,12 @@ def train(
         if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
             rule = "is no list of functions"
             raise bad_value("callbacks", callbacks, rule, "callbacks=[f], with def f(version)")
-        made = setup(recipe, keys, reward=reward, agent=agent, train=train, val=val)
-        config, stop = made.config, StopRequest()
+        prepared = setup(recipe, keys, reward=reward, agent=agent, train=train, val=val)
+        config, stop = prepared.config, StopRequest()
         if config.trainer.val_only:
             rule = "a validation trains nothing"
             raise bad_value("trainer.val_only", True, rule, "millrace eval, or millrace.Rollouts")
-        with kept(made.functions), shown(made, config.mode_name, progress) as seen:
+        with kept(prepared.functions), shown(prepared, config.mode_name, progress) as seen:
             outcome = run_to_end(lambda: work(config, seen, stop, callbacks), seen, stop.request)
     folder = str(outcome.run_dir)
     resume = f"resume with trainer={{'resume': 'auto', 'run_dir': {folder!r}}}"
@@ -59,16 +59,16 @@ def train(
     return Run(outcome.run_dir, outcome)
 
 
-def shown(made: Setup, what: str, progress: bool) -> Progress:
+def shown(prepared: Setup, what: str, progress: bool) -> Progress:
     """Return the progress of a run, with the notes on its functions."""
     console = Console()
     if console.is_jupyter:  # as plain lines: rich would make an output of each
         console = Console(force_jupyter=False, force_terminal=False)
     view = make_view(console) if progress else _Warnings(Console(stderr=True))
-    made_progress = Progress(view, made.config.name, what)
-    for note in made.notes:
-        made_progress.note(note)
-    return made_progress
+    seen = Progress(view, prepared.config.name, what)
+    for note in prepared.notes:
+        seen.note(note)
+    return seen
 
 
 class _Warnings(Lines):
