@@ -101,9 +101,10 @@ def _add(given: dict[str, Any], parameter: str, key: str, value: Any) -> None:
 
 def _named(key: str, function: Callable[..., Any], functions: dict[str, Callable[..., Any]]) -> str:
     """Return the name of a function for its key, and note one that exists only in this process."""
-    spec = spec_of(function)
-    of_script = getattr(function, "__module__", "") == "__main__"
-    if spec and not (key == _PROGRAM and of_script):  # the driver has the script's functions
+    spec, module = spec_of(function), str(getattr(function, "__module__", ""))
+    # An agent runs in this process, which must not import its module a second time.
+    twice = module == "__main__" or ("." in module and not spec.startswith(module))
+    if spec and not (key == _PROGRAM and twice):
         return spec
     shown = str(getattr(function, "__qualname__", type(function).__name__))
     if key != _PROGRAM and not _REWARD.fullmatch(key):

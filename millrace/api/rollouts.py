@@ -62,8 +62,7 @@ class Rollouts:
 
         Raises ConfigError for wrong keys, as the command does.
         """
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise bad_value("n", n, "is no number of responses", "n=1, or more")
+        _check_count(n)
         base, below = _base(model)
         given = {"rollout.val_kwargs.temperature": temperature, **keys}
         if max_tokens is not None:
@@ -89,7 +88,7 @@ class Rollouts:
             self._ended = in_thread(lambda: asyncio.run(self._serve(ready, seen)), "rollouts")
             try:
                 wait_for(ready, self._interrupt)
-            except ExceptionGroup as error:
+            except BaseExceptionGroup as error:
                 cause = first_cause(error)
                 raise cause from cause.__cause__
             except asyncio.CancelledError:
@@ -114,9 +113,9 @@ class Rollouts:
     def draw(self, prompts: Prompts, n: int | None = None) -> list[list[DrawnResponse]]:
         """Return `n` responses to each prompt, in order.
 
-        A prompt is a text, a list of messages, or a row. A row is scored by your reward, or else by
-        the recipe's. Texts and messages have no truth, so only your reward scores them. A response
-        that has no score has an error, and is never scored 0. Raises DataError for a bad prompt.
+        A prompt is a text, a list of messages, or a row. Your reward scores all of them. Without
+        one, the recipe's scores if all are rows: texts and messages have no truth. A response whose
+        reward fails has an error, and is never scored 0. Raises DataError for a bad prompt.
         """
         if self._session is None or self._loop is None:
             raise MillraceError(
@@ -124,11 +123,12 @@ class Rollouts:
             )
         if isinstance(prompts, str | Mapping):
             raise bad_value("prompts", prompts, "is one prompt", "a list: draw([prompt])")
+        n = self._n if n is None else _check_count(n)
         rows = [p if isinstance(p, Mapping) else {"prompt": _text(p)} for p in prompts]
         scored = self._own_reward or (
             not self._bare and all(isinstance(p, Mapping) for p in prompts)
         )
-        work = self._draw(self._session, rows_of("prompts", rows), n or self._n, scored)
+        work = self._draw(self._session, rows_of("prompts", rows), n, scored)
         drawing = asyncio.run_coroutine_threadsafe(work, self._loop)
         stopped = False
 
@@ -148,7 +148,7 @@ class Rollouts:
         """Raise the error that ended the engines."""
         try:
             wait_for(ended, self._interrupt)
-        except ExceptionGroup as error:
+        except BaseExceptionGroup as error:
             cause = first_cause(error)
             raise cause from cause.__cause__
 
@@ -224,6 +224,13 @@ def _base(model: Recipe | Run) -> tuple[Recipe, dict[str, Any]]:
     if path.suffix == ".yaml" or (not path.exists() and named(str(model)) is not None):
         return model, below
     return {}, below | _ANY_MODEL | {"model.path": str(model)}
+
+
+def _check_count(n: int) -> int:
+    """Return a number of responses. Raises ConfigError if it is none."""
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise bad_value("n", n, "is no number of responses", "n=1, or more")
+    return n
 
 
 def _text(prompt: Any) -> Any:

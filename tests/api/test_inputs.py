@@ -181,3 +181,20 @@ def test_the_package_is_light_and_its_room_can_be_called() -> None:
     assert callable(lr_at)  # the room is imported here, and is still the function
     with pytest.raises(ConfigError, match="quickstart"):
         millrace.train("quickstrt")
+
+
+async def play(client: Any, task: dict[str, Any]) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("path", "spec"), [("", "millrace.driver:play"), (ROOT, f"{__name__}:play")]
+)
+def test_the_module_of_an_agent_is_not_imported_a_second_time(
+    path: object, spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(path))
+    made = setup("agents_quickstart", {"agents.environment": ""}, agent=play)
+    assert made.config.agents.program == spec
+    with kept(made.functions):
+        assert load("agents.program", spec) is play

@@ -37,6 +37,8 @@ def test_a_recipe_draws_texts_messages_and_rows() -> None:
             policy.draw([row | {"data_source": "unknown"}])
         with pytest.raises(ConfigError, match="a list"):
             policy.draw("3512")
+        with pytest.raises(ConfigError, match="n = 0"):
+            policy.draw(["3512"], n=0)
         with pytest.raises(MillraceError, match="another run"):
             millrace.train("quickstart")
     assert [r.prompt for responses in texts for r in responses] == ["3512"] * 3 + ["9041"] * 3
