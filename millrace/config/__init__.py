@@ -26,6 +26,7 @@ from millrace.config.rollout_keys import DrawnLengthsConfig, RolloutConfig, Vali
 from millrace.config.schedule_keys import AsyncConfig
 from millrace.config.section import Section
 from millrace.config.sides import Sides
+from millrace.config.teacher_keys import DistillationConfig, TeacherConfig
 from millrace.config.trainer_keys import GuardConfig, SyncConfig, TrainerConfig
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "Derived",
+    "DistillationConfig",
     "DrawnLengthsConfig",
     "FilterGroupsConfig",
     "GuardConfig",
@@ -60,6 +62,7 @@ __all__ = [
     "SftConfig",
     "Sides",
     "SyncConfig",
+    "TeacherConfig",
     "TrainerConfig",
     "ValidationConfig",
 ]

@@ -12,6 +12,7 @@ from millrace.config.plugins import Named, find, load_if_given
 from millrace.config.rollout_keys import RolloutConfig
 from millrace.config.schedule_keys import AsyncConfig
 from millrace.config.sides import Sides
+from millrace.config.teacher_keys import DistillationConfig, check_names
 from millrace.config.trainer_keys import LOGGERS, TrainerConfig, too_many_devices
 from millrace.config.vllm_checks import check_vllm
 from millrace.errors import ConfigError, bad_value
@@ -33,7 +34,8 @@ def check(config: Config) -> None:
     if checks := load_if_given("trainer.engine", trainer.engine, "train_checks"):
         checks.check_keys(trainer, c.model, c.actor, algorithm)
     _check_placement(c.sides)
-    _check_groups(algorithm, rollout)
+    _check_teachers(c)
+    _check_groups(algorithm, rollout, rewarded=c.learns_from_rewards)
     _check_filter(algorithm, trainer, c.async_training)
     _check_critic(algorithm, trainer)
     _check_overlong(c.reward, rollout)
@@ -151,8 +153,51 @@ def _check_placement(sides: Sides) -> None:
         raise bad_value(key, most, f"the run starts with {r.replicas} replicas", f"{key}=0")
 
 
-def _check_groups(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
+def _check_teachers(c: Config) -> None:
+    check_names(c.teachers)
+    own, changed = c.distillation, sorted(c.distillation.model_fields_set)
+    if not c.teachers and own != DistillationConfig():
+        key = f"distillation.{changed[0]}"
+        rule = "there is no teacher"
+        raise bad_value(key, getattr(own, changed[0]), rule, "teachers.NAME.path=FOLDER")
+    if not c.teachers:
+        return
+    first = f"teachers.{next(iter(c.teachers))}.path"
+    if c.trainer.engine != "fsdp":
+        rule = f"trainer.engine={c.trainer.engine} has no teachers"
+        raise bad_value(
+            first, c.value_of("teachers")[first.split(".")[1]].path, rule, "trainer.engine=fsdp"
+        )
+    loss = c.actor.policy_loss
+    if own.loss_mode == "k1" and loss.loss.select:
+        raise bad_value(
+            "actor.policy_loss.loss_mode",
+            loss.loss_mode,
+            "it chooses tokens by their advantages, before the teachers have a part in them",
+            "another loss_mode, or distillation.loss_mode=forward_kl_topk",
+        )
+    if c.learns_from_rewards:
+        return
+    if c.needs_critic:
+        raise bad_value(
+            "distillation.use_task_rewards",
+            False,
+            f"the critic of {c.algorithm.adv_estimator} learns from rewards",
+            "algorithm.adv_estimator=grpo",
+        )
+    if c.algorithm.filter_groups.enable:
+        raise bad_value(
+            "algorithm.filter_groups.enable",
+            True,
+            "it drops samples by their rewards, which are not trained on",
+            "algorithm.filter_groups.enable=false, or distillation.use_task_rewards=true",
+        )
+
+
+def _check_groups(algorithm: AlgorithmConfig, rollout: RolloutConfig, *, rewarded: bool) -> None:
     name = algorithm.adv_estimator
+    if not rewarded:
+        return
     if rollout.n == 1 and algorithm.estimator.group_relative and algorithm.norm_adv_by_std_in_grpo:
         raise bad_value(
             "rollout.n",

@@ -18,9 +18,12 @@ from millrace.config.facts import Choices, Compared, Fixed, FixedRows, Past
 from millrace.config.keys import Config
 from millrace.config.plugins import OWN, Named, load, names
 from millrace.config.reward_keys import MixedReward
+from millrace.config.teacher_keys import TeacherConfig
 from millrace.errors import ConfigError, bad_value
 
 Fact = TypeVar("Fact")
+_NAMED: dict[str, type[BaseModel]] = {"reward.mix": MixedReward, "teachers": TeacherConfig}
+"""The sections in mappings whose names the user chooses."""
 _ALL_KEYS = "`millrace train --help-config` prints every key"
 
 
@@ -97,8 +100,9 @@ def explain(error: ErrorDetails) -> str:
     key = ".".join(str(part) for part in error["loc"])
     fields, value = dict(all_keys()), error.get("input")
     if error["type"] == "extra_forbidden":
-        if part := re.match(r"reward\.mix\.[^.]+\.", key):  # the keys of a part have no fixed names
-            fields |= dict(all_keys(MixedReward, part[0]))
+        for parent, of in _NAMED.items():
+            if part := re.match(rf"{re.escape(parent)}\.[^.]+\.", key):
+                fields |= dict(all_keys(of, part[0]))
         known = [
             k for k, f in fields.items() if isinstance(value, dict) or not section_of(f.annotation)
         ]
@@ -118,6 +122,8 @@ def explain(error: ErrorDetails) -> str:
         return str(bad_value(key, value, "no such key", fix))
     name = re.sub(r"\.\d+$", "", key)  # without the index of a list's element
     field = fields.get(name)
+    if inner := _NAMED.get(key.rpartition(".")[0]):
+        return str(no_section(key, value, inner))
     if field is None:
         return str(bad_value(key, value, error["msg"], _ALL_KEYS))
     if section := section_of(field.annotation):
@@ -186,6 +192,10 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
         else:
             kind = _type_name(field.annotation, field.metadata)
             yield key, kind, shown(default_of(key)), meaning
+        if key == "teachers":  # the keys of a part of reward.mix are those of reward
+            for inner, own in all_keys(TeacherConfig, "teachers.NAME."):
+                text = " ".join((own.description or "").split())
+                yield inner, _type_name(own.annotation, own.metadata), shown(own.default), text
 
 
 def default_of(key: str) -> Any:

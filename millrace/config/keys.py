@@ -22,6 +22,7 @@ from millrace.config.rollout_keys import RolloutConfig
 from millrace.config.schedule_keys import AsyncConfig
 from millrace.config.section import Section
 from millrace.config.sides import Sides
+from millrace.config.teacher_keys import DistillationConfig, TeacherConfig
 from millrace.config.trainer_keys import GuardConfig, SyncConfig, TrainerConfig
 from millrace.errors import bad_value
 from millrace.schedule.modes import ModeName, name_of, update_steps
@@ -78,6 +79,10 @@ class Config(Section):
     """
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantages, KL and off-policy correction."""
+    teachers: dict[str, TeacherConfig] = Field({})
+    """Frozen models to learn from, by name, such as teachers.math.path=./math-model."""
+    distillation: DistillationConfig = DistillationConfig()
+    """What the policy learns from its teachers."""
     async_training: AsyncConfig = AsyncConfig()
     """When samples are drawn, trained and synced."""
     sync: Annotated[SyncConfig, NoEffectOnWeights()] = SyncConfig()
@@ -138,6 +143,10 @@ class Config(Section):
     def needs_reference(self) -> bool:
         """Whether the run needs a frozen copy of the start weights."""
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        return not self.teachers or self.distillation.use_task_rewards
 
     @property
     def needs_critic(self) -> bool:

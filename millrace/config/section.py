@@ -58,6 +58,11 @@ class Section(BaseModel):
 Home = AfterValidator(os.path.expanduser)
 """Reads ~ as the user's home: a shell leaves it as it is behind the = of an override."""
 
+Folder = AfterValidator(
+    lambda path: os.path.abspath(home) if os.path.isdir(home := os.path.expanduser(path)) else home
+)
+"""Reads a folder's path as an absolute one: a process in another folder reads it too."""
+
 OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 
 Sources = Annotated[tuple[str, ...], OneOrMore]

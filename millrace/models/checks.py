@@ -74,8 +74,11 @@ def has_weights(path: Path) -> bool:
     return any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))
 
 
-def refusal(path: str, config: Mapping[str, Any], engine: str) -> ConfigError | None:
-    """Return the error for a model that cannot work, or None if no check fails."""
+def refusal(key: str, path: str, config: Mapping[str, Any], engine: str) -> ConfigError | None:
+    """Return the error for a model that cannot work, or None if no check fails.
+
+    `key` names the path. `engine` is that of a policy, or empty.
+    """
     kind = config.get("model_type")
     why = next((why for why, kinds in REFUSED.items() if kind in kinds), "")
     fix = _FIX
@@ -90,7 +93,7 @@ def refusal(path: str, config: Mapping[str, Any], engine: str) -> ConfigError | 
         fix = "rollout.engine=vllm"
     if not why and not _causal(config):
         why = f"architectures = {config['architectures']} is not a causal language model"
-    return bad_value("model.path", path, f"model_type {kind}: {why}", fix) if why else None
+    return bad_value(key, path, f"model_type {kind}: {why}", fix) if why else None
 
 
 def _causal(config: Mapping[str, Any]) -> bool:

@@ -270,6 +270,13 @@ def _scored(right: bool, answer: str | None, *, wrong: float) -> dict[str, Any]:
     return {"score": 1.0 if right else wrong, "acc": float(right), "pred": answer}
 
 
+def none(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> float:
+    """Return 0, for a run that learns from teachers alone."""
+    return 0.0
+
+
 BUILTIN: dict[str, Callable[..., Result]] = {
     "": default,
     "exact": exact,
@@ -280,10 +287,11 @@ BUILTIN: dict[str, Callable[..., Result]] = {
     "math_dapo": math_dapo,
     "math_reward": math_reward,
     "reasoning_gym": reasoning_gym,
+    "none": none,
     "format": format_reward,
     "repetition_penalty": repetition_penalty,
 }
 """The values of `reward.function` that are names. The last two take their options by name."""
 
-NEEDS_TRUTH = frozenset(BUILTIN) - {"reasoning_gym", "format", "repetition_penalty"}
+NEEDS_TRUTH = frozenset(BUILTIN) - {"reasoning_gym", "none", "format", "repetition_penalty"}
 """The functions that compare with a ground truth, which every row must have then."""

@@ -157,12 +157,22 @@ def estimate(
         parts = _megatron(config.model, tokens, trainer, size, reference=models[0])
     else:
         parts = _fsdp(config.model, tokens, trainer, size, *models)
+    parts["teachers"] = _teachers(config)
     passing = parts["activations"] + parts["logits"]
     if trainer.engine != "megatron" and micro_batches == 1 and parts["gradients"] <= passing:
         parts["gradients"] = 0
     elif trainer.engine != "megatron" and micro_batches == 1:
         parts |= {"activations": 0, "logits": 0}
     return {"trainer": {name: n for name, n in parts.items() if n}, "rollout": rollout}
+
+
+def _teachers(config: Config) -> int:
+    """Return the bytes of this device's shares of the teachers, which have float32 weights."""
+    if config.trainer.offload_policy:
+        return 0
+    own = ({"path": t.path, "override_config": {}} for t in config.teachers.values())
+    sizes = (size_of(config.model.model_copy(update=one)) for one in own)
+    return sum(4 * s.parameters for s in sizes if s is not None) // config.trainer.shard_size
 
 
 def _fsdp(

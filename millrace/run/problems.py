@@ -18,9 +18,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from millrace import __version__
-from millrace.config import AgentConfig, Config, ModelConfig
-from millrace.config.cached import cache_folder, model_folder
-from millrace.data import hub
+from millrace.config import Config, ModelConfig
+from millrace.config.cached import cache_folder
 from millrace.data.chat import Chat
 from millrace.data.demonstrations import Demonstrations
 from millrace.data.prompts import PromptStream
@@ -33,9 +32,9 @@ from millrace.models.shape import write_shape
 from millrace.rewards.builtin import NEEDS_TRUTH, number
 from millrace.rewards.functions import check_name
 from millrace.rewards.sources import refusal, scorer_of
-from millrace.run import rows
+from millrace.run import rows, teachers
 from millrace.run.agents import check_player, row_check
-from millrace.run.get_model import MODELS
+from millrace.run.model_folders import check_model, load_tokenizer
 from millrace.run.prompt_notes import first_prompts, prompt_notes
 from millrace.run.rewards import check_functions
 from millrace.types import Prompt, Tokens, tokens_of
@@ -95,7 +94,9 @@ def load(
     `scored` says whether the run scores responses. Raises ConfigError or DataError before any heavy
     import.
     """
-    _check_model(config.model.path, config.rollout.engine)
+    check_model("model.path", config.model.path, config.rollout.engine)
+    for name, teacher in config.teachers.items():
+        check_model(f"teachers.{name}.path", teacher.path)
     _check_overrides(config.model)
     check_player(config.agents)
     data, seed = config.data, config.trainer.seed
@@ -106,12 +107,13 @@ def load(
     functions = {key: name for key, name in named.items() if name or not config.agents.agent_kind}
     need_truth = any(name in NEEDS_TRUTH for name in functions.values())
     decide = (__version__, data.prompt_key, data.chat, need_truth, scored, functions, config.agents)
+    taught = config.teachers, config.learns_from_rewards
     check = RowCheck(
         data.prompt_key,
         need_truth,
         refusal if scored and "" in functions.values() else None,
-        _row_check(data.chat, config.agents, functions if scored else {}),
-        repr(decide),
+        _row_check(data.chat, config, functions if scored else {}),
+        repr((*decide, *taught)),
     )
     cached = partial(
         load_sources, seed=seed, cache=RowCache(cache_folder() / "rows", note, progress)
@@ -139,10 +141,10 @@ def load(
 
 
 def _row_check(
-    chat: str, agents: AgentConfig, functions: Mapping[str, str]
+    chat: str, config: Config, functions: Mapping[str, str]
 ) -> Callable[[Problem, str], None]:
-    """Return the check of each row's prompt, its ground truth, and the columns of agents."""
-    of_agents = row_check(agents)
+    """Return the check of each row's prompt, ground truth, teachers, and the columns of agents."""
+    agents, of_agents = config.agents, row_check(config.agents)
 
     def check(row: Problem, where: str) -> None:
         if chat == "never" and not agents.agent_kind and not isinstance(row.prompt, str):
@@ -150,6 +152,8 @@ def _row_check(
             raise bad_row(where, row.prompt, rule, "data.chat=auto, or a prompt that is a string")
         if of_agents is not None:
             of_agents(row, where)
+        if config.teachers:
+            teachers.check_row(config, row, where)
         for section, function in functions.items():
             name = function or scorer_of(row.data_source, row.extra_info)
             if name == "last_number" and number(row.ground_truth) is None:
@@ -210,10 +214,11 @@ def prepare(
     made = (model_folder / "tokenizer_config.json").is_file()
     model, key, seed = config.model, config.data.prompt_key, config.trainer.seed
     tokenizer = (
-        _load_tokenizer(model, str(model_folder))
+        load_tokenizer("model.path", str(model_folder), trusts=model.trust_remote_code)
         if made
         else _tokenizer(model, sources, key, roles=bool(config.agents.agent_kind))
     )
+    teachers.check_models(config, tokenizer)
     player = config.agents.agent_kind
     chat = Chat(tokenizer, strings="never" if player else config.data.chat)
     if chat.strings == "always" and chat.template is None:
@@ -316,79 +321,6 @@ def _counted(work: str, done: int, total: int) -> str:
     return f"{work}: {done:,}" + (f" of {total:,}" if total else "")
 
 
-def _check_model(path: str, rollout_engine: str) -> None:
-    """Raise ConfigError if model.path is neither a model's folder nor a model of the hub."""
-    if not path:
-        return
-    folder = Path(path)
-    if not folder.exists() and hub.NAME.fullmatch(path):
-        if why := hub.refusal("model", path):
-            fix = "a folder of a Hugging Face causal model, a hub id, or '' for a newly built model"
-            if path in MODELS:
-                fix = f"'model.path=${{model:{path}}}', the folder of `millrace get-model {path}`"
-            raise bad_value(
-                "model.path", path, f"no such folder (from {Path.cwd()}), and {why}", fix
-            )
-        if error := model_checks.refusal(path, hub.model_config(path), rollout_engine):
-            raise error
-        return
-    if not folder.is_dir():
-        rule = "is a file" if folder.exists() else f"no such folder (from {Path.cwd()})"
-        fix = "the folder of a Hugging Face causal model, or a hub id (owner/name)"
-        if folder == model_folder(folder.name):
-            fix = f"`millrace get-model {folder.name}`"
-        raise bad_value("model.path", path, rule, fix)
-    _check_model_folder(folder, path, rollout_engine)
-
-
-def _check_model_folder(folder: Path, path: str, rollout_engine: str) -> None:
-    """Raise ConfigError if the folder has no model, or a model that millrace cannot use."""
-    shape = folder / "config.json"
-    if not shape.is_file():
-        inside = sorted(str(p.parent) for p in folder.glob("*/config.json"))
-        checkpoint = (folder / "manifest.json").is_file() or (folder / "checkpoints").is_dir()
-        fix = (
-            f"`millrace export {path} FOLDER`, then model.path=FOLDER"
-            if checkpoint
-            else "the folder of a Hugging Face causal model"
-        )
-        raise bad_value(
-            "model.path",
-            path,
-            "the folder has no config.json",
-            f"model.path={inside[0]}" if inside and not checkpoint else fix,
-        )
-    try:
-        settings = json.loads(shape.read_bytes())
-        kind = settings.get("model_type")
-    except (ValueError, AttributeError, OSError) as problem:
-        raise bad_value(
-            "model.path",
-            path,
-            f"its config.json cannot be read: {problem}",
-            "the model's own config.json",
-        ) from None
-    if error := model_checks.refusal(path, settings, rollout_engine):
-        raise error
-    if not any(p for pattern in ("*token*", "vocab*", "*.model") for p in folder.glob(pattern)):
-        # Without these files, transformers silently makes a tokenizer without the model's tokens.
-        raise bad_value(
-            "model.path",
-            path,
-            "the folder has no tokenizer",
-            "a folder that has the model's tokenizer files too",
-        )
-    if not isinstance(kind, str):
-        raise bad_value(
-            "model.path",
-            path,
-            "its config.json has no model_type",
-            "the config.json of a Hugging Face causal model",
-        )
-    if damaged := model_checks.damaged(folder):
-        raise bad_value("model.path", path, damaged, "get the file again, whole")
-
-
 def _check_overrides(model: ModelConfig) -> None:
     """Raise ConfigError if the model cannot have model.override_config."""
     if not model.override_config:
@@ -410,7 +342,7 @@ def _tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of model.path, or a new one made of the texts, with marks of `roles`."""
     if model.path:
-        return _load_tokenizer(model, model.path)
+        return load_tokenizer("model.path", model.path, trusts=model.trust_remote_code)
     from millrace.data.tokenizer import make_tokenizer
 
     rows = [sources.train, sources.sft, *([sources.val] if sources.val is not None else [])]
@@ -426,20 +358,6 @@ def _tokenizer(
             f"model.shape.vocab_size={len(tokenizer)} or more, or 0",
         )
     return tokenizer
-
-
-def _load_tokenizer(model: ModelConfig, path: str) -> PreTrainedTokenizerBase:
-    from millrace.models.tokenizer import load_tokenizer
-
-    try:
-        return load_tokenizer(path, trust_remote_code=model.trust_remote_code)
-    # transformers checks no types, so a wrong one in a file may raise the last three.
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
-        why = next(iter(str(error).splitlines()), type(error).__name__)
-        rule = f"no tokenizer can be loaded from it: {why}"
-        raise bad_value(
-            "model.path", path, rule, "a folder that has the model's tokenizer files too"
-        ) from None
 
 
 def _write_model(

@@ -6,7 +6,8 @@ whole batch. Counts, means, draws and rejections therefore also cover the whole 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -22,6 +23,7 @@ from millrace.train.layout import Ints
 from millrace.train.options import StepOptions
 from millrace.train.routing import Routed
 from millrace.train.rows import BatchArrays, Rows
+from millrace.train.teachers import Taught, ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ class Experience:
     """Mean of the KL in the rewards, before its coefficient."""
     kl_coef: float
     """The coefficient of the KL in the rewards."""
+    taught: Taught | None = None
+    """What the teachers say of the tokens."""
 
     @property
     def num_samples(self) -> int:
@@ -76,7 +80,7 @@ class Experience:
 
 
 class Forward(Protocol):
-    """A forward pass without gradients, of a critic or a reference."""
+    """A forward pass without gradients, of a critic, a reference or a teacher."""
 
     def tokens(
         self, rows: Rows, members: Ints | None = None, *, temperature: float
@@ -115,6 +119,7 @@ class Models:
     policy: Policy
     critic: Forward | None
     reference: Forward | None
+    teachers: Mapping[str, Forward] = field(default_factory=dict)
 
 
 def make_experience(
@@ -169,6 +174,11 @@ def make_experience(
         named = options.algorithm.token_weights
         tokens = weighed(named, weights, outcomes, ids, advantages.tokens)
         advantages = replace(advantages, tokens=tokens)
+    taught = None
+    if models.teachers:
+        taught, rows = ask(models.teachers, batch, rows, options)
+        factor = options.distillation.task_loss_coef * options.distillation.use_task_rewards
+        advantages = replace(advantages, tokens=advantages.tokens * factor)
     return Experience(
         rows=rows,
         lengths=batch.lengths,
@@ -188,6 +198,7 @@ def make_experience(
         zero_variance_share=batch.equal_share,
         kl_to_reference=kl.mean().item() if kl is not None and len(kl) else 0.0,
         kl_coef=kl_coef,
+        taught=taught,
     )
 
 

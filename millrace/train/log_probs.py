@@ -72,11 +72,13 @@ def log_probs_and_entropy(
     chunk: int = 0,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return log p(target) and the entropy of p = softmax(hidden weight^T / temperature), each [N].
+    """Return log p(target), of the targets' shape, and the entropy of p, [N].
+
+    p = softmax(hidden weight^T / temperature)
 
     hidden      [N, H]
     weight      [V, H], of the lm_head, in the dtype of hidden
-    targets     [N] int64
+    targets     [N] int64, or [N, C] for C tokens of each row
     vocabulary  this rank's share of the rows, if ranks of a group share them
     chunk       number of rows at a time; 0 chooses one
     fused       compile all but the matmuls: three passes over the logits instead of twenty
@@ -97,10 +99,29 @@ def log_probs_and_entropy(
     rows = max(hidden.shape[0], 1) if keep else chunk or rows_at_once(hidden, vocab)
     if vocabulary is not None:
         weight = weight[: vocabulary.rows]
-    result: tuple[Tensor, Tensor] = _LogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, temperature, vocabulary, rows, keep, fused
+    several = targets if targets.dim() == 2 else targets.unsqueeze(-1)
+    log_probs, entropy = _LogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, several, temperature, vocabulary, rows, keep, fused
     )
-    return result
+    return log_probs.view(targets.shape), entropy
+
+
+@torch.no_grad()
+def top_log_probs(
+    hidden: Tensor, weight: Tensor, temperature: float, k: int
+) -> tuple[Tensor, Tensor]:
+    """Return the k likeliest tokens of each row, int64, and their log-probs, each [N, k].
+
+    Arguments and dtypes are those of `log_probs_and_entropy`.
+    """
+    ids = torch.empty(hidden.shape[0], k, dtype=torch.int64, device=hidden.device)
+    log_probs = ids.new_empty(ids.shape, dtype=compute_dtype(hidden))
+    rows = rows_at_once(hidden, weight.shape[0])
+    for start in range(0, hidden.shape[0], rows):
+        part = slice(start, start + rows)
+        z = scaled_logits(hidden[part], weight, temperature)
+        log_probs[part], ids[part] = z.log_softmax(-1).topk(k)
+    return ids, log_probs
 
 
 @torch.no_grad()
@@ -144,8 +165,8 @@ class _LogProbs(torch.autograd.Function):
         keep: bool,
         fused: bool,
     ) -> tuple[Tensor, Tensor]:
-        log_prob = hidden.new_empty(hidden.shape[0], dtype=compute_dtype(hidden))
-        entropy, log_norm = torch.empty_like(log_prob), torch.empty_like(log_prob)
+        entropy = hidden.new_empty(hidden.shape[0], dtype=compute_dtype(hidden))
+        log_prob, log_norm = entropy.new_empty(targets.shape), torch.empty_like(entropy)
         z = log_prob.new_empty(0)
         statistics = _compiled(_statistics) if fused else _statistics
         if vocabulary is not None:
@@ -203,10 +224,10 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _statistics(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log norm, log-prob of the target and entropy, each [n], of scaled logits z [n, V]."""
+    """Return log norm [n], log-probs of targets [n, C] and entropy [n] of scaled logits z [n, V]."""
     log_norm = z.logsumexp(-1)
     log_p = z - log_norm.unsqueeze(-1)
-    log_prob = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    log_prob = log_p.gather(-1, targets)
     # A logit of -inf has probability 0 and adds nothing to the entropy: 0 * -inf would be nan.
     entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
     return log_norm, log_prob, entropy
@@ -220,13 +241,14 @@ def _shared_statistics(
     shifted = z - top.unsqueeze(-1)
     e = shifted.exp()
     at, mine = vocabulary.local(targets)
-    target = torch.zeros_like(top)
+    found = z.new_zeros(at.shape)
     if z.shape[1]:  # a rank may have no row
-        target = z.gather(-1, at.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0.0)
+        found = z.gather(-1, at).masked_fill(~mine, 0.0)
     inner = (e * shifted.clamp(min=torch.finfo(e.dtype).min)).sum(-1)
-    norm, inner, target = vocabulary.sum_(torch.stack([e.sum(-1), inner, target]))
+    norm, inner, *found_of = vocabulary.sum_(torch.stack([e.sum(-1), inner, *found.unbind(-1)]))
     log_norm = top + norm.log()
-    return log_norm, target - log_norm, norm.log() - inner / norm
+    log_prob = torch.stack(found_of, -1) - log_norm.unsqueeze(-1)
+    return log_norm, log_prob, norm.log() - inner / norm
 
 
 def _grad_logits(
@@ -240,23 +262,26 @@ def _grad_logits(
 ) -> Tensor:
     """Return the gradient to the scaled logits z, [n, V].
 
-    It is computed from the gradients to log-prob and entropy, each [n] or None. `to_target` is the
-    gradient to log-prob where z has the target's logit, and 0 elsewhere.
+    It is computed from the gradients to log-probs [n, C] and entropy [n], or None. `to_target` is
+    the gradient to log-probs where z has the target's logit, and 0 elsewhere.
     """
     log_p = z - log_norm.unsqueeze(-1)
     p = log_p.exp()
+    of_norm = grad_log_prob
+    if grad_log_prob is not None and grad_log_prob.shape[-1] > 1:
+        of_norm = grad_log_prob.sum(-1, keepdim=True)
     if grad_entropy is None:
-        grad = p if grad_log_prob is None else p.mul_(-grad_log_prob.unsqueeze(-1))
+        grad = p if of_norm is None else p.mul_(-of_norm)
         if grad_log_prob is None:
             return grad.zero_()
     else:
         inner = log_p.clamp(min=torch.finfo(log_p.dtype).min) + entropy.unsqueeze(-1)
         scale = inner.mul_(grad_entropy.unsqueeze(-1))
-        if grad_log_prob is not None:
-            scale += grad_log_prob.unsqueeze(-1)
+        if of_norm is not None:
+            scale += of_norm
         grad = p.mul_(scale.neg_())
     if to_target is not None:
-        grad.scatter_add_(-1, targets.unsqueeze(-1), to_target.unsqueeze(-1))
+        grad.scatter_add_(-1, targets, to_target)
     return grad
 
 

@@ -162,6 +162,7 @@ def _policy_metrics(
 
     actor/pg_loss               policy loss without KL and entropy bonus; mean over steps
     actor/kl_loss               aggregated KL to the reference, with use_kl_loss; mean over steps
+    actor/distillation_loss     divergence from the teachers, before its coefficient; mean over steps
     actor/entropy               entropy of the policy at the sampling temperature, nats
     actor/pg_clipfrac           share of tokens whose loss a bound of the loss mode changed
     actor/pg_clipfrac_lower     share of tokens whose loss the bound on large ratios changed
@@ -195,6 +196,9 @@ def _policy_metrics(
         }
         if options.actor.use_kl_loss:
             metrics["actor/kl_loss"] = meter.sums["kl_loss"] / steps
+        if data.taught is not None:
+            metrics |= data.taught.metrics
+            metrics["actor/distillation_loss"] = meter.sums["distillation_loss"] / steps
         if options.correction.off_policy_mask_threshold is not None:
             masked = meter.sums["off_policy_masked"] / n
             metrics["rollout_corr/off_policy_masked_fraction"] = masked

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from millrace.algorithms.advantage import AdvantageOptions, Estimator, TokenWeights
 from millrace.algorithms.correction_plan import CorrectionPlan, CorrectionStage
 from millrace.algorithms.policy_loss import AggMode, LossOptions, PolicyLoss
-from millrace.config import ActorConfig, AlgorithmConfig, Config, OptimConfig, SftConfig
+from millrace.config import (
+    ActorConfig,
+    AlgorithmConfig,
+    Config,
+    DistillationConfig,
+    OptimConfig,
+    SftConfig,
+)
 from millrace.ports import Phase
 
 
@@ -17,6 +24,7 @@ class StepOptions:
 
     actor: ActorConfig
     algorithm: AlgorithmConfig
+    distillation: DistillationConfig
     correction: CorrectionPlan
     policy_loss: PolicyLoss
     loss: LossOptions
@@ -57,6 +65,7 @@ def step_options(config: Config) -> StepOptions:
     return StepOptions(
         actor=actor,
         algorithm=algorithm,
+        distillation=config.distillation,
         correction=algorithm.rollout_correction.plan(
             bypass=config.async_training.use_rollout_log_probs
         ),

@@ -46,6 +46,8 @@ class MicroBatch:
     """Number of trajectories of this micro-batch."""
     experts: Tensor | None = None
     """[T, layers x k] the experts of each token, for router replay. None lets routers choose."""
+    candidates: Tensor | None = None
+    """[M, C] further tokens whose log-probs the pass returns, beside that of the target."""
     cells: tuple[Ints, Ints] | None = None
     """[C] token of each cell, and [C] its position in Rows.tokens. None without cells."""
 
@@ -160,7 +162,7 @@ def pack(
     forward and backward, and so takes part in every collective.
     """
     if not len(members):
-        return _dummy(device, rows.experts, division, padded=padded)
+        return _dummy(device, rows, division, padded=padded)
     lengths = rows.inputs[members]
     _, first, group = np.unique(rows.opening[members], return_index=True, return_inverse=True)
     # Rows of different openings share nothing.
@@ -187,6 +189,7 @@ def pack(
     sequence, num_sequences = np.argsort(np.argsort(first))[index], len(first)
     predicts = np.flatnonzero(rows.trained[source + 1])
     targets = source[predicts] + 1
+    candidates = None if rows.candidates is None else rows.candidates[rows.order[targets]]
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids).to(device),
         position_ids=torch.from_numpy(position_ids).to(device),
@@ -197,6 +200,7 @@ def pack(
         sequence=torch.from_numpy(np.repeat(sequence, lengths)[predicts]),
         num_sequences=num_sequences,
         experts=_packed_experts(rows.experts, token, source, num_tokens, device),
+        candidates=None if candidates is None else torch.from_numpy(candidates).to(device),
         cells=(token, source),
     )
 
@@ -212,13 +216,14 @@ def _packed_experts(
     return torch.from_numpy(packed).to(device).long()
 
 
-def _dummy(
-    device: torch.device, experts: Routed | None, division: Division, *, padded: bool
-) -> MicroBatch:
+def _dummy(device: torch.device, rows: Rows, division: Division, *, padded: bool) -> MicroBatch:
     none, zero = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     one = np.ones(1, dtype=np.int64)
     layout = make_layout(one, zero.numpy(), division.share(1), device, padded=padded)
     on_device = none.to(device)
     ids = zero.to(device)
-    routed = None if experts is None else zero.new_zeros(1, experts.shape[1]).to(device)
-    return MicroBatch(ids, ids, layout, on_device, on_device, none, none, 0, routed)
+    experts, candidates = (
+        None if of is None else zero.new_zeros(count, of.shape[1]).to(device)
+        for of, count in ((rows.experts, 1), (rows.candidates, 0))
+    )
+    return MicroBatch(ids, ids, layout, on_device, on_device, none, none, 0, experts, candidates)

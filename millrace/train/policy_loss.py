@@ -28,10 +28,12 @@ POLICY_SUMS = (
     "clipped_lower",
     "log_ratio",
     "off_policy_masked",
+    "distillation_loss",
 )
 """Sums of a micro-batch of the policy, in this order.
 
-loss, pg_loss and kl_loss are shares of the global loss. The others are sums over trained tokens.
+loss, pg_loss, kl_loss and distillation_loss are shares of the global loss. The others are sums over
+trained tokens.
 """
 CRITIC_SUMS = ("loss", "tokens", "clipped")
 
@@ -39,7 +41,8 @@ CRITIC_SUMS = ("loss", "tokens", "clipped")
 class PolicyLoss:
     """The policy's loss on one mini-batch.
 
-    loss = policy loss + kl_loss_coef x KL - entropy_coeff x entropy. Each term is aggregated.
+    loss = policy loss + kl_loss_coef x KL - entropy_coeff x entropy + distillation_loss_coef x
+    divergence from teachers. Each term is aggregated. Teachers of k1 have a part in the advantages.
     """
 
     def __init__(self, data: Experience, mini: MiniBatch, options: StepOptions) -> None:
@@ -50,18 +53,25 @@ class PolicyLoss:
         self.actor = options.actor
         self.token_losses = options.policy_loss
         self.options = options.loss
+        self.distillation = options.distillation
         self.plan = options.correction
         self.interpolated = data.old is None and self.plan.proximal in ESTIMATES
 
     def __call__(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return the micro-batch's share of the loss, and its POLICY_SUMS [9] float64, detached.
+        """Return the micro-batch's share of the loss, and its POLICY_SUMS [10] float64, detached.
 
-        `outputs` are log-probs and entropy, each [M].
+        `outputs` are log-probs, entropy and the log-probs of candidates, each [M].
         """
         at = self._columns(micro, outputs[0])
         mask = at["mask"] > 0
         # The loss must not read other tokens: a log-prob of -inf times a factor of 0 is NaN.
         log_probs, entropy = (x.masked_fill(~mask, 0.0) for x in outputs[:2])
+        distilled = pg_distilled = None
+        if self.data.taught is not None:
+            given = micro.source, outputs, mask, self.distillation
+            pg_distilled, distilled = self.data.taught.part(*given)
+            coef = self.distillation.distillation_loss_coef
+            at["advantages"] = at["advantages"] + coef * pg_distilled
         old = self._old(at, log_probs)
         losses, stats = self.token_losses(
             LossInput(
@@ -90,6 +100,11 @@ class PolicyLoss:
             loss = loss + self.actor.kl_loss_coef * kl_loss
         if self.actor.entropy_coeff:
             loss = loss - self.actor.entropy_coeff * (entropy * at["factors"]).sum()
+        divergence = loss.new_zeros(())
+        if distilled is not None and pg_distilled is not None:
+            own = (distilled * at["factors"]).sum()
+            loss = loss + self.distillation.distillation_loss_coef * own
+            divergence = own - (pg_distilled * at["factors"]).sum()
         with torch.no_grad():
             per_token = (
                 at["mask"],
@@ -103,6 +118,7 @@ class PolicyLoss:
                 [
                     torch.stack([loss.detach(), pg_loss.detach(), kl_loss.detach()]).double(),
                     torch.stack(per_token).sum(-1, dtype=torch.float64),
+                    divergence.detach().double().reshape(1),
                 ]
             )
         return loss, sums

@@ -8,8 +8,8 @@ token.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from millrace.algorithms.ragged import sequence_ids
-from millrace.config import AlgorithmConfig
+from millrace.config import AlgorithmConfig, TeacherConfig
+from millrace.config.teacher_keys import weights_of
 from millrace.errors import MillraceError
 from millrace.ports import TrainBatch
 from millrace.train.layout import Ints
@@ -35,6 +36,8 @@ from millrace.types import (
     floats_of,
     tokens_of,
 )
+
+NO_TEACHERS: Mapping[str, TeacherConfig] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,8 @@ class Rows:
     """[K] whether older versions may have computed KV that drew the token. None if none did."""
     experts: Routed | None = None
     """The experts of each token, for router replay. None lets routers choose."""
+    candidates: Ints | None = None
+    """[K, C] further tokens whose log-probs a pass of the policy returns. None for no token."""
 
     @property
     def trained_of_trajectories(self) -> Ints:
@@ -124,16 +129,22 @@ class BatchArrays:
     """Share of samples whose rewards are all equal."""
     greedy_scores: Tensor | None
     """[N] float64 score of the greedy response to each trajectory's prompt, for remax."""
+    taught: Mapping[str, Tensor] = field(default_factory=dict)
+    """The weight of each teacher in each trajectory, by its name, [N] float64."""
 
     def sequences_of(self, tokens: Tensor) -> Tensor:
         """Return the trajectories with at least one of the tokens [K] bool, [N] bool."""
         return torch.bincount(self.ids[tokens], minlength=len(self.lengths)) > 0
 
 
-def arrays_of(batch: TrainBatch, algorithm: AlgorithmConfig) -> BatchArrays:
+def arrays_of(
+    batch: TrainBatch,
+    algorithm: AlgorithmConfig,
+    teachers: Mapping[str, TeacherConfig] = NO_TEACHERS,
+) -> BatchArrays:
     """Return the arrays of `batch`.
 
-    Raises MillraceError if a score that `algorithm` needs is missing.
+    Raises MillraceError if a score that `algorithm` needs is missing, or a teacher that a row names.
     """
     rows = rows_of_samples(batch.samples)
     pairs = [(trajectory, sample) for sample in batch.samples for trajectory in sample.trajectories]
@@ -164,11 +175,26 @@ def arrays_of(batch: TrainBatch, algorithm: AlgorithmConfig) -> BatchArrays:
         greedy_scores=_floats([_score(sample.greedy, sample).value for _, sample in pairs])
         if greedy
         else None,
+        taught=_taught(batch.samples, teachers),
     )
 
 
 def _floats(values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+def _taught(samples: Sequence[Sample], teachers: Mapping[str, TeacherConfig]) -> dict[str, Tensor]:
+    if not teachers:
+        return {}
+    weights: list[dict[str, float]] = []
+    for sample in samples:
+        prompt = sample.prompt
+        try:
+            one = weights_of(teachers, prompt.data_source, prompt.extra_info)
+        except ValueError as error:
+            raise MillraceError(f"the row of sample {prompt.index}: {error}") from None
+        weights += [one] * len(sample.trajectories)
+    return {name: _floats([one.get(name, 0.0) for one in weights]) for name in teachers}
 
 
 def _score(trajectory: Trajectory | None, sample: Sample) -> Score:

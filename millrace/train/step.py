@@ -7,7 +7,7 @@ compute in the calling thread and block it, so an engine needs its own process o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -54,6 +54,7 @@ class TrainSteps(ABC):
         self.writer = StateWriter(timeout_s=config.trainer.wait_deadline_s)
         self.owns_group = False
         self._seen_version: int | None = None
+        self.teachers: Mapping[str, Forward] = {}
         self._away = False
         """Whether the weights are displaced."""
 
@@ -104,7 +105,7 @@ class TrainSteps(ABC):
 
     def _step(self, batch: TrainBatch) -> StepReport:
         options = self.options
-        models = timed(Models(self.actor, self.critic, self.reference))
+        models = timed(Models(self.actor, self.critic, self.reference, self.teachers))
         arrays = self._arrays(batch)
         self.actor.lr_scale = batch.lr_scale
         with part("adv"):
@@ -154,7 +155,7 @@ class TrainSteps(ABC):
 
     def _arrays(self, batch: TrainBatch) -> BatchArrays:
         """Return the arrays of a batch. Raise MillraceError if it lacks the experts of R3."""
-        arrays = arrays_of(batch, self.options.algorithm)
+        arrays = arrays_of(batch, self.options.algorithm, self.config.teachers)
         if self.options.router_replay == "R3" and arrays.rows.experts is None:
             raise MillraceError(
                 "model.router_replay=R3: the samples have no experts. "

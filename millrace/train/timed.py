@@ -15,7 +15,7 @@ from millrace.waits.registry import part
 
 @dataclass(frozen=True, slots=True)
 class TimedForward:
-    """A critic or a reference whose forward passes count for the part `name`.
+    """A critic, a reference or a teacher whose forward passes count for the part `name`.
 
     The outputs of a pass are on the host, so the pass is complete at its return, also on a GPU.
     """
@@ -52,10 +52,11 @@ class TimedPolicy:
 
 
 def timed(models: Models) -> Models:
-    """Return the models with their forward passes timed: old_log_prob, values and ref."""
+    """Return the models with their passes timed: old_log_prob, values, ref and teacher."""
     critic, reference = models.critic, models.reference
     return Models(
         TimedPolicy(models.policy),
         critic and TimedForward(critic, "values"),
         reference and TimedForward(reference, "ref"),
+        {name: TimedForward(model, "teacher") for name, model in models.teachers.items()},
     )

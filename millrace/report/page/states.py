@@ -55,7 +55,7 @@ STATES = {
 
 _OF: dict[str, str] = {
     **dict.fromkeys(
-        ("train", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "train_other"),
+        ("train", "old_log_prob", "ref", "values", "teacher", "adv", "update_critic", "update_actor", "train_other"),
         "train",
     ),
     **dict.fromkeys(("sync_keep", "sync_transfer", "sync_activate"), "sync"),

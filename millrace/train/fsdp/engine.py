@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from millrace.train.fsdp.sharding import division_of, load, mesh_of, reshard, se
 from millrace.train.fsdp.trainable import Trainable, copied_to
 from millrace.train.step import TrainSteps
 
+NO_TEACHERS: Mapping[str, PackedPolicy] = {}
+
 
 class FsdpTrainEngine(TrainSteps):
     """A policy under training, with the critic and the reference that its algorithm needs.
@@ -41,6 +44,7 @@ class FsdpTrainEngine(TrainSteps):
         device: torch.device,
         critic: PackedCritic | None = None,
         reference: PackedPolicy | None = None,
+        teachers: Mapping[str, PackedPolicy] = NO_TEACHERS,
     ) -> None:
         division = division_of(config.actor.ulysses_sequence_parallel_size)
 
@@ -64,6 +68,9 @@ class FsdpTrainEngine(TrainSteps):
         )
         if self.adapted and config.needs_reference:
             self.reference = StartPolicy(self.actor)
+        self.teachers: dict[str, Trainable] = {
+            name: trainable(name, module) for name, module in teachers.items()
+        }
         self.rank = rank
         self.world_size = world_size
         self.base_sum: int | None = None
@@ -157,7 +164,7 @@ class FsdpTrainEngine(TrainSteps):
     def _move(self, device: torch.device) -> None:
         if self.device.type == "cpu" or not self.config.trainer.offload:
             return
-        for model in (self.actor, self.critic, self.reference):
+        for model in (self.actor, self.critic, self.reference, *self.teachers.values()):
             if isinstance(model, Trainable) and not self.config.trainer.offload_policy:
                 model.move(device)
         torch.cuda.empty_cache()
@@ -194,8 +201,8 @@ def build(
             fused=config.model.compile,
         )
 
-    def frozen(model: PreTrainedModel) -> PackedPolicy:
-        own = PackedPolicy(model, fused=config.model.compile, replays=False)
+    def frozen(model: PreTrainedModel, topk: int = 0) -> PackedPolicy:
+        own = PackedPolicy(model, fused=config.model.compile, replays=False, topk=topk)
         return own.requires_grad_(False)
 
     sections = (config.model, config.trainer)
@@ -205,6 +212,10 @@ def build(
     policy = load(policy_of, *source, on_host=adapted)
     critic = load(PackedCritic, *source) if config.needs_critic else None
     reference = load(frozen, *source) if config.needs_reference and not adapted else None
+    teachers, topk = {}, config.distillation.candidates
+    for name, teacher in config.teachers.items():
+        trusted = config.model.model_copy(update={"trust_remote_code": teacher.trust_remote_code})
+        teachers[name] = load(partial(frozen, topk=topk), teacher.path, trusted, *source[2:])
     engine = kind(
         policy,
         config,
@@ -214,10 +225,11 @@ def build(
         device=device,
         critic=critic,
         reference=reference,
+        teachers=teachers,
     )
     engine.owns_group = alone and dist.is_initialized()
     if config.model.compile:  # while the rollout engines start
-        for model in (engine.actor, engine.critic, engine.reference):
+        for model in (engine.actor, engine.critic, engine.reference, *engine.teachers.values()):
             if isinstance(model, Trainable):
                 model.warm_up()
     return engine

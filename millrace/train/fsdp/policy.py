@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.errors import bad_value
 from millrace.train import packed_attention as attention
 from millrace.train.fsdp.routers import Routers
-from millrace.train.log_probs import log_probs_and_entropy, sum_of_squares
+from millrace.train.log_probs import log_probs_and_entropy, sum_of_squares, top_log_probs
 from millrace.train.packing import MicroBatch
 
 
@@ -29,12 +30,14 @@ class PackedPolicy(nn.Module):
         checkpoint_share: float = 0.0,
         fused: bool = False,
         replays: bool = True,
+        topk: int = 0,
     ) -> None:
         """Take over `model`. Raises ConfigError if its logits are not hidden x lm_head^T alone.
 
         `checkpoint_share` is the share of the decoder layers that recompute their activations in
         the backward pass. They are evenly spread. `fused` is the argument of
-        `log_probs_and_entropy`. A policy that `replays` uses the experts of a batch.
+        `log_probs_and_entropy`. A policy that `replays` uses the experts of a batch. One with
+        `topk`, a teacher, returns that number of its likeliest tokens.
         """
         super().__init__()
         _check_head(model)
@@ -53,6 +56,7 @@ class PackedPolicy(nn.Module):
                 ) > math.ceil(i * checkpoint_share)
         self.model = model
         self._fused = fused
+        self.topk = topk
         self.routers = Routers(model) if replays else None
 
     def forward(
@@ -60,19 +64,33 @@ class PackedPolicy(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Return log p(target) and entropy, each [M] float32, at `temperature`.
 
-        A float64 model returns float64. With `squares` there is also the sum of p^2 over the
-        vocabulary, without a gradient.
+        A float64 model returns float64. The log-probs of the batch's candidates follow, if it has
+        any. Without a gradient, `squares` adds the sum of p^2 over the vocabulary, and a policy
+        with `topk` the likeliest tokens, then their log-probs.
         """
         if self.routers is not None:
             self.routers.begin(batch)
         states, mine = states_before_targets(self.model.base_model, batch)
         weight = cast(Tensor, output_embeddings(self.model).weight)
-        targets = batch.targets if mine is None else batch.targets[mine]
-        outputs: tuple[Tensor, ...] = log_probs_and_entropy(
-            states, weight, targets, temperature, fused=self._fused
+        targets = batch.targets
+        if batch.candidates is not None:
+            targets = torch.cat([targets.unsqueeze(-1), batch.candidates], -1)
+        log_probs, entropy = log_probs_and_entropy(
+            states,
+            weight,
+            targets if mine is None else targets[mine],
+            temperature,
+            fused=self._fused,
         )
+        outputs: tuple[Tensor, ...] = (log_probs, entropy)
+        if batch.candidates is not None:
+            drawn, *others = log_probs.unbind(-1)
+            outputs = (drawn, entropy, *others)
         if squares:
             outputs = (*outputs, sum_of_squares(states, weight, temperature))
+        if self.topk:
+            for part in top_log_probs(states, weight, temperature, self.topk):
+                outputs = (*outputs, *part.to(entropy.dtype).unbind(-1))
         return batch.layout.share.joined(outputs, mine, len(batch.select))
 
     def layers(self) -> list[nn.Module]:

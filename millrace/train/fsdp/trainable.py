@@ -163,7 +163,7 @@ class Trainable(Learner):
         Each output is [K] float64 on the host, and 0 for the tokens of other rows. Every rank has
         the whole output.
         """
-        flats: list[Tensor] = []
+        flats = torch.zeros(0, len(rows.versions), dtype=torch.float64)
         routers = self.routers if record else None
         routed = None if routers is None else routers.empty(len(rows.tokens))
         for k, (micro, _) in enumerate(
@@ -172,9 +172,10 @@ class Trainable(Learner):
             count("passes")
             with doing(f"log-probs of micro-batch {k}"):
                 outputs: Outputs = self.module(micro, temperature, **options)
-            flats = flats or [torch.zeros(len(rows.versions), dtype=torch.float64) for _ in outputs]
-            for flat, output in zip(flats, outputs if self.counts else (), strict=self.counts):
-                flat[micro.source] = output.double().cpu()
+            if not len(flats):
+                flats = flats.new_zeros(len(outputs), len(rows.versions))
+            if self.counts:
+                flats[:, micro.source] = torch.stack([x.double() for x in outputs]).cpu()
             if routers is not None and routed is not None and micro.cells is not None:
                 share, (token, position) = micro.layout.share, micro.cells
                 own = token // share.own == share.rank
@@ -183,7 +184,7 @@ class Trainable(Learner):
             # After a forward pass, gathered weights may stay. They would be stale after a load,
             # and would take memory during sleep.
             reshard(self.module)
-        whole = self.reduce(torch.stack(flats).to(self.device), dist.ReduceOp.SUM).cpu()
+        whole = self.reduce(flats.to(self.device), dist.ReduceOp.SUM).cpu()
         if routed is not None:  # Each token is on one rank, and is 0 on the others.
             own = torch.from_numpy(routed).to(self.device)
             self.routed = self.reduce(own, dist.ReduceOp.SUM).cpu().numpy()

@@ -1,0 +1,94 @@
+"""The keys of teachers, and of what the policy learns from them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from millrace.config.facts import ReadWith
+from millrace.config.section import Folder, Section, Sources
+from millrace.errors import bad_value
+
+_TOP_K: tuple[str, ...] = ("forward_kl_topk", "reverse_kl_topk")
+
+
+class TeacherConfig(Section):
+    """One frozen model that the policy learns from."""
+
+    path: Annotated[str, Folder] = ""
+    """Folder or hub id of a causal language model with the policy's tokenizer."""
+    weight: float = Field(1.0, gt=0)
+    """Factor of its divergence."""
+    data_sources: Sources = ()
+    """The data sources whose samples it teaches. Empty means all.
+
+    A row can name its teachers itself, in place of this: extra_info.teachers is a name, a list of
+    names, or a mapping of names to weights.
+    """
+    trust_remote_code: bool = False
+    """Whether code in the model's folder may run."""
+
+
+class DistillationConfig(Section):
+    """The part of teachers in the training. Some names are verl's."""
+
+    loss_mode: Literal["k1", "forward_kl_topk", "reverse_kl_topk"] = "k1"
+    """k1: log p_teacher - log p of each drawn token is a part of its advantage.
+
+    Its expectation is minus the reverse KL, and the policy loss corrects it for stale tokens. The
+    other two add the KL between next-token distributions to the loss. They keep the teacher's topk
+    tokens, and one class for all others.
+    """
+    topk: Annotated[int, ReadWith({".loss_mode": _TOP_K})] = Field(32, ge=1)
+    """Tokens of each distribution. The size of the vocabulary takes whole distributions."""
+    use_task_rewards: bool = True
+    """Train on the rewards too. false trains on the teachers alone."""
+    distillation_loss_coef: float = Field(1.0, gt=0)
+    """Factor of the teachers' part."""
+    task_loss_coef: Annotated[float, ReadWith({".use_task_rewards": (True,)})] = Field(1.0, gt=0)
+    """Factor of the advantages that come from rewards."""
+    max_log_ratio: Annotated[float, ReadWith({".loss_mode": ("k1",)})] = Field(10.0, gt=0)
+    """k1: the largest size of a token's part. A teacher may give a token almost no probability."""
+
+    @property
+    def candidates(self) -> int:
+        """The number of tokens whose probabilities a teacher gives beside the drawn one."""
+        return self.topk if self.loss_mode in _TOP_K else 0
+
+
+def check_names(teachers: Mapping[str, TeacherConfig]) -> None:
+    """Raise ConfigError for a teacher's name that cannot be in a metric's, or without a model."""
+    for name, teacher in teachers.items():
+        if not re.fullmatch(r"[A-Za-z]\w*", name):
+            rule = "a teacher's name begins with a letter and has letters, digits and _ alone"
+            raise bad_value("teachers", name, rule, "another name for this teacher")
+        if not teacher.path:
+            key = f"teachers.{name}.path"
+            raise bad_value(key, "", "a teacher needs a model", f"{key}=FOLDER")
+
+
+def weights_of(
+    teachers: Mapping[str, TeacherConfig], data_source: str, extra_info: Mapping[str, Any]
+) -> dict[str, float]:
+    """Return the weight of each teacher of a row. Raises ValueError if the row names a wrong one."""
+    named = extra_info.get("teachers")
+    if named is None:
+        sources = {name: teacher.data_sources for name, teacher in teachers.items()}
+        named = [name for name, own in sources.items() if not own or data_source in own]
+    if isinstance(named, str):
+        named = [named]
+    if isinstance(named, Sequence) and all(isinstance(name, str) for name in named):
+        named = {name: teachers[name].weight if name in teachers else 1.0 for name in named}
+    if not isinstance(named, Mapping):
+        raise ValueError("must be a name, a list of names, or a mapping of names to weights")
+    if unknown := sorted(map(str, named.keys() - teachers.keys())):
+        raise ValueError(f"no teacher {unknown[0]!r}: there are {', '.join(teachers)}")
+    for name, weight in named.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+            raise ValueError(
+                f"the weight of the teacher {name} must be a number over 0: {weight!r}"
+            )
+    return {name: float(weight) for name, weight in named.items()}
