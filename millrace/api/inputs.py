@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,7 +165,5 @@ def rows_of(name: str, given: Any) -> list[dict[str, Any]]:
 
 
 def _is_coroutine(function: Callable[..., Any]) -> bool:
-    import inspect
-
     call = vars(type(function)).get("__call__")
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)

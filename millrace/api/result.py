@@ -68,7 +68,7 @@ class Run:
     def samples(self, version: int | None = None) -> list[dict[str, Any]]:
         """Return the trajectories that trained a version, or all versions: one dict for each.
 
-        Raises MillraceError if the run kept none, as report.samples_share=0 asks.
+        Raises MillraceError if the run kept none, as report.samples=0 asks.
         """
         from pyarrow import parquet
 
