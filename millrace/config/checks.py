@@ -169,7 +169,7 @@ def _check_teachers(c: Config) -> None:
             first, c.value_of("teachers")[first.split(".")[1]].path, rule, "trainer.engine=fsdp"
         )
     loss = c.actor.policy_loss
-    if own.loss_mode == "k1" and loss.loss.select:
+    if not own.candidates and loss.loss.select:
         raise bad_value(
             "actor.policy_loss.loss_mode",
             loss.loss_mode,

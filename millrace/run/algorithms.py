@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 CHECK_S = 300.0
 """The deadline of the checks before a run. They take two seconds on an idle core."""
 LOSS, ESTIMATOR = "actor.policy_loss.loss_mode", "algorithm.adv_estimator"
+SIGNAL = "distillation.loss_mode"
 WEIGHTS = "algorithm.token_weights"
 
 
@@ -67,7 +68,7 @@ def _options(spec: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def try_algorithms(config: Config, note: Callable[[str], None]) -> None:
-    """Check the user's loss and estimator before models load.
+    """Check the user's functions before models load.
 
     Raises ConfigError if one fails on made-up batches. Other broken properties are notes.
     """
@@ -78,6 +79,11 @@ def try_algorithms(config: Config, note: Callable[[str], None]) -> None:
     if ":" in algorithm.adv_estimator:
         found = _findings(algorithm.estimator, algorithm.advantage_options())
         _tell(ESTIMATOR, algorithm.adv_estimator, found, note)
+    if (signal := config.distillation.own_signal) is not None:
+        from millrace.algorithms.conformance import check_signal
+
+        broken = check_signal(config.distillation.loss_mode, signal)
+        _tell(SIGNAL, config.distillation.loss_mode, [broken] if broken else [], note)
     if (weights := algorithm.weigh_tokens) is not None:
         from millrace.algorithms.conformance import check_weights
 
@@ -94,6 +100,7 @@ async def tried(config: Config, note: Callable[[str], None]) -> None:
         named = {
             LOSS: config.actor.policy_loss.loss_mode,
             ESTIMATOR: config.algorithm.adv_estimator,
+            SIGNAL: config.distillation.loss_mode,
             WEIGHTS: config.algorithm.token_weights,
         }
         key, spec = next((k, v) for k, v in named.items() if ":" in v)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.algorithms.distillation import divergence, log_ratio_signal
+from millrace.algorithms.distillation import divergence, k1
 
 SIZE = 9
 
@@ -80,8 +80,7 @@ def test_the_signal_of_drawn_tokens_has_the_gradient_of_the_reverse_kl(
     logits = distributions(seed, rows=1)[0].requires_grad_()
     teachers = distributions(seed + 1, rows=2)
     log_p = logits.log_softmax(-1)
-    mixed = weights[0] * teachers[0] + weights[1] * teachers[1]
-    signal = log_ratio_signal(log_p, mixed, torch.full_like(log_p, sum(weights)), 1e9)
+    signal = weights[0] * k1(log_p, teachers[0]) + weights[1] * k1(log_p, teachers[1])
     assert not signal.requires_grad
     surrogate = -(log_p.detach().exp() * signal * log_p).sum()
     kl = sum(w * (log_p.exp() * (log_p - t)).sum() for w, t in zip(weights, teachers, strict=True))
@@ -92,5 +91,5 @@ def test_the_signal_of_drawn_tokens_has_the_gradient_of_the_reverse_kl(
 
 def test_a_signal_is_limited_also_for_an_impossible_token() -> None:
     log_p, teacher = torch.tensor([-1.0, -30.0, -1.0]), torch.tensor([-torch.inf, -0.1, -2.0])
-    found = log_ratio_signal(log_p, teacher, torch.ones(3), 10.0)
+    found = k1(log_p, teacher, limit=10.0)
     assert found.tolist() == [-10.0, 10.0, -1.0]
