@@ -92,7 +92,10 @@ def _add(given: dict[str, Any], parameter: str, key: str, value: Any) -> None:
         return
     if parameter in ("reward", "agent") and not (callable(value) or isinstance(value, str)):
         rule = f"is a {type(value).__name__}, and no function"
-        raise bad_value(parameter, value, rule, "a function, or its name such as path.py:name")
+        fix = "a function, or its name such as path.py:name"
+        if parameter == "reward" and isinstance(value, Sequence):
+            fix = 'reward={"mix": {"a": {"function": f}, "b": {"function": g, "weight": 0.5}}}'
+        raise bad_value(parameter, value, rule, fix)
     section, _, name = key.partition(".")
     inner = given.get(section)
     if key in given or (isinstance(inner, Mapping) and name in inner):
@@ -107,7 +110,8 @@ def _named(key: str, function: Callable[..., Any], functions: dict[str, Callable
     twice = module == "__main__" or ("." in module and not spec.startswith(module))
     if spec and not (key == _PROGRAM and twice):
         return spec
-    shown = str(getattr(function, "__qualname__", type(function).__name__))
+    inner = getattr(function, "function", function)  # of a loss or an estimator with facts
+    shown = str(getattr(inner, "__qualname__", type(function).__name__))
     if key != _PROGRAM and not _REWARD.fullmatch(key):
         rule = "exists only in this process, and workers import it from a file"
         fix = "a function at the outermost level of a file, imported here, or path.py:name"

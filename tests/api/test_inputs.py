@@ -14,6 +14,7 @@ import datasets
 import pytest
 
 import millrace
+from millrace.algorithms.policy_loss import policy_loss
 from millrace.api.inputs import setup
 from millrace.config import recipe
 from millrace.data.user_code import kept, load, spec_of
@@ -33,6 +34,7 @@ def closure() -> Callable[..., float]:
 
 
 def some_loss() -> Callable[..., Any]:
+    @policy_loss()
     def my_loss(inputs: Any, options: Any) -> Any:
         return -inputs.advantages * inputs.log_probs
 
@@ -53,6 +55,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no recipe of the name": ({"recipe": "quickstrt"}, "quickstart"),
     "recipe is a number": ({"recipe": 3}, "recipe = 3"),
     "reward is a number": ({"reward": 5}, "reward = 5"),
+    "several rewards": ({"reward": [score, score]}, 'reward={"mix": {"a":'),
     "reward is a class": ({"reward": dict}, "is a class"),
     "reward without a signature": ({"reward": lambda x: x}, "without solution_str"),
     "reward twice": ({"reward": score, "reward.function": "exact"}, "one of them"),
@@ -66,7 +69,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a loss that no file has": (
         {"actor": {"policy_loss": {"loss_mode": some_loss()}}},
-        "workers import it from a file",
+        "some_loss.<locals>.my_loss': exists only in this process, and workers import it",
     ),
     "agent is no function": ({"agent": 3}, "agent = 3"),
     "agent is not async": (
