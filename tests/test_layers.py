@@ -293,7 +293,7 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 BUDGETS = {
     "agents": 4350,
     "algorithms": 3350,
-    "api": 700,
+    "api": 760,
     "cli": 2100,
     "config": 4400,
     "data": 3050,
