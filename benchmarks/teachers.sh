@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Distil on one GPU, and compare it with RL from the same start: teachers.sh [PART ...]
-# It takes two GPUs, and runs the two arms of a part side by side, each on its own. Variables:
+# The two arms of a part run side by side, each on its own GPU, or one after the other. Variables:
 #   MODEL  the folder of SmolLM2-135M-Instruct      OUT    the results
 #   SITE   packages that are not installed          WORK   models and runs; a new folder
-#   STEPS  128 optimizer steps of 256 responses
+#   STEPS  128 optimizer steps of 256 responses     GPUS   0,1 or 0
 # The parts are start, rl,k1, forward,other and sources,rewards. The default is all of them.
-# 1. Train the teacher: RL on products and sums, on both GPUs.
+# 1. Train the teacher: RL on products and sums.
 # 2. Damage it with noise until its held-out score halves: the student. And another teacher, damaged
 #    with other noise to 90 % of its score.
 # 3. Each arm starts from the student. Its first validation is the student's score.
@@ -14,6 +14,8 @@ HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 MODEL=$(realpath "${MODEL:?the folder of SmolLM2-135M-Instruct}")
 OUT=${OUT:-build/teachers} STEPS=${STEPS:-128}
 WORK=${WORK:-$(mktemp -d /tmp/teachers.XXXXXX)}
+GPUS=${GPUS:-0,1}
+first=${GPUS%,*} second=${GPUS#*,}
 mkdir -p "$OUT" "$WORK"
 OUT=$(realpath "$OUT") WORK=$(realpath "$WORK")
 export PYTHONPATH=$HERE/..${SITE:+:$SITE} HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 PYTHONUNBUFFERED=1
@@ -30,16 +32,17 @@ run() { # NAME GPUS KEY=VALUE ...
 }
 
 start() {
-    run teacher 0,1 model.path="$MODEL" rollout.test_freq=1000000
+    local keys=()
+    [ "$first" != "$second" ] || keys=(mode=colocate_partial)
+    run teacher "$GPUS" model.path="$MODEL" rollout.test_freq=1000000 "${keys[@]}"
     python3 -m millrace export "$WORK/teacher" "$WORK/model" > "$OUT/export.log" 2>&1
-    damaged student 0 0.5 &
-    damaged other 1 0.9 &
-    wait
+    damaged student "$first" 0.5 0
+    damaged other "$second" 0.9 1
     tail -qn 1 "$OUT/student.jsonl" "$OUT/other.jsonl"
 }
 
-damaged() { # NAME GPU SHARE; the GPU is the seed of the noise
-    CUDA_VISIBLE_DEVICES=$2 python3 "$HERE/damage.py" smollm2_vllm "$WORK/model" "$WORK/$1" "$3" "$2" \
+damaged() { # NAME GPU SHARE SEED
+    CUDA_VISIBLE_DEVICES=$2 python3 "$HERE/damage.py" smollm2_vllm "$WORK/model" "$WORK/$1" "$3" "$4" \
         > "$OUT/$1.jsonl" 2> "$OUT/$1.log"
 }
 
@@ -64,8 +67,9 @@ for part in "${@:-start rl,k1 forward,other sources,rewards}"; do
         if [ "$names" = start ]; then
             start
         else
-            arm "${names%,*}" 0 &
-            arm "${names#*,}" 1 &
+            arm "${names%,*}" "$first" &
+            [ "$first" != "$second" ] || wait
+            arm "${names#*,}" "$second" &
             wait
         fi
     done

@@ -296,7 +296,7 @@ BUDGETS = {
     "api": 760,
     "cli": 2100,
     "config": 4400,
-    "data": 3050,
+    "data": 3200,
     "decode": 1600,
     "environments": 980,
     "errors": 250,

@@ -15,7 +15,7 @@ from millrace.config.cached import VARIABLE, cache_folder
 from millrace.config.layers import settings_of
 from millrace.config.recipe import load
 from millrace.data.row_store import encoded
-from millrace.data.user_code import IN_DRIVER, spec_of
+from millrace.data.user_code import IN_DRIVER, is_in_driver, spec_of
 from millrace.errors import bad_value
 from millrace.process.files import replace_file
 
@@ -24,6 +24,8 @@ RowsOrSources = str | Sequence[Any] | Iterable[Mapping[str, Any]]
 """Rows as mappings, a datasets.Dataset or a data frame, or sources as data.train_files takes them."""
 
 _PROGRAM = "agents.program"
+_OF_DRIVER = (_PROGRAM, "data.sampler", "observe.metrics")
+"""The keys whose functions always run in this process."""
 _REWARD = re.compile(r"reward(\.mix\.\w+)?\.function")
 _FORM = re.compile(r"[A-Za-z_][\w.]*")
 
@@ -37,12 +39,13 @@ class Setup:
 
     @property
     def notes(self) -> list[str]:
-        """Lines on where these functions run."""
+        """Lines on where rewards of this process run."""
+        specs = {part.function: None for part in self.config.reward.parts.values()}
         return [
-            f"{IN_DRIVER}:{name} exists only in this process, so it runs in a thread of it. If it "
-            "computes for long, put it into a file: then it gets processes of its own"
-            for name, function in self.functions.items()
-            if not _is_coroutine(function)
+            f"{spec} exists only in this process, so it runs in a thread of it. If it computes for "
+            "long, put it into a file: then it gets processes of its own"
+            for spec in filter(is_in_driver, specs)
+            if not _is_coroutine(self.functions[spec.rpartition(":")[2]])
         ]
 
 
@@ -106,13 +109,13 @@ def _add(given: dict[str, Any], parameter: str, key: str, value: Any) -> None:
 def _named(key: str, function: Callable[..., Any], functions: dict[str, Callable[..., Any]]) -> str:
     """Return the name of a function for its key, and note one that exists only in this process."""
     spec, module = spec_of(function), str(getattr(function, "__module__", ""))
-    # An agent runs in this process, which must not import its module a second time.
+    # This process must not import the module of a function a second time.
     twice = module == "__main__" or ("." in module and not spec.startswith(module))
-    if spec and not (key == _PROGRAM and twice):
+    if spec and not (key in _OF_DRIVER and twice):
         return spec
     inner = getattr(function, "function", function)  # of a loss or an estimator with facts
     shown = str(getattr(inner, "__qualname__", type(function).__name__))
-    if key != _PROGRAM and not _REWARD.fullmatch(key):
+    if key not in _OF_DRIVER and not _REWARD.fullmatch(key):
         rule = "exists only in this process, and workers import it from a file"
         fix = "a function at the outermost level of a file, imported here, or path.py:name"
         raise bad_value(key, shown, rule, f"{fix}; a notebook writes a file with %%writefile")

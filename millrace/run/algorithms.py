@@ -13,8 +13,11 @@ from millrace.algorithms.losses import POLICY_LOSSES
 from millrace.algorithms.policy_loss import PolicyLoss
 from millrace.config import ActorConfig, AlgorithmConfig, Config
 from millrace.config.algorithm_keys import load_algorithm
+from millrace.data.curriculum import KEY as SAMPLER
 from millrace.data.spec import nearest
+from millrace.data.user_code import load
 from millrace.errors import bad_value
+from millrace.observe.user_metrics import KEY as METRICS
 from millrace.sync.background import abandonable
 
 if TYPE_CHECKING:
@@ -72,6 +75,9 @@ def try_algorithms(config: Config, note: Callable[[str], None]) -> None:
 
     Raises ConfigError if one fails on made-up batches. Other broken properties are notes.
     """
+    for key, spec in ((SAMPLER, config.data.sampler), (METRICS, config.observe.metrics)):
+        if spec:
+            load(key, spec)
     actor, algorithm = config.actor, config.algorithm
     if ":" in actor.policy_loss.loss_mode:
         found = _findings(actor.policy_loss.loss, actor.loss_options())
@@ -102,6 +108,8 @@ async def tried(config: Config, note: Callable[[str], None]) -> None:
             ESTIMATOR: config.algorithm.adv_estimator,
             SIGNAL: config.distillation.loss_mode,
             WEIGHTS: config.algorithm.token_weights,
+            SAMPLER: config.data.sampler,
+            METRICS: config.observe.metrics,
         }
         key, spec = next((k, v) for k, v in named.items() if ":" in v)
         rule = f"its checks on small batches took over {CHECK_S:g} s, where seconds are usual"

@@ -38,6 +38,7 @@ from millrace.run import starts, supervised
 from millrace.run.agents import limits_of
 from millrace.run.callbacks import Callback, Callbacks
 from millrace.run.evaluate import make_validator
+from millrace.run.problems import user_metrics_of
 from millrace.run.proof import make_proof, of_version, refuse
 from millrace.run.replicas import saved_without_replicas, validate_now
 from millrace.run.session import Session, open_session
@@ -47,6 +48,7 @@ from millrace.schedule.ledger import Ledger
 from millrace.sync.background import abandonable
 from millrace.types import SamplingParams
 from millrace.waits.registry import acting, at, current, part
+from millrace.waits.stream import Watcher
 
 if TYPE_CHECKING:
     from millrace.report.record import EventRecorder
@@ -160,6 +162,7 @@ async def run_training(
     history, counts = History(s.run.path, ledger.totals()), s.counts
     called = Callbacks(callbacks, s, counts, stop)
     complete = False
+    user = user_metrics_of(s.config.observe.metrics, s.problems.chat, s.progress.note)
     outside = trackers.start(c.logger, about(s), s.progress.note)
     sinks += outside
     recorder = make_event_recorder(s, ledger, history.attempt)
@@ -179,12 +182,22 @@ async def run_training(
                 counts=counts,
                 deadline_s=c.wait_deadline_s,
                 tasks=tasks,
-                figures=lambda: figures(s) | trackers.dropped(outside),
+                figures=lambda version: {
+                    **(user.row(version) if user else {}),
+                    **figures(s),
+                    **trackers.dropped(outside),
+                },
                 tokens=recorder.counts,
                 on_gap=lambda figures: refuse(s, stop, of_version(figures)),
                 on_row=called.see,
             )
-            with current().registry.watched_by(*recorder.watchers, record, called):
+            watchers: list[Watcher] = [
+                *recorder.watchers,
+                record,
+                called,
+                *([user] if user else []),
+            ]
+            with current().registry.watched_by(*watchers):
                 if why := supervised.restart_reason():
                     at("run", "restarted", why=why)
                 async with s.journal(ledger, history.attempt, tasks) as kept:
@@ -217,6 +230,8 @@ async def run_training(
 def figures(s: Session) -> dict[str, float]:
     """Return the figures of a row that the loops do not know."""
     copies = s.mirror.figures() if s.mirror is not None else {}
+    if s.curriculum is not None:
+        copies |= s.curriculum.take_figures()
     return s.reward.take_figures() | s.engines.keeper.news.figures() | copies
 
 
@@ -279,6 +294,9 @@ async def train_to_end(
     c, clock = s.config.trainer, asyncio.get_running_loop().time
     derived, engines = s.derived, s.engines
     queue = SampleQueue(ledger, deadline_s=c.wait_deadline_s, journal=journal)
+    if s.curriculum is not None and s.run.resume_from is not None:
+        slots = ((i, slot.sample) for i, slot in ledger.snapshot().slots)
+        s.curriculum.restore(s.run.resume_from, ledger.admitted, slots)
     rollouter = make_rollouter(s, queue, engines.pool)
     proof = make_proof(s, rollouter, stop) if s.config.guard.enable else None
     ports = engines.train, engines.turns, engines.sync, record
@@ -374,14 +392,16 @@ def make_rollouter(s: Session, queue: SampleQueue, pool: RolloutPool) -> Rollout
     sampling = DynamicSampling(
         groups.metric, max_num_gen_batches=groups.max_num_gen_batches, window=c.schedule.window
     )
+    prompts = s.curriculum or s.problems.train
     return Rollouter(
         queue,
-        s.problems.train,
+        prompts,
         pool,
         roller,
         max_error_share=c.reward.max_error_share,
-        where=s.problems.train.where,
+        where=prompts.where,
         dynamic_sampling=sampling if groups.enable else None,
+        curriculum=s.curriculum,
     )
 
 

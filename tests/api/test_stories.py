@@ -24,11 +24,12 @@ def story(name: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_closure_scores_rows_of_a_list(tmp_path: Path) -> None:
+def test_closures_score_choose_and_measure_rows_of_a_list(tmp_path: Path) -> None:
     found = story("closure", tmp_path)
     assert found["complete"] and found["versions"] == [1, 2, 3, 4] and found["scores"] == 128
     assert found["checkpoint"].endswith("version-000004")
     assert "val/val/mean@1" in found["after"]
+    assert {"1000", "1001", "1002"} <= {*found["prompts"]} and found["counted"] == 32
     (rows,) = (tmp_path / "cache" / "given").glob("*/train.jsonl")
     assert json.loads(rows.read_text().splitlines()[0])["place"] == 1000
 

@@ -26,6 +26,7 @@ def made(whole_group: bool = False, **sections: Any) -> Rollouter:
         engines=SimpleNamespace(pool=None),
         reward=SimpleNamespace(whole_group=whole_group),
         agent=SingleTurn(),
+        curriculum=None,
     )
     queue = SampleQueue(Ledger(config.schedule), deadline_s=1.0)
     return make_rollouter(session, queue, session.engines.pool)

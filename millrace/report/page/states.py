@@ -62,6 +62,7 @@ _OF: dict[str, str] = {
     **dict.fromkeys(("wait_samples", "wait_prev_gen"), "wait_trajectories"),
     **dict.fromkeys(("wait_rollouts", "wait_publish"), "wait_sync"),
     "save_checkpoint": "save",
+    "user_metrics": "other",
 }  # fmt: skip
 
 

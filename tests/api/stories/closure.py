@@ -1,4 +1,4 @@
-"""A reward that is a closure, on rows of a list. The script has no guard, so it runs once."""
+"""A reward, a sampler and metrics that are closures, on rows of a list. The script has no guard, so it runs once."""
 
 import json
 import sys
@@ -17,7 +17,22 @@ def reward_with(weight: float):
     return reward
 
 
-run = millrace.train("quickstart", reward=reward_with(0.5), train=ROWS, val=ROWS[:4], **SMALL)
+seen = []
+
+
+def count(samples, decode):
+    seen.extend(sample.prompt.text for sample in samples)
+    return {"prompts": len(samples)}
+
+
+run = millrace.train(
+    "quickstart",
+    reward=reward_with(0.5),
+    train=ROWS,
+    val=ROWS[:4],
+    **SMALL,
+    **{"data.sampler": lambda index, rows, outcomes: index % 3, "observe.metrics": count},
+)
 lengths = [len(row["response"]) * 0.5 == row["reward"] for row in run.samples()]
 print(json.dumps({
     "complete": run.complete,
@@ -25,4 +40,6 @@ print(json.dumps({
     "scores": all(lengths) and len(lengths),
     "checkpoint": str(run.checkpoint),
     "after": run.after,
+    "prompts": sorted(set(seen)),
+    "counted": sum(row["user/prompts"] for row in run.metrics),
 }))  # fmt: skip
