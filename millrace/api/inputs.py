@@ -15,7 +15,7 @@ from millrace.config.cached import VARIABLE, cache_folder
 from millrace.config.layers import settings_of
 from millrace.config.recipe import load
 from millrace.data.row_store import encoded
-from millrace.data.user_code import IN_DRIVER, is_in_driver, spec_of
+from millrace.data.user_code import IN_DRIVER, spec_of
 from millrace.errors import bad_value
 from millrace.process.files import replace_file
 
@@ -40,12 +40,12 @@ class Setup:
     @property
     def notes(self) -> list[str]:
         """Lines on where rewards of this process run."""
-        specs = {part.function: None for part in self.config.reward.parts.values()}
+        rewards = {part.function for part in self.config.reward.parts.values()}
         return [
-            f"{spec} exists only in this process, so it runs in a thread of it. If it computes for "
-            "long, put it into a file: then it gets processes of its own"
-            for spec in filter(is_in_driver, specs)
-            if not _is_coroutine(self.functions[spec.rpartition(":")[2]])
+            f"{IN_DRIVER}:{name} exists only in this process, so it runs in a thread of it. If it "
+            "computes for long, put it into a file: then it gets processes of its own"
+            for name, function in self.functions.items()
+            if f"{IN_DRIVER}:{name}" in rewards and not _is_coroutine(function)
         ]
 
 
