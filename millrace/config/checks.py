@@ -168,6 +168,7 @@ def _check_teachers(c: Config) -> None:
         raise bad_value(
             first, c.value_of("teachers")[first.split(".")[1]].path, rule, "trainer.engine=fsdp"
         )
+    _check_outside(c)
     loss = c.actor.policy_loss
     if own.loss_mode == "k1" and loss.loss.select:
         raise bad_value(
@@ -192,6 +193,26 @@ def _check_teachers(c: Config) -> None:
             "it drops samples by their rewards, which are not trained on",
             "algorithm.filter_groups.enable=false, or distillation.use_task_rewards=true",
         )
+
+
+def _check_outside(c: Config) -> None:
+    """Refuse what teachers outside of the trainer cannot give."""
+    for name, teacher in c.teachers.items():
+        key, own = f"teachers.{name}", c.distillation
+        if not teacher.outside:
+            continue
+        if own.candidates:
+            rule = f"{key}.base_url gives the log-probs of the drawn tokens alone"
+            fix = f"distillation.loss_mode=k1, or {key}.path=FOLDER without base_url"
+            raise bad_value("distillation.loss_mode", own.loss_mode, rule, fix)
+        if c.rollout.temperature != 1:
+            rule = f"{key}.base_url gives log-probs at temperature 1"
+            fix = f"rollout.temperature=1, or {key}.path=FOLDER without base_url"
+            raise bad_value("rollout.temperature", c.rollout.temperature, rule, fix)
+        if teacher.on_failure == "wait" and teacher.wait_deadline_s >= c.trainer.wait_deadline_s:
+            rule = f"must be less than trainer.wait_deadline_s = {c.trainer.wait_deadline_s:g}"
+            fix = f"{key}.wait_deadline_s={c.trainer.wait_deadline_s / 2:g}"
+            raise bad_value(f"{key}.wait_deadline_s", teacher.wait_deadline_s, rule, fix)
 
 
 def _check_groups(algorithm: AlgorithmConfig, rollout: RolloutConfig, *, rewarded: bool) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field
 
+from millrace.config.endpoint_keys import EndpointConfig
 from millrace.config.section import Home, Section
 from millrace.errors import bad_value
 
@@ -72,7 +72,7 @@ class RewardModelConfig(Section):
             )
 
 
-class JudgeConfig(Section):
+class JudgeConfig(EndpointConfig):
     model: str = ""
     """Name of the model that the endpoint serves. Empty means no judge."""
     base_url: str = ""
@@ -80,8 +80,6 @@ class JudgeConfig(Section):
 
     Empty uses OpenAI's own, or the one in OPENAI_BASE_URL.
     """
-    api_key_env: str = "OPENAI_API_KEY"
-    """Name of the environment variable with the API key. The key itself is in no configuration."""
     template: str = _TEMPLATE
     """Message to the judge. {prompt}, {response}, {ground_truth} and {data_source} are filled in."""
     pattern: str = r"SCORE:\s*(-?\d+(?:\.\d+)?)"
@@ -98,16 +96,6 @@ class JudgeConfig(Section):
     """Most tokens of an answer. 0 leaves it to the endpoint."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """Further fields of each request, such as response_format."""
-    max_concurrency: int = Field(32, ge=1)
-    """Most requests at a time."""
-    request_timeout_s: float = Field(60.0, gt=0)
-    """Seconds that one request may take. A request that takes longer is tried again."""
-    timeout_s: float = Field(180.0, gt=0)
-    """Seconds that one score may take, with all its retries."""
-    max_retries: int = Field(5, ge=0)
-    """Retries of a request after 429, 5xx, a time-out or a lost connection."""
-    retry_wait_s: float = Field(1.0, gt=0)
-    """Seconds before the first retry. It doubles with each retry. Retry-After goes first."""
     cache: bool = True
     """Keep scores on disk, so that the same response is judged once."""
     cache_dir: Annotated[str, Home] = ""
@@ -120,22 +108,8 @@ class JudgeConfig(Section):
     """Price of a million tokens received."""
 
     def check_at(self, key: str) -> None:
-        """Raise ConfigError for a value that cannot work. `key` is this section's name.
-
-        A value that may contain a secret is not shown.
-        """
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
-            rule = "must be the name of an environment variable, not the key itself"
-            raise bad_value(f"{key}.api_key_env", "...", rule, f"{key}.api_key_env=OPENAI_API_KEY")
-        url = urlsplit(self.base_url)
-        if self.base_url and (url.scheme not in ("http", "https") or not url.hostname):
-            rule = "is not an address with http:// or https://"
-            fix = f"{key}.base_url=http://localhost:8000/v1"
-            raise bad_value(f"{key}.base_url", self.base_url.rpartition("@")[2], rule, fix)
-        if url.username or url.password or url.query:
-            rule = "may contain a secret, which would be in the run's config.yaml"
-            fix = f"an address alone, with the key in the variable of {key}.api_key_env"
-            raise bad_value(f"{key}.base_url", url.hostname, rule, fix)
+        """Raise ConfigError for a value that cannot work. `key` is this section's name."""
+        self.check_endpoint(key)
         if "{response}" not in self.template:
             fix = "a text with {prompt} and {response}"
             raise bad_value(f"{key}.template", self.template, "has no {response}", fix)

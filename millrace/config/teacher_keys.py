@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from millrace.config.endpoint_keys import EndpointConfig
 from millrace.config.facts import ReadWith
 from millrace.config.section import Folder, Section, Sources
 from millrace.errors import bad_value
@@ -15,11 +16,26 @@ from millrace.errors import bad_value
 _TOP_K: tuple[str, ...] = ("forward_kl_topk", "reverse_kl_topk")
 
 
-class TeacherConfig(Section):
-    """One frozen model that the policy learns from."""
+class TeacherConfig(EndpointConfig):
+    """One frozen model that the policy learns from: in the trainer, or behind an endpoint."""
 
     path: Annotated[str, Folder] = ""
-    """Folder or hub id of a causal language model with the policy's tokenizer."""
+    """Folder or hub id of a causal language model with the policy's tokenizer.
+
+    With base_url, only its tokenizer is compared.
+    """
+    base_url: str = ""
+    """Address of an OpenAI-compatible endpoint that gives log-probs of a prompt's tokens.
+
+    With vLLM, such as http://host:8000/v1. Empty keeps the teacher in the trainer.
+    """
+    on_failure: Literal["wait", "drop"] = "wait"
+    """What happens if the endpoint fails after all retries.
+
+    wait tries again until wait_deadline_s. drop counts the sample as teacher_NAME and replaces it.
+    """
+    wait_deadline_s: float = Field(900.0, gt=0)
+    """Seconds of failures after which the run ends, with on_failure=wait."""
     weight: float = Field(1.0, gt=0)
     """Factor of its divergence."""
     data_sources: Sources = ()
@@ -30,6 +46,29 @@ class TeacherConfig(Section):
     """
     trust_remote_code: bool = False
     """Whether code in the model's folder may run."""
+
+    @property
+    def outside(self) -> bool:
+        """Whether its log-probs come with the samples, from outside of the trainer."""
+        return bool(self.base_url)
+
+    def check_at(self, key: str) -> None:
+        """Raise ConfigError for keys that contradict each other. `key` is this section's name."""
+        if not self.path and not self.outside:
+            rule, fix = "a teacher needs a model", f"{key}.path=FOLDER, or {key}.base_url=ADDRESS"
+            raise bad_value(f"{key}.path", "", rule, fix)
+        self.check_endpoint(key)
+        if self.outside and not self.model:
+            rule = "the endpoint needs the name of the model that it serves"
+            raise bad_value(f"{key}.model", "", rule, f"{key}.model=NAME")
+        for name in () if self.outside else (*CLIENT_KEYS, "model"):
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                rule, fix = "a teacher in the trainer does not read it", f"{key}.base_url=ADDRESS"
+                raise bad_value(f"{key}.{name}", value, rule, fix)
+
+
+CLIENT_KEYS = (*sorted({*EndpointConfig.model_fields} - {"model"}), "on_failure", "wait_deadline_s")
+"""The keys of a teacher's endpoint, which decide no log-prob."""
 
 
 class DistillationConfig(Section):
@@ -60,14 +99,12 @@ class DistillationConfig(Section):
 
 
 def check_names(teachers: Mapping[str, TeacherConfig]) -> None:
-    """Raise ConfigError for a teacher's name that cannot be in a metric's, or without a model."""
+    """Raise ConfigError for a teacher's name that cannot be in a metric's, or for its keys."""
     for name, teacher in teachers.items():
         if not re.fullmatch(r"[A-Za-z]\w*", name):
             rule = "a teacher's name begins with a letter and has letters, digits and _ alone"
             raise bad_value("teachers", name, rule, "another name for this teacher")
-        if not teacher.path:
-            key = f"teachers.{name}.path"
-            raise bad_value(key, "", "a teacher needs a model", f"{key}=FOLDER")
+        teacher.check_at(f"teachers.{name}")
 
 
 def weights_of(

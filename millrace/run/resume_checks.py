@@ -17,6 +17,7 @@ from millrace.config.algorithm_keys import without_own_algorithm
 from millrace.config.explain import facts
 from millrace.config.facts import Fixed, FixedRows, Past
 from millrace.config.recipe import parse
+from millrace.config.teacher_keys import weights_of
 from millrace.errors import ConfigError, bad_value
 from millrace.pipeline.checkpoint import ROWS, read_ledger
 
@@ -53,6 +54,7 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     _check_estimator(config, before, checkpoint)
     _check_reference(config, before, checkpoint)
     _check_components(config, before, checkpoint)
+    _check_teachers(config, before, checkpoint)
     lines = [
         f"{key} = {config.value_of(key)!r}: no effect, because {fact.why}"
         for key, fact in _changed(Past, config, before)
@@ -184,6 +186,31 @@ def _check_components(config: Config, before: Config, checkpoint: Path) -> None:
     )
     fix = "components that both rewards have, the reward of the checkpoint, or a new run"
     raise bad_value("algorithm.gdpo_reward_keys", list(keys), rule, fix)
+
+
+def _check_teachers(config: Config, before: Config, checkpoint: Path) -> None:
+    """Raise ConfigError if finished samples lack log-probs of a teacher outside of the trainer.
+
+    Another address of the same teacher is valid.
+    """
+    outside = {name: one for name, one in config.teachers.items() if one.outside}
+    if not outside:
+        return
+    samples = [slot.sample for _, slot in read_ledger(checkpoint).slots if slot.sample is not None]
+    for sample in samples:
+        row = sample.prompt
+        for name in weights_of(config.teachers, row.data_source, row.extra_info).keys() & outside:
+            then, fix = before.teachers.get(name), "the teachers of the checkpoint, or a new run"
+            if any(name not in t.teachers for t in sample.trajectories):
+                rule = (
+                    f"finished samples of the checkpoint {checkpoint} have no log-probs of {name}"
+                )
+                raise bad_value(f"teachers.{name}", outside[name].base_url, rule, fix)
+            if then is not None and then.model != outside[name].model:
+                rule = (
+                    f"finished samples of the checkpoint {checkpoint} have those of {then.model!r}"
+                )
+                raise bad_value(f"teachers.{name}.model", outside[name].model, rule, fix)
 
 
 def _components(reward: RewardConfig) -> Any:

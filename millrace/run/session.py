@@ -37,6 +37,7 @@ from millrace.run.problems import Problems
 from millrace.run.rewards import check_columns, make_reward, open_caches, try_rewards
 from millrace.run.stall import watched
 from millrace.run.starts import beside, part, shown
+from millrace.run.teachers import OutsideTeachers, open_teachers
 from millrace.schedule.ledger import Ledger
 from millrace.sync.background import abandonable
 from millrace.waits.registry import starting
@@ -58,6 +59,8 @@ class Session:
     """Copies checkpoints to another place."""
     rows: str = ""
     """The name of the rows and their order, by which a journal knows its run."""
+    teachers: OutsideTeachers = field(default_factory=OutsideTeachers)
+    """The teachers outside of the trainer."""
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -181,6 +184,9 @@ async def open_session(
                 opening = _Opening(config, run, progress, trains, rollout)
                 problems = await opening.prepare(sources, folder)
                 config = opening.config
+                asked = config.teachers if trains and rollout else {}
+                taught = open_teachers(asked, problems.train, config.rollout.max_len, progress.note)
+                teachers = await stack.enter_async_context(taught)
                 if problems.train.ahead is not None:
                     stack.callback(problems.train.ahead.close)
                 where = problems.chat.tokenizer, run.path, progress.note
@@ -203,7 +209,7 @@ async def open_session(
             engines_ = open_engines(runtime, config, run, peers, trains, progress)
             async with copies as mirror, engines_ as engines:
                 made = config, run, problems, engines, reward, progress, agent, mirror
-                yield Session(*made, opening.rows)
+                yield Session(*made, opening.rows, teachers)
     except MillraceError:
         if run is not None and refusable:  # If workers fail, their logs stay.
             run.discard()

@@ -9,7 +9,17 @@ from msgspec import Raw
 
 from millrace.report.trace.facts import as_json
 
-ORDER = ("run", "trainer", "sync", "validation", "checkpoint", "rollouts", "rollout-", "rewards")
+ORDER = (
+    "run",
+    "trainer",
+    "sync",
+    "validation",
+    "checkpoint",
+    "rollouts",
+    "rollout-",
+    "rewards",
+    "teachers",
+)
 """The order of the processes. Other tracks come last."""
 _FIRST_TID = 1000
 """No thread may have the number of a process: it would be that process's main thread."""
