@@ -292,7 +292,7 @@ BUDGETS = {
     "agents": 4350,
     "algorithms": 3350,
     "cli": 2100,
-    "config": 4350,
+    "config": 4450,
     "data": 3050,
     "decode": 1600,
     "environments": 980,
