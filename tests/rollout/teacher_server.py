@@ -26,8 +26,9 @@ class ModelServer:
         self.form = form
         self.name = "served"
         self.max_model_len = 1 << 20
-        self.down_after = 1 << 30
-        """The number of answers after which the server closes its connections."""
+        self.refused = range(0)
+        """The numbers of the requests for log-probs that get no answer."""
+        self.requests = 0
         self.wait_s = 0.0
         self.tokenizes = True
         self.shift = 0
@@ -36,7 +37,7 @@ class ModelServer:
         self.most = 0
         self.url = ""
         self._running = 0
-        self._lock = threading.Lock()
+        self._lock, self._count = threading.Lock(), threading.Lock()
 
     def log_probs(self, ids: list[int]) -> list[float]:
         """Return log p of each token but the first."""
@@ -71,17 +72,19 @@ class ModelServer:
         return 200, {"id": "c", "choices": [choice]}
 
     def handle(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        """Answer one request. Raise ConnectionError if the server is down."""
-        if len(self.asked) >= self.down_after:
-            raise ConnectionError
-        with self._lock:
+        """Answer one request. Raise ConnectionError if it gets no answer."""
+        with self._count:
+            number = self.requests
+            self.requests += path == "/v1/completions"
             self._running += 1
             self.most = max(self.most, self._running)
         try:
+            if number in self.refused:
+                raise ConnectionError
             time.sleep(self.wait_s)
             return self.answer(path, body)
         finally:
-            with self._lock:
+            with self._count:
                 self._running -= 1
 
 
