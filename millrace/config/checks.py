@@ -5,6 +5,8 @@ Each error names the key, its value, the rule and the fix. A section checks its 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig
 from millrace.config.data_keys import RewardConfig
 from millrace.config.keys import Config
@@ -12,7 +14,7 @@ from millrace.config.plugins import Named, find, load_if_given
 from millrace.config.rollout_keys import RolloutConfig
 from millrace.config.schedule_keys import AsyncConfig
 from millrace.config.sides import Sides
-from millrace.config.teacher_keys import DistillationConfig, check_names
+from millrace.config.teacher_keys import DistillationConfig, TeacherConfig, check_names
 from millrace.config.trainer_keys import LOGGERS, TrainerConfig, too_many_devices
 from millrace.config.vllm_checks import check_vllm
 from millrace.errors import ConfigError, bad_value
@@ -168,7 +170,8 @@ def _check_teachers(c: Config) -> None:
         raise bad_value(
             first, c.value_of("teachers")[first.split(".")[1]].path, rule, "trainer.engine=fsdp"
         )
-    _check_outside(c)
+    outside = {name: one for name, one in c.teachers.items() if one.outside}
+    _check_outside(outside, own, c.rollout, c.trainer)
     loss = c.actor.policy_loss
     if own.loss_mode == "k1" and loss.loss.select:
         raise bad_value(
@@ -195,23 +198,26 @@ def _check_teachers(c: Config) -> None:
         )
 
 
-def _check_outside(c: Config) -> None:
+def _check_outside(
+    outside: Mapping[str, TeacherConfig],
+    own: DistillationConfig,
+    rollout: RolloutConfig,
+    trainer: TrainerConfig,
+) -> None:
     """Refuse what teachers outside of the trainer cannot give."""
-    for name, teacher in c.teachers.items():
-        key, own = f"teachers.{name}", c.distillation
-        if not teacher.outside:
-            continue
+    for name, teacher in outside.items():
+        key = f"teachers.{name}"
         if own.candidates:
             rule = f"{key}.base_url gives the log-probs of the drawn tokens alone"
             fix = f"distillation.loss_mode=k1, or {key}.path=FOLDER without base_url"
             raise bad_value("distillation.loss_mode", own.loss_mode, rule, fix)
-        if c.rollout.temperature != 1:
+        if rollout.temperature != 1:
             rule = f"{key}.base_url gives log-probs at temperature 1"
             fix = f"rollout.temperature=1, or {key}.path=FOLDER without base_url"
-            raise bad_value("rollout.temperature", c.rollout.temperature, rule, fix)
-        if teacher.on_failure == "wait" and teacher.wait_deadline_s >= c.trainer.wait_deadline_s:
-            rule = f"must be less than trainer.wait_deadline_s = {c.trainer.wait_deadline_s:g}"
-            fix = f"{key}.wait_deadline_s={c.trainer.wait_deadline_s / 2:g}"
+            raise bad_value("rollout.temperature", rollout.temperature, rule, fix)
+        if teacher.on_failure == "wait" and teacher.wait_deadline_s >= trainer.wait_deadline_s:
+            rule = f"must be less than trainer.wait_deadline_s = {trainer.wait_deadline_s:g}"
+            fix = f"{key}.wait_deadline_s={trainer.wait_deadline_s / 2:g}"
             raise bad_value(f"{key}.wait_deadline_s", teacher.wait_deadline_s, rule, fix)
 
 

@@ -7,12 +7,13 @@ a fact are applied.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from millrace.config import Config, RewardConfig
+from millrace.config import Config, RewardConfig, TeacherConfig
 from millrace.config.algorithm_keys import without_own_algorithm
 from millrace.config.explain import facts
 from millrace.config.facts import Fixed, FixedRows, Past
@@ -54,7 +55,7 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     _check_estimator(config, before, checkpoint)
     _check_reference(config, before, checkpoint)
     _check_components(config, before, checkpoint)
-    _check_teachers(config, before, checkpoint)
+    _check_teachers(config.teachers, before.teachers, checkpoint)
     lines = [
         f"{key} = {config.value_of(key)!r}: no effect, because {fact.why}"
         for key, fact in _changed(Past, config, before)
@@ -188,19 +189,21 @@ def _check_components(config: Config, before: Config, checkpoint: Path) -> None:
     raise bad_value("algorithm.gdpo_reward_keys", list(keys), rule, fix)
 
 
-def _check_teachers(config: Config, before: Config, checkpoint: Path) -> None:
+def _check_teachers(
+    now: Mapping[str, TeacherConfig], before: Mapping[str, TeacherConfig], checkpoint: Path
+) -> None:
     """Raise ConfigError if finished samples lack log-probs of a teacher outside of the trainer.
 
     Another address of the same teacher is valid.
     """
-    outside = {name: one for name, one in config.teachers.items() if one.outside}
+    outside = {name: one for name, one in now.items() if one.outside}
     if not outside:
         return
     samples = [slot.sample for _, slot in read_ledger(checkpoint).slots if slot.sample is not None]
     for sample in samples:
         row = sample.prompt
-        for name in weights_of(config.teachers, row.data_source, row.extra_info).keys() & outside:
-            then, fix = before.teachers.get(name), "the teachers of the checkpoint, or a new run"
+        for name in weights_of(now, row.data_source, row.extra_info).keys() & outside:
+            then, fix = before.get(name), "the teachers of the checkpoint, or a new run"
             if any(name not in t.teachers for t in sample.trajectories):
                 rule = (
                     f"finished samples of the checkpoint {checkpoint} have no log-probs of {name}"
