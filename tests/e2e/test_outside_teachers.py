@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.e2e import runs
@@ -19,6 +20,7 @@ SHORT = (
 AGENTS = (*SHORT, "rollout.total_rollout_steps=16", "rollout.max_num_seqs=32")
 IMPATIENT = ("teachers.a.max_retries=0", "teachers.a.retry_wait_s=0.01")
 TIMES = (
+    "perf/",
     "timing",
     "fully_async/",
     "rollouter/",
@@ -122,8 +124,9 @@ def test_a_teacher_that_dies_waits_drops_or_ends_the_run(tmp_path: Path, folder:
         assert said_ in done.err and "Fix: start its server and resume the run" in done.err
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_run_resumes_with_another_address_of_its_teacher(
-    tmp_path: Path, folder: Path
+    tmp_path: Path, folder: Path, number: signal.Signals
 ) -> None:
     long = ("rollout.total_rollout_steps=96", "trainer.save_freq=2", "trainer.resume=auto")
     with model_server(folder) as server:
@@ -133,8 +136,12 @@ def test_a_stopped_run_resumes_with_another_address_of_its_teacher(
         said = runs.small(tmp_path / "run", *SHORT, *long, *served(server.url))
         process = runs.start_command(*said, output=output)
         until(lambda: server.requests > 150, process, output)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(HANG_S) == 143, output.read_text()
+        under = psutil.Process(process.pid).children(recursive=True)
+        for one in under if number is signal.SIGKILL else ():
+            one.kill()
+        process.send_signal(number)
+        code = 143 if number is signal.SIGTERM else -number
+        assert process.wait(HANG_S) == code, output.read_text()
         before = server.requests
     with model_server(folder) as server:
         rows = trained(tmp_path / "run", *long, *served(server.url))
