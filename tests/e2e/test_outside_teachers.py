@@ -20,6 +20,7 @@ SHORT = (
 AGENTS = (*SHORT, "rollout.total_rollout_steps=16", "rollout.max_num_seqs=32")
 IMPATIENT = ("teachers.a.max_retries=0", "teachers.a.retry_wait_s=0.01")
 TIMES = (
+    "checkpoint/",
     "perf/",
     "timing",
     "fully_async/",
