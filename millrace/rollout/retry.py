@@ -85,7 +85,8 @@ class RetryingTeacher:
         end = None
         while True:
             try:
-                with span("teachers", name, str(prompt.index), by=who, what=what) as call:
+                key = str(prompt.index)
+                with span("teachers", "log_probs", key, by=who, what=what, teacher=name) as call:
                     try:
                         return await self._teacher.log_probs(prompt, trajectory)
                     except TeacherError as error:

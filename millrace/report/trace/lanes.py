@@ -176,7 +176,7 @@ class Lanes:
             self._name(pid, 0, "process_sort_index", as_json({"sort_index": order}), out)
         number = len(pool.lanes)
         self._tids += 1
-        label = f"{group} {number}" if group in ("request", "score", "slot") else group
+        label = f"{group} {number}" if group in ("request", "score", "log_probs", "slot") else group
         self._name(pid, self._tids, "thread_name", as_json({"name": label}), out)
         pool.lanes.append(Lane(pid, self._tids, number, pool))
         return pool.lanes[number]
