@@ -1,8 +1,9 @@
-"""The keys of a client of an OpenAI-compatible endpoint: a judge's, or a teacher's."""
+"""The keys of frozen models outside of the trainer: behind an endpoint, or in their processes."""
 
 from __future__ import annotations
 
 import re
+from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -48,3 +49,32 @@ class EndpointConfig(Section):
             rule = "may contain a secret, which would be in the run's config.yaml"
             fix = f"an address alone, with the key in the variable of {key}.api_key_env"
             raise bad_value(f"{key}.base_url", url.hostname, rule, fix)
+
+
+class PlaceConfig(Section):
+    """Processes with copies of a frozen model, and their devices."""
+
+    num_workers: int = Field(1, ge=1)
+    """Processes that hold one copy of the model each."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the workers. auto means GPUs, if trainer.device and this machine have them.
+
+    With trainer.runtime=ray the workers use the CPU alone, and auto is refused on a node with GPUs.
+    """
+    share: Literal["none", "trainer", "rollout"] = "none"
+    """Whose GPUs the workers use. none gives each worker a GPU of its own.
+
+    trainer and rollout load the model beside that side's own memory, on separate devices only.
+    """
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the weights and of the computation."""
+
+    def check_place(self, key: str) -> None:
+        """Raise ConfigError for keys that contradict each other. `key` is this section's name."""
+        if self.share != "none" and self.device == "cpu":
+            raise bad_value(
+                f"{key}.share",
+                self.share,
+                f"{key}.device=cpu takes no GPU that could be shared",
+                f"{key}.share=none, or {key}.device=cuda",
+            )

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from millrace.config.endpoint_keys import EndpointConfig
+from millrace.config.endpoint_keys import EndpointConfig, PlaceConfig
 from millrace.config.section import Home, Section
 from millrace.errors import bad_value
 
@@ -26,14 +26,12 @@ End with one line: SCORE: <number from 0 to 10>
 """
 
 
-class RewardModelConfig(Section):
+class RewardModelConfig(PlaceConfig):
     path: Annotated[str, Home] = ""
     """Folder or hub id of a Hugging Face sequence classifier with its tokenizer.
 
     It reads the prompt and the response through its own chat template. Empty means no reward model.
     """
-    num_workers: int = Field(1, ge=1)
-    """Processes that hold one copy of the model each."""
     batch_size: int = Field(16, ge=1)
     """Most responses in one forward pass. Responses that wait together are scored together."""
     max_length: int = Field(0, ge=0)
@@ -44,32 +42,10 @@ class RewardModelConfig(Section):
     """Label whose logit is the score. Needed if the classifier has more than one label."""
     function_to_apply: Literal["none", "sigmoid", "softmax"] = "none"
     """Function on the logits, as in the pipelines of transformers. softmax needs several labels."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the workers. auto means GPUs, if trainer.device and this machine have them.
-
-    With trainer.runtime=ray the workers use the CPU alone, and auto is refused on a node with GPUs.
-    """
-    share: Literal["none", "trainer", "rollout"] = "none"
-    """Whose GPUs the workers use. none gives each worker a GPU of its own.
-
-    trainer and rollout load the model beside that side's own memory, on separate devices only.
-    """
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights and of the computation."""
     timeout_s: float = Field(120.0, gt=0)
     """Seconds that one batch may take. millrace kills and replaces a process that takes longer."""
     trust_remote_code: bool = False
     """Whether code in the model's folder may run."""
-
-    def check_at(self, key: str) -> None:
-        """Raise ConfigError for keys that contradict each other. `key` is this section's name."""
-        if self.share != "none" and self.device == "cpu":
-            raise bad_value(
-                f"{key}.share",
-                self.share,
-                f"{key}.device=cpu takes no GPU that could be shared",
-                f"{key}.share=none, or {key}.device=cuda",
-            )
 
 
 class JudgeConfig(EndpointConfig):
@@ -225,7 +201,7 @@ class OneReward(Section):
                 rule = f"is for functions, and {key}.{self.kind} is none"
                 raise bad_value(f"{key}.{name}", value, rule, f"leave out {key}.{name}")
         self.format.check_at(f"{key}.format")
-        self.model.check_at(f"{key}.model")
+        self.model.check_place(f"{key}.model")
         self.judge.check_at(f"{key}.judge")
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from millrace.config.endpoint_keys import EndpointConfig
+from millrace.config.endpoint_keys import EndpointConfig, PlaceConfig
 from millrace.config.facts import ReadWith
 from millrace.config.section import Folder, Section, Sources
 from millrace.errors import bad_value
@@ -16,8 +16,8 @@ from millrace.errors import bad_value
 _TOP_K: tuple[str, ...] = ("forward_kl_topk", "reverse_kl_topk")
 
 
-class TeacherConfig(EndpointConfig):
-    """One frozen model that the policy learns from: in the trainer, or behind an endpoint."""
+class TeacherConfig(EndpointConfig, PlaceConfig):
+    """One frozen model that the policy learns from."""
 
     path: Annotated[str, Folder] = ""
     """Folder or hub id of a causal language model with the policy's tokenizer.
@@ -27,10 +27,14 @@ class TeacherConfig(EndpointConfig):
     base_url: str = ""
     """Address of an OpenAI-compatible endpoint that gives log-probs of a prompt's tokens.
 
-    With vLLM, such as http://host:8000/v1. Empty keeps the teacher in the trainer.
+    With vLLM, such as http://host:8000/v1. Empty keeps the teacher in this run.
     """
+    place: Literal["trainer", "own"] = "trainer"
+    """Who computes its log-probs without base_url: the trainer, or processes of its own."""
+    batch_size: int = Field(8, ge=1)
+    """place=own: most threads of trajectories in one forward pass."""
     on_failure: Literal["wait", "drop"] = "wait"
-    """What happens if the endpoint fails after all retries.
+    """What happens if base_url fails after all retries, or a process of place=own.
 
     wait tries again until wait_deadline_s. drop counts the sample as teacher_NAME and replaces it.
     """
@@ -50,25 +54,39 @@ class TeacherConfig(EndpointConfig):
     @property
     def outside(self) -> bool:
         """Whether its log-probs come with the samples, from outside of the trainer."""
-        return bool(self.base_url)
+        return bool(self.base_url) or self.place == "own"
+
+    @property
+    def identity(self) -> str:
+        """The name of the model, whatever its address is."""
+        return self.model if self.base_url else self.path
 
     def check_at(self, key: str) -> None:
         """Raise ConfigError for keys that contradict each other. `key` is this section's name."""
-        if not self.path and not self.outside:
+        if not self.path and not self.base_url:
             rule, fix = "a teacher needs a model", f"{key}.path=FOLDER, or {key}.base_url=ADDRESS"
             raise bad_value(f"{key}.path", "", rule, fix)
         self.check_endpoint(key)
-        if self.outside and not self.model:
+        if self.base_url and not self.model:
             rule = "the endpoint needs the name of the model that it serves"
             raise bad_value(f"{key}.model", "", rule, f"{key}.model=NAME")
-        for name in () if self.outside else (*CLIENT_KEYS, "model"):
+        self.check_place(key)
+        if self.base_url and self.place == "own":
+            rule = f"{key}.base_url already computes its log-probs"
+            raise bad_value(f"{key}.place", self.place, rule, f"one of {key}.place and base_url")
+        used = _OF_PLACE if self.place == "own" else _OF_CLIENT if self.base_url else ()
+        fix = f"{key}.base_url=ADDRESS or {key}.place=own, or leave it out"
+        for name in sorted({*_OF_PLACE, *_OF_CLIENT}.difference(used)):
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                rule, fix = "a teacher in the trainer does not read it", f"{key}.base_url=ADDRESS"
+                rule = "this teacher does not read it"
                 raise bad_value(f"{key}.{name}", value, rule, fix)
 
 
-CLIENT_KEYS = (*sorted({*EndpointConfig.model_fields} - {"model"}), "on_failure", "wait_deadline_s")
-"""The keys of a teacher's endpoint, which decide no log-prob."""
+_PATIENCE = ("on_failure", "timeout_s", "wait_deadline_s")
+_OF_CLIENT = (*EndpointConfig.model_fields, *_PATIENCE)
+_OF_PLACE = (*PlaceConfig.model_fields, "batch_size", *_PATIENCE)
+CLIENT_KEYS = tuple(sorted({*_OF_CLIENT, *_OF_PLACE} - {"model"}))
+"""The keys of a teacher outside of the trainer that decide no log-prob."""
 
 
 class DistillationConfig(Section):

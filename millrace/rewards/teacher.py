@@ -1,22 +1,26 @@
-"""A teacher behind an OpenAI-compatible endpoint: log-probs of the tokens that the policy drew.
+"""Teachers outside of the trainer: log-probs of the tokens that the policy drew.
 
-It reads them as tokens of a prompt. vLLM gives their log-probs with `prompt_logprobs`. Other servers
-give them with `echo` and `logprobs`, as OpenAI's did.
+An OpenAI-compatible endpoint reads them as tokens of a prompt. vLLM gives their log-probs with
+`prompt_logprobs`. Other servers give them with `echo` and `logprobs`, as OpenAI's did. A teacher with
+processes of its own is a RewardPool whose workers hold a causal language model.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from millrace.config import TeacherConfig
-from millrace.errors import TeacherError, bad_value
+from millrace.errors import RewardError, TeacherError, bad_value
 from millrace.rewards.endpoint import Endpoint, client_of
+from millrace.rewards.pool import LOAD_MODEL_S, ROUND, RewardPool
+from millrace.rewards.wire import Job
 from millrace.types import Author, Floats, Prompt, Thread, Tokens, Trajectory, floats_of
 
 Form = Literal["prompt_logprobs", "echo"]
@@ -24,6 +28,7 @@ _FIELDS: dict[Form, dict[str, Any]] = {
     "prompt_logprobs": {"prompt_logprobs": 0},
     "echo": {"echo": True, "logprobs": 1},
 }
+_FIGURES = dict.fromkeys(("requests", "retries", "tokens"), 0.0)
 _LEAST = -9999.0
 """The log-prob with which vLLM writes minus infinity."""
 
@@ -62,6 +67,93 @@ class _Tokenized(msgspec.Struct):
 _completions = msgspec.json.Decoder(_Completion)
 
 
+Read = Callable[[Tokens], Awaitable[Sequence[float]]]
+"""Returns log p of each token after those before it. The first one has none."""
+
+
+async def read_trajectory(prompt: Prompt, trajectory: Trajectory, read: Read) -> Floats:
+    """Return log p of each token of the policy, thread after thread."""
+
+    async def of_thread(thread: Thread) -> Floats:
+        tokens = (prompt.tokens if thread.opening is None else thread.opening)[:]
+        drawn = list[int]()
+        for segment in thread.segments:
+            if segment.author is Author.POLICY:
+                drawn += range(len(tokens), len(tokens) + len(segment.tokens))
+            tokens += segment.tokens
+        if not drawn:
+            return floats_of()
+        values = await read(tokens[: drawn[-1] + 1])  # nothing after the last one counts
+        return floats_of(values[i] for i in drawn)
+
+    whole = floats_of()
+    for part in await asyncio.gather(*map(of_thread, trajectory.threads)):
+        whole.extend(part)
+    return whole
+
+
+class OwnTeacher:
+    """A teacher in processes of its own. Satisfies ports.Teacher."""
+
+    def __init__(
+        self,
+        key: str,
+        config: TeacherConfig,
+        temperature: float,
+        environments: Sequence[Mapping[str, str]] = (),
+    ) -> None:
+        """`key` is the section's name. `environments` has variables for each worker."""
+        spec = config.model_dump(mode="json") | {"temperature": temperature}
+        room, seconds = ROUND * config.batch_size, config.timeout_s
+        job = Job("teacher", key, config.num_workers, room, seconds, LOAD_MODEL_S, spec)
+        self.key, self.config = key, config
+        self.pool = RewardPool(job, key, environments)
+        self.figures: Counter[str] = Counter()
+        self.seconds = 0.0
+
+    async def start(self) -> None:
+        """Start the workers. Raises what RewardPool.start raises."""
+        await self.pool.start()
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+    async def log_probs(self, prompt: Prompt, trajectory: Trajectory) -> Floats:
+        return await read_trajectory(prompt, trajectory, self._read)
+
+    async def _read(self, tokens: Tokens) -> Floats:
+        clock = asyncio.get_running_loop().time
+        begin = clock()
+        self.figures["requests"] += 1
+        try:
+            found = await self.pool.read(tokens)
+        except RewardError as error:
+            self.figures.update(("failures", f"failures/{error.reason}"))
+            detail = str(error).removeprefix(f"{error.reason}: ")
+            raise TeacherError(error.reason, detail, error.trace) from error
+        finally:
+            self.seconds += clock() - begin
+        self.figures["tokens"] += len(tokens)
+        return found
+
+    def take_figures(self) -> dict[str, float]:
+        """Return the counts and the seconds since the last call of this method."""
+        taken = _FIGURES | {name: float(count) for name, count in self.figures.items()}
+        taken["seconds"], self.seconds = self.seconds, 0.0
+        self.figures.clear()
+        return taken
+
+    async def check(self, prompt: Prompt, longest: int, ids: Callable[[str], list[int]]) -> bool:
+        """Read `longest` tokens. Raise ConfigError on failure. Tokenizers are compared before."""
+        many = (prompt.tokens * -(-longest // len(prompt.tokens)))[:longest]
+        try:
+            await self._read(many)
+        except TeacherError as error:
+            rule = f"it reads no {longest:,} tokens, which a trajectory may have: {error}"
+            raise bad_value(f"{self.key}.path", self.config.path, rule, "another device") from None
+        return True
+
+
 @dataclass(slots=True)
 class ServedTeacher(Endpoint[TeacherConfig]):
     """Satisfies ports.Teacher."""
@@ -80,24 +172,15 @@ class ServedTeacher(Endpoint[TeacherConfig]):
         return cls(key, config, *client_of(key, config), room=room)
 
     async def log_probs(self, prompt: Prompt, trajectory: Trajectory) -> Floats:
-        read = (self._of_thread(prompt.tokens, thread) for thread in trajectory.threads)
-        whole = floats_of()
-        for part in await asyncio.gather(*read):
-            whole.extend(part)
-        return whole
+        return await read_trajectory(prompt, trajectory, self._read)
 
-    async def _of_thread(self, prompt: Tokens, thread: Thread) -> Floats:
-        tokens, drawn = (prompt if thread.opening is None else thread.opening)[:], list[int]()
-        for segment in thread.segments:
-            if segment.author is Author.POLICY:
-                drawn += range(len(tokens), len(tokens) + len(segment.tokens))
-            tokens += segment.tokens
-        if not drawn:
-            return floats_of()
-        read = await self._read(tokens[: drawn[-1] + 1])  # nothing after the last one counts
-        return floats_of(read[i] for i in drawn)
+    async def close(self) -> None:
+        await self.client.close()
 
-    async def _read(self, tokens: Sequence[int]) -> list[float]:
+    async def start(self) -> None:
+        """Do nothing: the server runs."""
+
+    async def _read(self, tokens: Tokens) -> Sequence[float]:
         """Return log p of each token after those before it. The first one has none."""
         clock = asyncio.get_running_loop().time
         async with self.room:
@@ -138,9 +221,8 @@ class ServedTeacher(Endpoint[TeacherConfig]):
 
     def take_figures(self) -> dict[str, float]:
         seconds, self.seconds = self.seconds, 0.0
-        counts = dict.fromkeys(("requests", "retries", "tokens"), 0.0)
         # the base of a class with slots, which `super()` does not find
-        return counts | Endpoint.take_figures(self) | {"seconds": seconds}
+        return _FIGURES | Endpoint.take_figures(self) | {"seconds": seconds}
 
     # -- checks
 

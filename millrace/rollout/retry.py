@@ -73,9 +73,17 @@ class RetryingTeacher:
     """
 
     def __init__(
-        self, name: str, teacher: Teacher, *, address: str, deadline_s: float, drops: bool
+        self,
+        name: str,
+        teacher: Teacher,
+        *,
+        address: str,
+        fix: str,
+        deadline_s: float,
+        drops: bool,
     ) -> None:
-        self._name, self._teacher, self._address = name, teacher, address
+        """`address` says where it is, and `fix` what helps a dead one."""
+        self._name, self._teacher, self._address, self._fix = name, teacher, address, fix
         self._deadline_s, self._drops = deadline_s, drops
 
     async def log_probs(self, prompt: Prompt, trajectory: Trajectory) -> Floats:
@@ -101,8 +109,7 @@ class RetryingTeacher:
                     raise DeadlineError(
                         f"the teacher {name} at {self._address} gave no {what} in "
                         f"teachers.{name}.wait_deadline_s = {self._deadline_s:g}. The last failure: "
-                        f"{error}. Fix: start its server and resume the run, with "
-                        f"teachers.{name}.base_url if its address is another one, or "
+                        f"{error}. Fix: {self._fix} and resume the run, or "
                         f"teachers.{name}.on_failure=drop"
                     ) from error
             await pause(f"{what} of {who}", failed)

@@ -23,11 +23,13 @@ def digests(values: dict[str, Any], rows: str = "") -> tuple[str, str]:
     free = tuple(f"{key}." for key, _ in facts(NoEffectOnWeights))
     free += tuple(f"teachers.{name}.{key}." for name in teachers for key in CLIENT_KEYS)
     samples = {key: keys.get(key) for key, _ in facts(Fixed)} | {"rows": rows}
-    outside = {name: one for name, one in teachers.items() if one.get("base_url")}
+    outside = {
+        name: (one["model"] if one["base_url"] else one["path"], one["data_sources"])
+        for name, one in teachers.items()
+        if one["base_url"] or one["place"] == "own"
+    }
     if outside:  # a finished sample has their log-probs
-        samples["teachers"] = {
-            name: (one.get("model"), one.get("data_sources")) for name, one in outside.items()
-        }
+        samples["teachers"] = outside
     training = {key: value for key, value in keys.items() if not f"{key}.".startswith(free)}
     first, second = (
         hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -34,7 +34,13 @@ from millrace.run.folder import RunDir, open_run_dir, release
 from millrace.run.machine import check_machine, check_shape
 from millrace.run.mirror import Mirror, open_mirror
 from millrace.run.problems import Problems
-from millrace.run.rewards import check_columns, make_reward, open_caches, try_rewards
+from millrace.run.rewards import (
+    check_columns,
+    devices_of,
+    make_reward,
+    open_caches,
+    try_rewards,
+)
 from millrace.run.stall import watched
 from millrace.run.starts import beside, part, shown
 from millrace.run.teachers import OutsideTeachers, open_teachers
@@ -184,8 +190,15 @@ async def open_session(
                 opening = _Opening(config, run, progress, trains, rollout)
                 problems = await opening.prepare(sources, folder)
                 config = opening.config
-                asked = config.teachers if trains and rollout else {}
-                taught = open_teachers(asked, problems.train, config.rollout.max_len, progress.note)
+                outside = OutsideTeachers()
+                if trains and rollout:
+                    outside = OutsideTeachers(
+                        config.teachers,
+                        temperature=config.rollout.temperature,
+                        devices=devices_of(config),
+                    )
+                longest = config.rollout.max_len
+                taught = open_teachers(outside, problems.train, longest, progress.note)
                 teachers = await stack.enter_async_context(taught)
                 if problems.train.ahead is not None:
                     stack.callback(problems.train.ahead.close)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from millrace.data.rows import Problem
 from millrace.errors import bad_row, bad_value
 from millrace.models.checks import has_weights
 from millrace.ports import Teacher
-from millrace.rewards.teacher import ServedTeacher
+from millrace.rewards.teacher import OwnTeacher, ServedTeacher
 from millrace.rollout.retry import RetryingTeacher
 from millrace.run.model_folders import load_tokenizer
 from millrace.types import Prompt
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _LOOKED_AT = 64
 """Rows among which the first one that a teacher teaches is looked for."""
 _NONE: Mapping[str, TeacherConfig] = {}
+_NO_DEVICES: Mapping[str, tuple[str, Sequence[Mapping[str, str]]]] = {}
 
 
 def check_row(config: Config, row: Problem, where: str) -> None:
@@ -56,7 +57,7 @@ def check_models(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         key, folder = f"teachers.{name}.path", Path(teacher.path)
         if not teacher.path:
             continue  # `open_teachers` asks the endpoint
-        if folder.is_dir() and not has_weights(folder) and not teacher.outside:
+        if folder.is_dir() and not has_weights(folder) and not teacher.base_url:
             fix = "*.safetensors in the folder; for a run's model, `millrace export RUN FOLDER`"
             raise bad_value(key, teacher.path, "the folder has no weights", fix)
         others = load_tokenizer(key, teacher.path, trusts=teacher.trust_remote_code).get_vocab()
@@ -76,17 +77,33 @@ def check_models(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
 class OutsideTeachers:
     """The teachers of a run that are outside of the trainer."""
 
-    def __init__(self, teachers: Mapping[str, TeacherConfig] = _NONE) -> None:
+    def __init__(
+        self,
+        teachers: Mapping[str, TeacherConfig] = _NONE,
+        *,
+        temperature: float = 1.0,
+        devices: Mapping[str, tuple[str, Sequence[Mapping[str, str]]]] = _NO_DEVICES,
+    ) -> None:
+        """`devices` are those of `rewards.devices_of`."""
         self._teachers = teachers
         outside = {name: one for name, one in teachers.items() if one.outside}
-        self.served = {
-            name: ServedTeacher.load(f"teachers.{name}", one) for name, one in outside.items()
-        }
+        self.opened: dict[str, OwnTeacher | ServedTeacher] = {}
+        for name, one in outside.items():
+            key = f"teachers.{name}"
+            if one.base_url:
+                self.opened[name] = ServedTeacher.load(key, one)
+            else:
+                device, environments = devices[key]
+                placed = one.model_copy(update={"device": device})
+                self.opened[name] = OwnTeacher(key, placed, temperature, environments)
         self._patient = {
             name: RetryingTeacher(
                 name,
-                self.served[name],
-                address=one.base_url,
+                self.opened[name],
+                address=one.base_url or one.path,
+                fix=f"start its server, name another address in teachers.{name}.base_url"
+                if one.base_url
+                else "look into its worker's output on stderr",
                 deadline_s=one.wait_deadline_s,
                 drops=one.on_failure == "drop",
             )
@@ -107,18 +124,19 @@ class OutsideTeachers:
         """
         return {
             f"teacher/{name}/{figure}": value
-            for name, one in self.served.items()
+            for name, one in self.opened.items()
             for figure, value in one.take_figures().items()
         }
 
     async def check(self, train: PromptStream, longest: int, note: Callable[[str], object]) -> None:
         """Ask each teacher for a prompt that it teaches. Raise ConfigError if it cannot teach."""
-        first = [train[i] for i in range(min(_LOOKED_AT, len(train)))] if self.served else []
+        first = [train[i] for i in range(min(_LOOKED_AT, len(train)))] if self.opened else []
 
         def ids(text: str) -> list[int]:
             return list(train.chat.tokenizer.encode(text, add_special_tokens=False))
 
-        async def one(name: str, teacher: ServedTeacher) -> None:
+        async def one(name: str, teacher: OwnTeacher | ServedTeacher) -> None:
+            await teacher.start()
             prompt = next((p for p in first if name in self.of(p)), first[0])
             compared = await teacher.check(prompt, longest, ids)
             if not compared and not self._teachers[name].path:
@@ -128,21 +146,20 @@ class OutsideTeachers:
                 )
 
         with starting("teachers"):
-            await asyncio.gather(*(one(*pair) for pair in self.served.items()))
+            await asyncio.gather(*(one(*pair) for pair in self.opened.items()))
         self.take_figures()
 
 
 @asynccontextmanager
 async def open_teachers(
-    teachers: Mapping[str, TeacherConfig],
+    outside: OutsideTeachers,
     train: PromptStream,
     longest: int,
     note: Callable[[str], object],
 ) -> AsyncIterator[OutsideTeachers]:
-    """Open and check the teachers outside of the trainer. `longest` is that of a trajectory."""
-    outside = OutsideTeachers(teachers)
+    """Start and check the teachers outside of the trainer. `longest` is that of a trajectory."""
     try:
         await outside.check(train, longest, note)
         yield outside
     finally:
-        await asyncio.gather(*(one.client.close() for one in outside.served.values()))
+        await asyncio.gather(*(one.close() for one in outside.opened.values()))
