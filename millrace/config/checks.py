@@ -22,6 +22,8 @@ from millrace.errors import ConfigError, bad_value
 from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync, Schedule
 
+_NO_TEACHERS: Mapping[str, TeacherConfig] = {}
+
 
 def check(config: Config) -> None:
     """Raise ConfigError at the first check that fails."""
@@ -42,7 +44,7 @@ def check(config: Config) -> None:
     _check_filter(algorithm, trainer, c.async_training)
     _check_critic(algorithm, trainer)
     _check_overlong(c.reward, rollout)
-    _check_devices(placed(c), c.sides)
+    _check_devices(placed(c.reward, c.teachers), c.sides)
     _check_components(c.reward, algorithm)
     _check_correction(algorithm, c.actor, c.async_training)
     _check_replay(c.model.router_replay, rollout, algorithm, c.async_training)
@@ -290,11 +292,16 @@ def _check_overlong(reward: RewardConfig, rollout: RolloutConfig) -> None:
         )
 
 
-def placed(c: Config) -> dict[str, PlaceConfig]:
-    """Return the frozen models with processes of their own, by the name of their section."""
-    rewards = {f"{k}.model": one.model for k, one in c.reward.parts.items() if one.kind == "model"}
-    teachers = {f"teachers.{k}": one for k, one in c.teachers.items() if one.place == "own"}
-    return {**rewards, **teachers}
+def placed(
+    reward: RewardConfig, teachers: Mapping[str, TeacherConfig] = _NO_TEACHERS
+) -> dict[str, PlaceConfig]:
+    """Return the frozen models with processes of their own, by the name of their section.
+
+    Those of rewards come first. Only a run that trains has teachers.
+    """
+    rewards = {f"{k}.model": one.model for k, one in reward.parts.items() if one.kind == "model"}
+    own = {f"teachers.{k}": one for k, one in teachers.items() if one.place == "own"}
+    return {**rewards, **own}
 
 
 def _check_devices(models: Mapping[str, PlaceConfig], sides: Sides) -> None:

@@ -208,12 +208,12 @@ def _check_teachers(
                 rule = (
                     f"finished samples of the checkpoint {checkpoint} have no log-probs of {name}"
                 )
-                raise bad_value(f"teachers.{name}", outside[name].base_url, rule, fix)
-            if then is not None and then.model != outside[name].model:
-                rule = (
-                    f"finished samples of the checkpoint {checkpoint} have those of {then.model!r}"
-                )
-                raise bad_value(f"teachers.{name}.model", outside[name].model, rule, fix)
+                raise bad_value(f"teachers.{name}", outside[name].identity, rule, fix)
+            given, own = outside[name], then.identity if then is not None else ""
+            if own and own != given.identity:
+                rule = f"finished samples of the checkpoint {checkpoint} have those of {own!r}"
+                key = f"teachers.{name}.{'model' if given.base_url else 'path'}"
+                raise bad_value(key, given.identity, rule, fix)
 
 
 def _components(reward: RewardConfig) -> Any:

@@ -11,6 +11,7 @@ from millrace.config import AgentConfig, Config, RewardConfig, RewardModelConfig
 from millrace.config.checks import on_ray, placed
 from millrace.config.endpoint_keys import PlaceConfig
 from millrace.config.reward_keys import OneReward
+from millrace.config.sides import Sides
 from millrace.data import hub
 from millrace.data.prompts import PromptStream
 from millrace.data.rows import problem
@@ -38,7 +39,7 @@ def make_reward(config: Config) -> RunReward:
     """
     environments: dict[str, list[dict[str, str]]] = {}
     models: dict[str, RewardModelConfig] = {}
-    devices = devices_of(config)
+    devices = devices_of(placed(config.reward), config.sides)
     for section, part in config.reward.parts.items():
         if part.judge.cache_dir and part.kind == "judge":
             ownership.check(Path(part.judge.cache_dir), f"{section}.judge.cache_dir")
@@ -58,19 +59,21 @@ def make_reward(config: Config) -> RunReward:
     return reward
 
 
-def devices_of(config: Config) -> dict[str, tuple[str, list[dict[str, str]]]]:
+def devices_of(
+    models: Mapping[str, PlaceConfig], sides: Sides
+) -> dict[str, tuple[str, list[dict[str, str]]]]:
     """Return the device of each frozen model with processes of its own, by its section.
 
     The variables of each of its workers follow, if it has GPUs. Raise ConfigError if the machine
     lacks GPUs for one.
     """
     found: dict[str, tuple[str, list[dict[str, str]]]] = {}
-    gpus = visible_gpus() if config.trainer.device != "cpu" else []
-    free = list(gpus[config.sides.devices :])
-    for key, model in placed(config).items():
+    gpus = visible_gpus() if sides.trainer.device != "cpu" else []
+    free = list(gpus[sides.devices :])
+    for key, model in models.items():
         found[key] = "cpu", []
         if model.device == "cuda" or (model.device == "auto" and gpus):
-            names = _gpus_for(key, model, config, gpus, free)
+            names = _gpus_for(key, model, sides, gpus, free)
             found[key] = "cuda", [{"CUDA_VISIBLE_DEVICES": name} for name in names]
     return found
 
@@ -192,26 +195,26 @@ def _check_path(key: str, path: str) -> None:
 
 
 def _gpus_for(
-    key: str, model: PlaceConfig, config: Config, gpus: list[str], free: list[str]
+    key: str, model: PlaceConfig, sides: Sides, gpus: list[str], free: list[str]
 ) -> list[str]:
     """Return the GPU of each worker. Workers that own GPUs take them from `free`."""
-    count, ranks = model.num_workers, config.trainer_ranks
+    count, ranks = model.num_workers, sides.trainer.ranks
     if not gpus:
         rule = "this machine has no GPU that millrace may use"
         raise bad_value(f"{key}.device", model.device, rule, f"{key}.device=cpu")
-    if config.trainer.runtime == "ray":
+    if sides.trainer.runtime == "ray":
         raise on_ray(key, model.device)
     if model.share != "none":
         shared = gpus[:ranks] if model.share == "trainer" else gpus[ranks : len(gpus) - len(free)]
         if not shared:
-            needed = config.sides.devices
+            needed = sides.devices
             rule = f"trainer and rollouts need {needed} GPUs, and this machine has {len(gpus)}"
             fix = f"trainer.device=cpu with {key}.share=none, or more GPUs"
             raise bad_value(f"{key}.share", model.share, rule, fix)
         return [shared[worker % len(shared)] for worker in range(count)]
     if count > len(free):
         rule = (
-            f"trainer and rollouts take {config.sides.devices} of this machine's "
+            f"trainer and rollouts take {sides.devices} of this machine's "
             f"{len(gpus)} GPUs, and {len(free)} are left"
         )
         fix = f"fewer workers, {key}.share=rollout, or {key}.device=cpu"

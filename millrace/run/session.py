@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from millrace.config import Config
+from millrace.config.checks import placed
 from millrace.config.keys import NO_PROGRESS, Derived, ResumeProgress
 from millrace.data.identity import identity_of
 from millrace.errors import MillraceError, bad_value
@@ -195,7 +196,7 @@ async def open_session(
                     outside = OutsideTeachers(
                         config.teachers,
                         temperature=config.rollout.temperature,
-                        devices=devices_of(config),
+                        devices=devices_of(placed(config.reward, config.teachers), config.sides),
                     )
                 longest = config.rollout.max_len
                 taught = open_teachers(outside, problems.train, longest, progress.note)

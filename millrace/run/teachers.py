@@ -101,9 +101,9 @@ class OutsideTeachers:
                 name,
                 self.opened[name],
                 address=one.base_url or one.path,
-                fix=f"start its server, name another address in teachers.{name}.base_url"
+                fix=f"start its server, or correct teachers.{name}.base_url,"
                 if one.base_url
-                else "look into its worker's output on stderr",
+                else "look at what its workers print on stderr,",
                 deadline_s=one.wait_deadline_s,
                 drops=one.on_failure == "drop",
             )

@@ -78,6 +78,16 @@ def test_a_teacher_behind_an_endpoint_gives_the_numbers_of_one_in_the_trainer(
     assert not any(name.startswith("teacher/") for row in inside for name in row)
 
 
+def test_a_teacher_in_processes_of_its_own_gives_the_same_numbers(
+    tmp_path: Path, folder: Path
+) -> None:
+    keys = (f"teachers.a.path={folder}", "rollout.temperature=0.7", "rollout.n=2")
+    own = ("teachers.a.place=own", "teachers.a.device=cpu", "teachers.a.batch_size=3")
+    outside = trained(tmp_path / "out", *keys, *own)
+    alike(trained(tmp_path / "in", *keys), outside)
+    assert sum(row["teacher/a/requests"] for row in outside) == 64 * 2
+
+
 def test_the_same_with_agents_of_many_turns(tmp_path: Path) -> None:
     def played(name: str, *overrides: str) -> list[dict[str, Any]]:
         at = f"trainer.run_dir={tmp_path / name}"
@@ -122,7 +132,7 @@ def test_a_teacher_that_dies_waits_drops_or_ends_the_run(tmp_path: Path, folder:
         done = runs.millrace(*dead)
         assert done.code == 1
         said_ = f"the teacher a at {server.url} gave no log-probs of prompt"
-        assert said_ in done.err and "Fix: start its server and resume the run" in done.err
+        assert said_ in done.err and "Fix: start its server, or correct" in done.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from millrace.config import ModelShape, TeacherConfig, recipe
 from millrace.data.tokenizer import make_tokenizer
 from millrace.errors import ConfigError, DeadlineError, TeacherError
 from millrace.models.model import load_model
-from millrace.rewards.teacher import ServedTeacher
+from millrace.rewards.teacher import OwnTeacher, ServedTeacher
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.retry import RetryingTeacher
 from millrace.rollout.sample import SampleRoller
@@ -44,6 +46,7 @@ from tests.random_models import write_random
 from tests.report.accounts_cases import Accounts, run
 from tests.rollout.helpers import said
 from tests.rollout.teacher_server import ModelServer, model_server
+from tests.waiting import until_async
 
 SHAPE = ModelShape(
     hidden_size=16,
@@ -179,6 +182,61 @@ def test_at_most_max_concurrency_requests_run_at_a_time(server: ModelServer) -> 
     assert server.most == 2 and server.requests == 8
 
 
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+def own(folder: Path, **keys: Any) -> OwnTeacher:
+    config = TeacherConfig(path=str(folder), place="own", device="cpu", **keys)
+    return OwnTeacher("teachers.a", config, 1.0)
+
+
+@pytest.fixture(scope="module")
+def processes(folder: Path, loop: asyncio.Runner) -> Iterator[OwnTeacher]:
+    teacher = own(folder, batch_size=3)
+    loop.run(teacher.start())
+    yield teacher
+    loop.run(teacher.close())
+
+
+@settings(max_examples=25)
+@given(st.lists(threads(), max_size=5))
+def test_processes_of_its_own_read_the_same_in_batches(
+    shared: ModelServer, processes: OwnTeacher, loop: asyncio.Runner, drawn: list[Thread]
+) -> None:
+    trajectory = Trajectory(tuple(drawn), ended="turns")
+    found = loop.run(processes.log_probs(PROMPT, trajectory)).tolist()
+    assert found == pytest.approx(expected(shared.model, trajectory), abs=1e-5)
+
+
+def test_a_process_that_dies_is_named_and_replaced(folder: Path) -> None:
+    async def ask() -> Floats:
+        teacher, one = own(folder), Trajectory.of((said([4, 5]),))
+        await teacher.start()
+        try:
+            (worker,) = teacher.pool.workers
+            os.kill(worker.pid, signal.SIGSTOP)
+            asking = asyncio.ensure_future(teacher.log_probs(PROMPT, one))
+            await until_async(lambda: worker.running)
+            os.kill(worker.pid, signal.SIGKILL)
+            with pytest.raises(TeacherError, match="worker_died"):
+                await asking
+            assert teacher.take_figures()["failures/worker_died"] == 1
+            return await teacher.log_probs(PROMPT, one)
+        finally:
+            await teacher.close()
+
+    assert len(asyncio.run(ask())) == 2
+
+
+def test_a_folder_without_a_causal_model_is_refused(tmp_path: Path) -> None:
+    teacher = own(tmp_path)
+    with pytest.raises(ConfigError, match=r"^teachers\.a\.path = .*no causal language model"):
+        asyncio.run(teacher.start())
+
+
 # -- checks
 
 
@@ -224,6 +282,7 @@ def test_a_teacher_that_cannot_teach_is_refused_by_name(
         checked(teacher_of(server, **keys))
 
 
+OWN = ("teachers.a.path=x", "teachers.a.place=own")
 SERVED = ("teachers.a.base_url=http://h/v1", "teachers.a.model=m")
 
 
@@ -234,8 +293,15 @@ SERVED = ("teachers.a.base_url=http://h/v1", "teachers.a.model=m")
         (SERVED[1:], r"^teachers\.a\.path = '': a teacher needs a model"),
         (
             ("teachers.a.path=x", *SERVED[1:]),
-            r"^teachers\.a\.model = 'm': a teacher in the trainer",
+            r"^teachers\.a\.model = 'm': this teacher does not read it",
         ),
+        (("teachers.a.path=x", "teachers.a.num_workers=2"), r"^teachers\.a\.num_workers = 2: this"),
+        ((*SERVED, "teachers.a.num_workers=2"), r"^teachers\.a\.num_workers = 2: this teacher"),
+        ((*SERVED, "teachers.a.place=own"), r"^teachers\.a\.place = 'own': teachers\.a\.base_url"),
+        ((*OWN, "teachers.a.max_retries=2"), r"^teachers\.a\.max_retries = 2: this teacher"),
+        ((*OWN, "distillation.loss_mode=forward_kl_topk"), r"^distillation\.loss_mode = "),
+        ((*OWN, "teachers.a.share=trainer", "teachers.a.device=cpu"), r"^teachers\.a\.share = "),
+        (("teachers.a.place=own",), r"^teachers\.a\.path = '': a teacher needs a model"),
         (("teachers.a.path=x", "teachers.a.on_failure=drop"), r"^teachers\.a\.on_failure = 'drop'"),
         ((*SERVED, "distillation.loss_mode=forward_kl_topk"), r"^distillation\.loss_mode = "),
         ((*SERVED, "rollout.temperature=0.7"), r"^rollout\.temperature = 0\.7: teachers\.a"),
@@ -368,7 +434,8 @@ class Dying:
 
 
 def patient(teacher: Dying, **keys: Any) -> RetryingTeacher:
-    named: dict[str, Any] = {"address": "http://h/v1", "deadline_s": 100.0, "drops": False}
+    named: dict[str, Any] = {"address": "http://h/v1", "fix": "start it"}
+    named |= {"deadline_s": 100.0, "drops": False}
     return RetryingTeacher("a", teacher, **named | keys)
 
 
@@ -381,7 +448,7 @@ def test_a_dead_teacher_ends_the_run_and_is_named() -> None:
     async def ask() -> float:
         now = asyncio.get_running_loop().time
         begin = now()
-        match = r"teacher a at http://h/v1 gave no .*wait_deadline_s = 100\. .*unreachable.*Fix: "
+        match = r"teacher a at http://h/v1 gave no .*wait_deadline_s = 100\. .*unreachable.*Fix: start it"
         with pytest.raises(DeadlineError, match=match):
             await patient(Dying(float("inf"))).log_probs(PROMPT, Trajectory())
         return now() - begin

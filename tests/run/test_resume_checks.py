@@ -160,6 +160,7 @@ def test_gdpo_trains_no_finished_sample_by_the_components_of_another_reward(
 
 
 SERVED = ["teachers.a.base_url=http://h/v1", "teachers.a.model=m"]
+PLACE = "teachers.a.place=own"
 OTHER = ["teachers.b.base_url=http://h/v1", "teachers.b.model=m"]
 
 
@@ -175,13 +176,18 @@ OTHER = ["teachers.b.base_url=http://h/v1", "teachers.b.model=m"]
         ([*SERVED, *OTHER, "teachers.b.data_sources=[other]"], [*SERVED, *OTHER], "teachers.b"),
         (["teachers.b.path=b"], OTHER, "teachers.b"),
         (SERVED, [*SERVED, "teachers.a.model=other"], "teachers.a.model"),
+        (["teachers.a.path=a", PLACE], ["teachers.a.path=b", PLACE], "teachers.a.path"),
+        (["teachers.a.path=a", PLACE], ["teachers.a.path=a", PLACE, "teachers.a.device=cpu"], ""),
+        (["teachers.a.path=a"], ["teachers.a.path=a", PLACE], "teachers.a"),
     ],
 )
 def test_a_finished_sample_has_the_log_probs_of_its_teachers_outside(
     tmp_path: Path, before: list[str], now: list[str], key: str
 ) -> None:
     prompt = Prompt(0, tokens_of([1]), "p", "d")
-    one = Trajectory(score=Score(1.0), teachers={"a": floats_of([])} if SERVED[0] in before else {})
+    one = Trajectory(
+        score=Score(1.0), teachers={"a": floats_of([])} if {*before} & {SERVED[0], PLACE} else {}
+    )
     slots = [Slot(prompt, 0, State.READY, sample=Sample(prompt, (one,), 0)), Slot(prompt, 0)]
     checkpoint = checkpoint_of(tmp_path / "run", *before, slots=slots)
     config = config_of(f"trainer.resume={checkpoint}", *now)
