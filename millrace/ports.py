@@ -81,8 +81,9 @@ class StepReport:
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
     """Seconds of the parts of this call, by name. No two parts run at the same time.
 
-    The names are verl's: old_log_prob, ref, values, adv, update_critic, update_actor. A part that
-    did not run is missing. Time of no part is in no name. Equal reports may differ in it.
+    The names are verl's, but for teacher: old_log_prob, ref, values, teacher, adv, update_critic,
+    update_actor. A part that did not run is missing. Time of no part is in no name. Equal reports
+    may differ in it.
     """
 
 

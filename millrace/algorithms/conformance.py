@@ -22,7 +22,9 @@ from millrace.algorithms.advantage import (
     estimate,
     weighed,
 )
+from millrace.algorithms.distillation import Signal
 from millrace.algorithms.policy_loss import STATISTICS, LossInput, PolicyLoss
+from millrace.algorithms.ragged import form
 
 FAILS = "the function fails"
 
@@ -410,6 +412,24 @@ def check_weights(name: str, weights: TokenWeights) -> Finding | None:
         yield from ()
 
     return next((f for seed in range(BATCHES) for f in _run(check, weights, None, seed)), None)
+
+
+def check_signal(name: str, signal: Signal) -> Finding | None:
+    """Return how a user's signal of teachers fails on made-up log-probs, or None."""
+
+    def check(signal: Signal, options: None, seed: int) -> Iterator[Finding]:
+        g = torch.Generator().manual_seed(seed)
+        own, teacher = (-5 * torch.rand(9, generator=g) for _ in range(2))
+        for count in (9, 0):
+            found = signal(own[:count], teacher[:count])
+            if getattr(found, "shape", None) != (count,) or not bool(found.isfinite().all()):
+                raise ValueError(
+                    f"{name} returned {form(found)}. Fix: return a finite number for each drawn "
+                    f"token, [{count}]."
+                )
+        yield from ()
+
+    return next((f for seed in range(BATCHES) for f in _run(check, signal, None, seed)), None)
 
 
 _OF_A_LOSS = (

@@ -7,22 +7,26 @@ tokens as one class, so that they are divergences between whole distributions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+Signal = Callable[[Tensor, Tensor], Tensor]
+"""(log-probs of the policy [M], those of a teacher [M]) -> advantages of the drawn tokens [M]."""
 
-def log_ratio_signal(log_probs: Tensor, teacher: Tensor, weight: Tensor, limit: float) -> Tensor:
-    """Return the advantage that teachers give each drawn token, [M], without a gradient.
+
+def k1(log_probs: Tensor, teacher: Tensor, *, limit: float = torch.inf) -> Tensor:
+    """Return the advantage that a teacher gives each drawn token, [M], without a gradient.
 
     log_probs  [M] log p of the policy under training
-    teacher    [M] sum of weight x log p over the token's teachers
-    weight     [M] sum of these weights
+    teacher    [M] log p of the teacher
     limit      the largest size of the result
 
-    With the importance ratio as its factor, the mean of -signal x grad log p is the gradient of
-    sum of weight x KL(policy || teacher), token by token.
+    With the importance ratio as its factor, the mean of -k1 x grad log p is the gradient of
+    KL(policy || teacher), token by token.
     """
-    return (teacher - weight * log_probs.detach()).clamp(-limit, limit)
+    return (teacher - log_probs.detach()).clamp(-limit, limit)
 
 
 def divergence(log_probs: Tensor, teacher: Tensor, *, forward: bool) -> Tensor:

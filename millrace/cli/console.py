@@ -245,6 +245,7 @@ def configure(
         rows = problems.prompts_of_an_epoch(
             config,
             scored=not keep_warm_up,
+            trains=trains,
             inspect=(lambda t: lines.extend(described(agents, t))) if agents.agent_kind else None,
             note=_note,
             resume_from=checkpoint,

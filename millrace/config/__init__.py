@@ -20,7 +20,7 @@ from millrace.config.keys import Config, Derived
 from millrace.config.megatron_keys import MegatronConfig
 from millrace.config.model_keys import ModelConfig, ModelShape, SftConfig
 from millrace.config.optim_keys import OptimConfig
-from millrace.config.report_keys import ReportConfig
+from millrace.config.report_keys import ObserveConfig, ReportConfig
 from millrace.config.reward_keys import JudgeConfig, MixedReward, OneReward, RewardModelConfig
 from millrace.config.rollout_keys import DrawnLengthsConfig, RolloutConfig, ValidationConfig
 from millrace.config.schedule_keys import AsyncConfig
@@ -50,6 +50,7 @@ __all__ = [
     "MixedReward",
     "ModelConfig",
     "ModelShape",
+    "ObserveConfig",
     "OneReward",
     "OptimConfig",
     "OverlongBufferConfig",

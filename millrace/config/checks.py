@@ -176,7 +176,7 @@ def _check_teachers(c: Config) -> None:
     outside = {name: one for name, one in c.teachers.items() if one.outside}
     _check_outside(outside, own, c.rollout, c.trainer)
     loss = c.actor.policy_loss
-    if own.loss_mode == "k1" and loss.loss.select:
+    if not own.candidates and loss.loss.select:
         raise bad_value(
             "actor.policy_loss.loss_mode",
             loss.loss_mode,

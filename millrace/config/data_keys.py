@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from millrace.config.facts import STREAM, Fixed, FixedRows, NoEffectOnWeights
+from millrace.config.facts import STREAM, Choices, Fixed, FixedRows, NoEffectOnWeights, ReadWith
 from millrace.config.reward_keys import MixedReward, OneReward, check_mix
 from millrace.config.section import Section, Sources
 from millrace.errors import bad_value
@@ -15,6 +15,12 @@ from millrace.errors import bad_value
 def _same_reading(now: Any, before: Any, key: str) -> bool:
     """Return whether the built model of both has no chat template, and none is demanded."""
     return not now.model.path and "always" not in (now.data.chat, before.data.chat)
+
+
+def _same_function(now: Any, before: Any, key: str) -> bool:
+    """Return whether both name the same function, maybe in a file that moved."""
+    names = [config.value_of(key).rpartition(":")[2] for config in (now, before)]
+    return bool(names[0]) and names[0] == names[1]
 
 
 class DataConfig(Section):
@@ -49,8 +55,17 @@ class DataConfig(Section):
     the template's markup is read as it is, with its special tokens. always refuses a model without
     a template, and never refuses messages. Where agents play, they make the messages.
     """
-    shuffle: Annotated[bool, Fixed(STREAM)] = True
+    shuffle: Annotated[bool, Fixed(STREAM), ReadWith({".sampler": ("",)})] = True
     """Whether to shuffle the data in each epoch. trainer.seed decides the order."""
+    sampler: Annotated[
+        str,
+        Choices(("",)),
+        Fixed("it decided the rows of the samples in flight", _same_function, "another function"),
+    ] = ""
+    """Curriculum: path.py:name of a function of your own that decides the row of each prompt.
+
+    It replaces the shuffle. docs/own_algorithm.md explains it.
+    """
     filter_overlong_prompts: Annotated[bool, Fixed(STREAM)] = False
     """Leave out prompts that are longer than rollout.max_prompt_length, and report their number.
 

@@ -40,7 +40,8 @@ class Choices:
 
     def _known(self, value: str) -> str:
         if value not in self.names and ":" not in value:
-            raise PydanticCustomError("choice", "must be one of the names, or path.py:name")
+            names = "one of the names, or " if any(self.names) else ""
+            raise PydanticCustomError("choice", "must be {names}path.py:name", {"names": names})
         where, _, name = value.rpartition(":")
         if not where.endswith(".py"):
             return value

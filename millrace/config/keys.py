@@ -17,7 +17,7 @@ from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig, CriticC
 from millrace.config.data_keys import DataConfig, RewardConfig
 from millrace.config.facts import NoEffectOnWeights
 from millrace.config.model_keys import ModelConfig, SftConfig
-from millrace.config.report_keys import ReportConfig
+from millrace.config.report_keys import ObserveConfig, ReportConfig
 from millrace.config.rollout_keys import RolloutConfig
 from millrace.config.schedule_keys import AsyncConfig
 from millrace.config.section import Section
@@ -89,6 +89,8 @@ class Config(Section):
     """Weight sync."""
     guard: Annotated[GuardConfig, NoEffectOnWeights()] = GuardConfig()
     """Alarms for runs that stop learning. The limits are far from the values of a healthy run."""
+    observe: Annotated[ObserveConfig, NoEffectOnWeights()] = ObserveConfig()
+    """Metrics of your own."""
     report: Annotated[ReportConfig, NoEffectOnWeights()] = ReportConfig()
     """Files for readers of the run: a trace, samples and a report."""
     _notes: tuple[str, ...] = PrivateAttr(())

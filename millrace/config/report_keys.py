@@ -1,10 +1,21 @@
-"""The keys of what a run leaves for its readers: accounts, trace, samples and report."""
+"""The keys of what a run leaves for its readers: metrics, accounts, trace, samples and report."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
+from millrace.config.facts import Choices
 from millrace.config.section import Section
+
+
+class ObserveConfig(Section):
+    metrics: Annotated[str, Choices(("",))] = ""
+    """More metrics of each version: path.py:name of a function of your own.
+
+    It gets the samples that trained the version. docs/own_algorithm.md explains it.
+    """
 
 
 class ReportConfig(Section):

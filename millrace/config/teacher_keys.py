@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from millrace.config.endpoint_keys import EndpointConfig, PlaceConfig
-from millrace.config.facts import ReadWith
+from millrace.config.facts import Choices, ReadWith
 from millrace.config.section import Folder, Section, Sources
+from millrace.data.user_code import load
 from millrace.errors import bad_value
 
 _TOP_K: tuple[str, ...] = ("forward_kl_topk", "reverse_kl_topk")
@@ -92,12 +93,12 @@ CLIENT_KEYS = tuple(sorted({*_OF_CLIENT, *_OF_PLACE} - {"model"}))
 class DistillationConfig(Section):
     """The part of teachers in the training. Some names are verl's."""
 
-    loss_mode: Literal["k1", "forward_kl_topk", "reverse_kl_topk"] = "k1"
+    loss_mode: Annotated[str, Choices(("k1", *_TOP_K))] = "k1"
     """k1: log p_teacher - log p of each drawn token is a part of its advantage.
 
-    Its expectation is minus the reverse KL, and the policy loss corrects it for stale tokens. The
-    other two add the KL between next-token distributions to the loss. They keep the teacher's topk
-    tokens, and one class for all others.
+    Its expectation is minus the reverse KL, and the policy loss corrects it for stale tokens.
+    path.py:name is a function of your own in its place. The other two add the KL between next-token
+    distributions to the loss. They keep the teacher's topk tokens, and one class for all others.
     """
     topk: Annotated[int, ReadWith({".loss_mode": _TOP_K})] = Field(32, ge=1)
     """Tokens of each distribution. The size of the vocabulary takes whole distributions."""
@@ -109,6 +110,12 @@ class DistillationConfig(Section):
     """Factor of the advantages that come from rewards."""
     max_log_ratio: Annotated[float, ReadWith({".loss_mode": ("k1",)})] = Field(10.0, gt=0)
     """k1: the largest size of a token's part. A teacher may give a token almost no probability."""
+
+    @property
+    def own_signal(self) -> Callable[..., Any] | None:
+        """The function that loss_mode names. Raises ConfigError if it cannot be imported."""
+        key = "distillation.loss_mode"
+        return load(key, self.loss_mode) if ":" in self.loss_mode else None
 
     @property
     def candidates(self) -> int:
@@ -135,8 +142,10 @@ def weights_of(
         named = [name for name, own in sources.items() if not own or data_source in own]
     if isinstance(named, str):
         named = [named]
-    if isinstance(named, Sequence):
+    if isinstance(named, Sequence) and all(isinstance(name, str) for name in named):
         named = {name: teachers[name].weight if name in teachers else 1.0 for name in named}
+    if not isinstance(named, Mapping):
+        raise ValueError("must be a name, a list of names, or a mapping of names to weights")
     if unknown := sorted(map(str, named.keys() - teachers.keys())):
         raise ValueError(f"no teacher {unknown[0]!r}: there are {', '.join(teachers)}")
     for name, weight in named.items():

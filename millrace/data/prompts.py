@@ -134,14 +134,32 @@ class PromptStream:
 
     def __getitem__(self, i: int) -> Prompt:
         """Return prompt i of the run. Raise DataError if a generated prompt is too long."""
-        _, entry, text, tokens = self._fitting(self._row(i))
-        return Prompt(
-            i, tokens, text, entry.data_source, entry.ground_truth, entry.extra_info, entry.columns
-        )
+        return self._prompt(i, self._row(i))
 
     def where(self, i: int) -> str:
         """Return where prompt i of the run is from: its file and row."""
         return self.rows.describe(self._fitting(self._row(i))[0])
+
+    # -- for a sampler, which names rows by their place in the files
+
+    def rows_at(self, i: int) -> int:
+        """Return the number of rows that prompt i may have."""
+        return next((n for begin, n in reversed(self.growth) if begin <= i), len(self.kept))
+
+    def problem_of(self, row: int) -> Problem:
+        return problem(self.rows, int(self.kept[row]), prompt_key=self.prompt_key)
+
+    def prompt_of(self, i: int, row: int) -> Prompt:
+        return self._prompt(i, int(self.kept[row]))
+
+    def where_of(self, row: int) -> str:
+        return self.rows.describe(self._fitting(int(self.kept[row]))[0])
+
+    def _prompt(self, i: int, row: int) -> Prompt:
+        _, entry, text, tokens = self._fitting(row)
+        return Prompt(
+            i, tokens, text, entry.data_source, entry.ground_truth, entry.extra_info, entry.columns
+        )
 
     def _checked_ahead(
         self,

@@ -9,6 +9,7 @@ RUN/checkpoints/version-000012/
     ledger.json     every sample in a slot: prompt, state, finished segments and results
     config.yaml     the run's configuration
     rows.msgpack    the digests of the rows that the run trains on
+    picks.msgpack   with data.sampler: the row and the outcome of each admitted prompt
     manifest.json   version, counts, and bytes and SHA-256 of every other file
 RUN/checkpoints/LATEST
 """
@@ -67,15 +68,24 @@ class Checkpoints:
     """The checkpoints of one run."""
 
     def __init__(
-        self, run_dir: Path, *, keep: int, offer: Callable[[Path], None] = lambda folder: None
+        self,
+        run_dir: Path,
+        *,
+        keep: int,
+        offer: Callable[[Path], None] = lambda folder: None,
+        more: Callable[[LedgerSnapshot], dict[str, bytes]] = lambda snapshot: {},
     ) -> None:
-        """`offer` gets each complete checkpoint, in a thread. It may be deleted after that."""
+        """`offer` gets each complete checkpoint, in a thread. It may be deleted after that.
+
+        `more` returns other files of a checkpoint, by name.
+        """
         self.folder = run_dir / "checkpoints"
         self.using = asyncio.Lock()
         """Held by whoever completes a checkpoint, or reads one that must stay."""
         self._run_dir = run_dir
         self._keep = keep
         self._offer = offer
+        self._more = more
 
     async def save(self, snapshot: LedgerSnapshot, engine: TrainEngine) -> Path:
         """Write one checkpoint. A crash at any moment leaves the previous one intact."""
@@ -132,6 +142,8 @@ class Checkpoints:
                 "Fix: a run folder that all nodes share"
             )
         (temporary / "ledger.json").write_bytes(codec.to_json(snapshot))
+        for name, data in self._more(snapshot).items():
+            (temporary / name).write_bytes(data)
         files = {
             str(p.relative_to(temporary)): _entry(p)
             for p in sorted(temporary.rglob("*"))

@@ -46,11 +46,11 @@ class RunRecord:
         counts: RunCounts,
         deadline_s: float,
         tasks: asyncio.TaskGroup,
-        figures: Callable[[], dict[str, float]] = dict,
+        figures: Callable[[PolicyVersion], dict[str, float]] = lambda version: {},
         tokens: Callable[[LedgerSnapshot], dict[str, float]] = lambda snapshot: {},
         on_gap: Callable[[str], None] = lambda figures: None,
     ) -> None:
-        """`figures` returns what the rewards counted since the last row.
+        """`figures` returns what the loops do not know, for the row of a version.
 
         `tokens` returns the counts of tokens that a checkpoint keeps. `on_gap` gets the figures of
         a version whose engines disagree.
@@ -99,7 +99,7 @@ class RunRecord:
         checkpoint/write_s is the seconds from the start of the save to its completion. The
         trainer's wait for it is included. If two checkpoints completed, the longer time counts.
         """
-        row = row | self._counts.add(row) | self._figures()
+        row = row | self._counts.add(row) | self._figures(version)
         if self._write_s:
             row, self._write_s = row | {"checkpoint/write_s": max(self._write_s)}, []
         if self._disk.checkpoints:

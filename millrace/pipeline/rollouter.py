@@ -51,6 +51,18 @@ class Prompts(Protocol):
     def __getitem__(self, index: int) -> Prompt: ...
 
 
+class Curriculum(Protocol):
+    """Prompts whose rows depend on the outcomes of earlier ones."""
+
+    def ready(self, index: int, /) -> bool:
+        """Whether every outcome that decides this prompt is known."""
+        ...
+
+    def ended(self, index: int, sample: Sample | None, /) -> None:
+        """Note the outcome of a prompt. None is a sample that was dropped without a score."""
+        ...
+
+
 class Rollouter:
     """The rollout side of the pipeline."""
 
@@ -64,6 +76,7 @@ class Rollouter:
         max_error_share: float = 0.2,
         where: Callable[[int], str] = "prompt {}".format,
         dynamic_sampling: DynamicSampling | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
         self.queue = queue
         self.prompts = prompts
@@ -72,6 +85,7 @@ class Rollouter:
         self.max_error_share = max_error_share
         self.where = where
         self.dynamic_sampling = dynamic_sampling
+        self.curriculum = curriculum
         self.requests = 0
         """Requests inside a rollout engine."""
         self.unfinished = 0
@@ -103,6 +117,14 @@ class Rollouter:
                     )
                     # A version frees many slots. The trainer first sends its next step.
                     await asyncio.sleep(0)
+                if not self._is_decided():
+                    await self.queue.wait(
+                        *("rollouter", "the outcomes that decide the next prompt"),
+                        self._is_decided,
+                        on=Topic.ROLLOUTS,
+                        deadline_s=1e9,  # samples bring them, and each of their waits has one
+                    )
+                    continue
                 self._launch(tasks, self.queue.do(ledger.admit, self.prompts[ledger.admitted]))
                 begun += self.roller.num_responses
                 if begun >= _TOGETHER:
@@ -111,6 +133,14 @@ class Rollouter:
 
     def _may_admit(self) -> bool:
         return self.queue.ledger.can_admit() and not self.paused
+
+    def _is_decided(self) -> bool:
+        return self.curriculum is None or self.curriculum.ready(self.queue.ledger.admitted)
+
+    def _note_outcome(self, sample_id: int, sample: Sample | None = None) -> None:
+        if self.curriculum is not None:
+            self.curriculum.ended(sample_id, sample)
+            self.queue.wake(Topic.ROLLOUTS)
 
     def _launch(self, tasks: asyncio.TaskGroup, sample_id: int) -> None:
         self._change_live(self.roller.num_responses)
@@ -126,6 +156,7 @@ class Rollouter:
                     self._finish(sample_id, known.sample)
                     return
                 if known.dropped:
+                    self._note_outcome(sample_id)
                     queue.do(ledger.drop, sample_id, known.dropped)
                     return
                 sample = await self.roller.roll(
@@ -204,6 +235,7 @@ class Rollouter:
     def _finish(self, sample_id: int, sample: Sample) -> None:
         ledger = self.queue.ledger
         self._outcomes.append(True)
+        self._note_outcome(sample_id, sample)
         self.queue.journal.finished(sample_id, sample)
         if self.dynamic_sampling is None or self.dynamic_sampling.keeps(sample, ledger.version):
             self.queue.do(ledger.finish, sample_id, sample)
@@ -213,6 +245,7 @@ class Rollouter:
 
     def _drop(self, sample_id: int, prompt: Prompt, error: SampleError) -> None:
         self._outcomes.append(False)
+        self._note_outcome(sample_id)
         self.queue.do(self.queue.ledger.drop, sample_id, error.reason)
         failed = self._outcomes.count(False)
         if failed > self.max_error_share * _RECENT:

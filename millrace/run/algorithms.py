@@ -13,8 +13,11 @@ from millrace.algorithms.losses import POLICY_LOSSES
 from millrace.algorithms.policy_loss import PolicyLoss
 from millrace.config import ActorConfig, AlgorithmConfig, Config
 from millrace.config.algorithm_keys import load_algorithm
+from millrace.data.curriculum import KEY as SAMPLER
 from millrace.data.spec import nearest
+from millrace.data.user_code import load
 from millrace.errors import bad_value
+from millrace.observe.user_metrics import KEY as METRICS
 from millrace.sync.background import abandonable
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 CHECK_S = 300.0
 """The deadline of the checks before a run. They take two seconds on an idle core."""
 LOSS, ESTIMATOR = "actor.policy_loss.loss_mode", "algorithm.adv_estimator"
+SIGNAL = "distillation.loss_mode"
 WEIGHTS = "algorithm.token_weights"
 
 
@@ -67,10 +71,13 @@ def _options(spec: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def try_algorithms(config: Config, note: Callable[[str], None]) -> None:
-    """Check the user's loss and estimator before models load.
+    """Check the user's functions before models load.
 
     Raises ConfigError if one fails on made-up batches. Other broken properties are notes.
     """
+    for key, spec in ((SAMPLER, config.data.sampler), (METRICS, config.observe.metrics)):
+        if spec:
+            load(key, spec)
     actor, algorithm = config.actor, config.algorithm
     if ":" in actor.policy_loss.loss_mode:
         found = _findings(actor.policy_loss.loss, actor.loss_options())
@@ -78,6 +85,11 @@ def try_algorithms(config: Config, note: Callable[[str], None]) -> None:
     if ":" in algorithm.adv_estimator:
         found = _findings(algorithm.estimator, algorithm.advantage_options())
         _tell(ESTIMATOR, algorithm.adv_estimator, found, note)
+    if (signal := config.distillation.own_signal) is not None:
+        from millrace.algorithms.conformance import check_signal
+
+        broken = check_signal(config.distillation.loss_mode, signal)
+        _tell(SIGNAL, config.distillation.loss_mode, [broken] if broken else [], note)
     if (weights := algorithm.weigh_tokens) is not None:
         from millrace.algorithms.conformance import check_weights
 
@@ -94,7 +106,10 @@ async def tried(config: Config, note: Callable[[str], None]) -> None:
         named = {
             LOSS: config.actor.policy_loss.loss_mode,
             ESTIMATOR: config.algorithm.adv_estimator,
+            SIGNAL: config.distillation.loss_mode,
             WEIGHTS: config.algorithm.token_weights,
+            SAMPLER: config.data.sampler,
+            METRICS: config.observe.metrics,
         }
         key, spec = next((k, v) for k, v in named.items() if ":" in v)
         rule = f"its checks on small batches took over {CHECK_S:g} s, where seconds are usual"

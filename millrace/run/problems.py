@@ -10,6 +10,7 @@ import asyncio
 import json
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,14 +22,19 @@ from millrace import __version__
 from millrace.config import Config, ModelConfig
 from millrace.config.cached import cache_folder
 from millrace.data.chat import Chat
+from millrace.data.curriculum import Curriculum
 from millrace.data.demonstrations import Demonstrations
 from millrace.data.prompts import PromptStream
 from millrace.data.row_store import Progress, RowCache, quiet
 from millrace.data.rows import Problem, RowCheck, check_rows, texts
 from millrace.data.sources import Rows, load_sources
+from millrace.data.user_code import failure
+from millrace.data.user_code import load as load_code
 from millrace.errors import bad_row, bad_value
 from millrace.models import checks as model_checks
 from millrace.models.shape import write_shape
+from millrace.observe.user_metrics import KEY as METRICS
+from millrace.observe.user_metrics import UserMetrics
 from millrace.rewards.builtin import NEEDS_TRUTH, number
 from millrace.rewards.functions import check_name
 from millrace.rewards.sources import refusal, scorer_of
@@ -37,7 +43,18 @@ from millrace.run.agents import check_player, row_check
 from millrace.run.model_folders import check_model, load_tokenizer
 from millrace.run.prompt_notes import first_prompts, prompt_notes
 from millrace.run.rewards import check_functions
-from millrace.types import Prompt, Tokens, tokens_of
+from millrace.schedule.schedule import Schedule
+from millrace.types import (
+    Prompt,
+    Sample,
+    Score,
+    Segment,
+    Stop,
+    Tokens,
+    Trajectory,
+    floats_of,
+    tokens_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -203,13 +220,15 @@ def prepare(
     *,
     growth: Sequence[tuple[int, int]] = (),
     use_from: int | None = None,
+    tries: bool = False,
     note: Note = silent,
     progress: Progress = quiet,
 ) -> Problems:
     """Return the prompt streams, and write the model folder if it is missing.
 
     The model folder has the tokenizer and config.json. If a row is bad, no folder is written.
-    `PromptStream` explains `growth` and `use_from`.
+    `PromptStream` explains `growth` and `use_from`. With `tries`, the sampler and the metrics of the
+    user are tried first.
     """
     made = (model_folder / "tokenizer_config.json").is_file()
     model, key, seed = config.model, config.data.prompt_key, config.trainer.seed
@@ -243,6 +262,11 @@ def prepare(
     train = opened(
         sources.train, shuffle=config.data.shuffle, growth=growth, use_from=use_from, note=note
     )
+    if tries and (curriculum := curriculum_of(config.data.sampler, config.schedule, train)):
+        curriculum.try_out()
+    if tries and (metrics := user_metrics_of(config.observe.metrics, chat, silent)):
+        first = [train[i % len(train)] for i in range(2)]
+        metrics.try_out(tuple(_made_up(p, config.rollout.n, plays=bool(player)) for p in first))
     val: Sequence[Prompt] = ()
     if sources.val is not None:
         stream = opened(sources.val, shuffle=False)
@@ -260,6 +284,30 @@ def prepare(
     )
     said = *_random_weights(model.path), *_repeats(sources.train), *notes
     return Problems(chat, train, val, demonstrations, said)
+
+
+def curriculum_of(spec: str, schedule: Schedule, train: PromptStream) -> Curriculum | None:
+    """Return the prompts in the order of data.sampler. Raise ConfigError if it names no function.
+
+    Without drops, a prompt that the Ledger can admit never waits for the outcomes that decide it:
+    at most capacity - 1 slots and lookahead - 1 prompts that were trained early follow the oldest
+    unfinished one.
+    """
+    return Curriculum(train, spec, schedule.capacity + schedule.lookahead - 2) if spec else None
+
+
+def user_metrics_of(spec: str, chat: Chat, note: Note) -> UserMetrics | None:
+    """Return the metrics of observe.metrics. Raise ConfigError if it names no function."""
+    return UserMetrics(spec, load_code(METRICS, spec), chat.decode, note, failure) if spec else None
+
+
+def _made_up(prompt: Prompt, n: int, *, plays: bool) -> Sample:
+    """Return a sample whose responses repeat the prompt. Each component of a score is 0."""
+    drawn = Segment(prompt.tokens, log_probs=floats_of([-1.0] * len(prompt.tokens)), stop=Stop.EOS)
+    said = ({"role": "assistant", "content": prompt.text},) if plays else ()
+    one = replace(Trajectory.of((drawn,)), messages=said)
+    scores = (Score(float(k % 2), extra=defaultdict(float)) for k in range(n))
+    return Sample(prompt, tuple(map(one.with_score, scores)))
 
 
 def _repeats(rows: Rows) -> Iterator[str]:
@@ -282,6 +330,7 @@ def prompts_of_an_epoch(
     config: Config,
     *,
     scored: bool = True,
+    trains: bool = True,
     inspect: Inspect = None,
     note: Note = silent,
     resume_from: Path | None = None,
@@ -306,7 +355,8 @@ def prompts_of_an_epoch(
         model = Path(folder) / "model"
         if resume_from is not None and (resume_from / "model" / "tokenizer_config.json").is_file():
             model = resume_from / "model"  # as in the run, which makes no tokenizer again
-        prepared = prepare(config, sources, model, growth=growth, progress=shown)
+        tries = scored and trains
+        prepared = prepare(config, sources, model, growth=growth, tries=tries, progress=shown)
     if resume_from is not None:
         rows.check_kept(resume_from, prepared.train)
     first = () if config.agents.agent_kind else first_prompts(prepared.chat, prepared.train)

@@ -12,6 +12,7 @@ from pathlib import Path
 from millrace.config import Config
 from millrace.config.checks import placed
 from millrace.config.keys import NO_PROGRESS, Derived, ResumeProgress
+from millrace.data.curriculum import FILE, Curriculum
 from millrace.data.identity import identity_of
 from millrace.errors import MillraceError, bad_value
 from millrace.observe import trackers
@@ -45,7 +46,7 @@ from millrace.run.rewards import (
 from millrace.run.stall import watched
 from millrace.run.starts import beside, part, shown
 from millrace.run.teachers import OutsideTeachers, open_teachers
-from millrace.schedule.ledger import Ledger
+from millrace.schedule.ledger import Ledger, LedgerSnapshot
 from millrace.sync.background import abandonable
 from millrace.waits.registry import starting
 
@@ -72,7 +73,17 @@ class Session:
     @cached_property
     def checkpoints(self) -> Checkpoints:
         keep, mirror = self.config.trainer.max_ckpt_to_keep, self.mirror
-        return Checkpoints(self.run.path, keep=keep, **({"offer": mirror.offer} if mirror else {}))
+        offer = {"offer": mirror.offer} if mirror else {}
+        return Checkpoints(self.run.path, keep=keep, more=self._picks, **offer)
+
+    def _picks(self, snapshot: LedgerSnapshot) -> dict[str, bytes]:
+        return {FILE: self.curriculum.dump(snapshot.admitted)} if self.curriculum else {}
+
+    @cached_property
+    def curriculum(self) -> Curriculum | None:
+        """The prompts in the order of the user's sampler, if the run has one."""
+        spec, schedule = self.config.data.sampler, self.config.schedule
+        return problems_.curriculum_of(spec, schedule, self.problems.train)
 
     @property
     def derived(self) -> Derived:
@@ -97,7 +108,7 @@ class Session:
         past = Replay(
             self.checkpoints,
             journal,
-            self.problems.train,
+            self.curriculum or self.problems.train,
             version=ledger.version,
             horizon=self.derived.lr_horizon,
             origin=self.run.resume_from,
@@ -285,6 +296,7 @@ class _Opening:
             run.model,
             growth=growth,
             use_from=admitted if self.trains else None,
+            tries=self.trains and self.rollout,
             note=self.progress.note,
             progress=problems_.shown_slowly(self.progress.phase),
         )

@@ -34,8 +34,8 @@ def check_row(config: Config, row: Problem, where: str) -> None:
     """Raise DataError if a row names a wrong teacher, or if nothing would train its samples."""
     try:
         weights = weights_of(config.teachers, row.data_source, row.extra_info)
-    except (ValueError, TypeError, AttributeError) as error:
-        fix = "a name of teachers.NAME, a list of names, or a mapping of names to weights"
+    except ValueError as error:
+        fix = "such as math, [math, code] or {math: 0.5}, with names of teachers.NAME"
         given = row.extra_info.get("teachers")
         raise bad_row(f"{where}, extra_info.teachers", given, str(error), fix) from None
     if not weights and not config.learns_from_rewards:

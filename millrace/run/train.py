@@ -36,6 +36,7 @@ from millrace.rollout.shaping import OverlongBuffer
 from millrace.run import starts, supervised
 from millrace.run.agents import limits_of
 from millrace.run.evaluate import make_validator
+from millrace.run.problems import user_metrics_of
 from millrace.run.proof import make_proof, of_version, refuse
 from millrace.run.replicas import saved_without_replicas, validate_now
 from millrace.run.session import Session, open_session
@@ -45,6 +46,7 @@ from millrace.schedule.ledger import Ledger
 from millrace.sync.background import abandonable
 from millrace.types import SamplingParams
 from millrace.waits.registry import acting, at, current, part
+from millrace.waits.stream import Watcher
 
 if TYPE_CHECKING:
     from millrace.report.record import EventRecorder
@@ -153,6 +155,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
     s.checkpoints.supersede(ledger.version)
     history, counts = History(s.run.path, ledger.totals()), s.counts
     complete = False
+    user = user_metrics_of(s.config.observe.metrics, s.problems.chat, s.progress.note)
     outside = trackers.start(c.logger, about(s), s.progress.note)
     sinks += outside
     recorder = make_event_recorder(s, ledger, history.attempt)
@@ -172,11 +175,16 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 counts=counts,
                 deadline_s=c.wait_deadline_s,
                 tasks=tasks,
-                figures=lambda: figures(s) | trackers.dropped(outside),
+                figures=lambda version: {
+                    **(user.row(version) if user else {}),
+                    **figures(s),
+                    **trackers.dropped(outside),
+                },
                 tokens=recorder.counts,
                 on_gap=lambda figures: refuse(s, stop, of_version(figures)),
             )
-            with current().registry.watched_by(*recorder.watchers, record):
+            watchers: list[Watcher] = [*recorder.watchers, record, *([user] if user else [])]
+            with current().registry.watched_by(*watchers):
                 if why := supervised.restart_reason():
                     at("run", "restarted", why=why)
                 async with s.journal(ledger, history.attempt, tasks) as kept:
@@ -209,6 +217,8 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
 def figures(s: Session) -> dict[str, float]:
     """Return the figures of a row that the loops do not know."""
     copies = s.mirror.figures() if s.mirror is not None else {}
+    if s.curriculum is not None:
+        copies |= s.curriculum.take_figures()
     asked = s.reward.take_figures() | s.teachers.take_figures()
     return asked | s.engines.keeper.news.figures() | copies
 
@@ -271,6 +281,9 @@ async def train_to_end(
     c, clock = s.config.trainer, asyncio.get_running_loop().time
     derived, engines = s.derived, s.engines
     queue = SampleQueue(ledger, deadline_s=c.wait_deadline_s, journal=journal)
+    if s.curriculum is not None and s.run.resume_from is not None:
+        slots = ((i, slot.sample) for i, slot in ledger.snapshot().slots)
+        s.curriculum.restore(s.run.resume_from, ledger.admitted, slots)
     rollouter = make_rollouter(s, queue, engines.pool)
     proof = make_proof(s, rollouter, stop) if s.config.guard.enable else None
     ports = engines.train, engines.turns, engines.sync, record
@@ -367,14 +380,16 @@ def make_rollouter(s: Session, queue: SampleQueue, pool: RolloutPool) -> Rollout
     sampling = DynamicSampling(
         groups.metric, max_num_gen_batches=groups.max_num_gen_batches, window=c.schedule.window
     )
+    prompts = s.curriculum or s.problems.train
     return Rollouter(
         queue,
-        s.problems.train,
+        prompts,
         pool,
         roller,
         max_error_share=c.reward.max_error_share,
-        where=s.problems.train.where,
+        where=prompts.where,
         dynamic_sampling=sampling if groups.enable else None,
+        curriculum=s.curriculum,
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from millrace.algorithms.advantage import AdvantageOptions, Estimator, TokenWeights
 from millrace.algorithms.correction_plan import CorrectionPlan, CorrectionStage
+from millrace.algorithms.distillation import Signal, k1
 from millrace.algorithms.policy_loss import AggMode, LossOptions, PolicyLoss
 from millrace.config import (
     ActorConfig,
@@ -25,6 +27,8 @@ class StepOptions:
     actor: ActorConfig
     algorithm: AlgorithmConfig
     distillation: DistillationConfig
+    signal: Signal
+    """The advantages that a teacher gives drawn tokens, if it gives no distributions."""
     correction: CorrectionPlan
     policy_loss: PolicyLoss
     loss: LossOptions
@@ -66,6 +70,8 @@ def step_options(config: Config) -> StepOptions:
         actor=actor,
         algorithm=algorithm,
         distillation=config.distillation,
+        signal=config.distillation.own_signal
+        or partial(k1, limit=config.distillation.max_log_ratio),
         correction=algorithm.rollout_correction.plan(
             bypass=config.async_training.use_rollout_log_probs
         ),

@@ -53,7 +53,7 @@ class PolicyLoss:
         self.actor = options.actor
         self.token_losses = options.policy_loss
         self.options = options.loss
-        self.distillation = options.distillation
+        self.all_options, self.distillation = options, options.distillation
         self.plan = options.correction
         self.interpolated = data.old is None and self.plan.proximal in ESTIMATES
 
@@ -68,7 +68,7 @@ class PolicyLoss:
         log_probs, entropy = (x.masked_fill(~mask, 0.0) for x in outputs[:2])
         distilled = pg_distilled = None
         if self.data.taught is not None:
-            given = micro.source, outputs, mask, self.distillation
+            given = micro.source, outputs, mask, self.all_options
             pg_distilled, distilled = self.data.taught.part(*given)
             coef = self.distillation.distillation_loss_coef
             at["advantages"] = at["advantages"] + coef * pg_distilled

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.algorithms.distillation import divergence, log_ratio_signal
-from millrace.config import DistillationConfig
+from millrace.algorithms.distillation import divergence
 from millrace.train.layout import Ints
 from millrace.train.options import StepOptions
 from millrace.train.packing import Outputs
@@ -52,16 +51,14 @@ class Taught:
     weights: Tensor
     """[K, T] float64 weight of each teacher."""
     log_probs: Tensor
-    """[K] float64 sum of weight x log p(token) over the teachers."""
+    """[K, T] float64 log p of the drawn token."""
     candidates: Tensor
     """[K, T x topk] float32 log-probs of each teacher's likeliest tokens, which Rows.candidates has."""
     metrics: dict[str, float]
-    """distillation/NAME/kl       mean of the rollout's log-prob - the teacher's: KL(rollout || teacher)
-    distillation/NAME/tokens   tokens of that mean
-    """
+    """distillation/NAME/kl: mean of the rollout's log-prob - the teacher's, KL(rollout || teacher)."""
 
     def part(
-        self, source: Tensor, outputs: Outputs, mask: Tensor, options: DistillationConfig
+        self, source: Tensor, outputs: Outputs, mask: Tensor, options: StepOptions
     ) -> tuple[Tensor, Tensor]:
         """Return the advantages and the losses of teachers for the tokens `source`, each [M].
 
@@ -69,22 +66,24 @@ class Taught:
         mask     [M] bool: tokens that are trained; the others get 0
         """
         log_probs = outputs[0].masked_fill(~mask, 0.0)
-        weights = self.weights[source].to(log_probs)
-        if not options.candidates:
-            teacher = self.log_probs[source].to(log_probs)
-            limit = options.max_log_ratio
-            signal = log_ratio_signal(log_probs, teacher, weights.sum(-1), limit)
-            return torch.where(mask, signal, 0.0), torch.zeros_like(log_probs)
-        forward = options.loss_mode == "forward_kl_topk"
-        loss = torch.zeros_like(log_probs)
-        of_policy = torch.stack(outputs[2:], -1).split(options.candidates, -1)
-        of_teachers = self.candidates[source].to(log_probs).split(options.candidates, -1)
-        for weight, own, teacher in zip(weights.unbind(-1), of_policy, of_teachers, strict=True):
-            used = mask & (weight > 0)
+        weights = self.weights[source].to(log_probs).unbind(-1)
+        advantages, losses = torch.zeros_like(log_probs), torch.zeros_like(log_probs)
+        topk = options.distillation.candidates
+        if not topk:
+            teachers = self.log_probs[source].to(log_probs).unbind(-1)
+            for weight, teacher in zip(weights, teachers, strict=True):
+                part = weight * options.signal(log_probs.detach(), teacher)
+                advantages = advantages + torch.where(mask & (weight > 0), part, 0.0)
+            return advantages, losses
+        forward = options.distillation.loss_mode == "forward_kl_topk"
+        of_policy = torch.stack(outputs[2:], -1).split(topk, -1)
+        of_teachers = self.candidates[source].to(log_probs).split(topk, -1)
+        for weight, own, teacher in zip(weights, of_policy, of_teachers, strict=True):
             # A factor of 0 would make NaN of what is not finite.
-            pairs = (x.masked_fill(~used.unsqueeze(-1), -1e3) for x in (own, teacher))
-            loss = loss + weight * divergence(*pairs, forward=forward)
-        return torch.zeros_like(log_probs), loss
+            unused = ~(mask & (weight > 0)).unsqueeze(-1)
+            pairs = (x.masked_fill(unused, -1e3) for x in (own, teacher))
+            losses = losses + weight * divergence(*pairs, forward=forward)
+        return advantages, losses
 
 
 def ask(
@@ -98,7 +97,7 @@ def ask(
     teachers = {**teachers, **{name: GivenTeacher(own) for name, own in batch.given.items()}}
     teachers = {name: teachers[name] for name in batch.taught}  # in the order of the configuration
     weights = torch.stack([batch.taught[name] for name in teachers], -1)
-    log_probs = torch.zeros(count, dtype=torch.float64)
+    log_probs = torch.zeros(count, len(teachers), dtype=torch.float64)
     candidates = np.zeros((count, len(teachers) * topk), dtype=np.int64)
     of_candidates = torch.zeros(count, len(teachers) * topk)
     metrics = dict[str, float]()
@@ -108,13 +107,12 @@ def ask(
         if not len(members):
             continue
         own, _, *more = teacher.tokens(rows, members, temperature=options.temperature)
-        log_probs += weights[:, i][batch.ids] * own
+        log_probs[:, i] = own
         at, part = taught[batch.ids], slice(i * topk, (i + 1) * topk)
         if topk:
             candidates[:, part] = torch.stack(more[:topk], -1).long().numpy()
             of_candidates[:, part] = torch.stack(more[topk:], -1)
         gap = (batch.rollout - own)[at]
         metrics[f"distillation/{name}/kl"] = gap[gap.isfinite()].mean().item()
-        metrics[f"distillation/{name}/tokens"] = float(at.sum())
     taught_by = Taught(weights[batch.ids], log_probs, of_candidates, metrics)
     return taught_by, replace(rows, candidates=candidates) if topk else rows

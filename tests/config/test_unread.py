@@ -44,6 +44,7 @@ UNREAD = {
     "rollout.n": 2,
     "algorithm.norm_adv_by_std_in_grpo": True,
     "algorithm.adv_estimator": "rloo",
+    "data.sampler": "mine:f",
 }
 """Choices that read none of the keys."""
 

@@ -15,7 +15,16 @@ from pathlib import Path
 from millrace.observe.timing import GEN, IDLE, TOTALS
 from millrace.report.trace import spans
 
-ENGINE = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "train_other")
+ENGINE = (
+    "old_log_prob",
+    "ref",
+    "values",
+    "teacher",
+    "adv",
+    "update_critic",
+    "update_actor",
+    "train_other",
+)
 """The parts of a call of the train engine."""
 
 Figures = dict[str, float]

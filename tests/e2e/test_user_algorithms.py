@@ -65,6 +65,9 @@ def zero(batch, tokens, advantages):
 def too_few(batch, tokens, advantages):
     return batch.scores
 
+def turned(i, rows, outcomes):
+    return -1 - i % len(rows) + len(rows)
+
 def needs_a_critic(batch, options):
     return batch.scores - batch.values[:1]
 """
@@ -126,6 +129,7 @@ def test_a_run_resumes_and_exports_from_another_folder_after_its_file_moved(
     keys = [
         *("actor.policy_loss.loss_mode=mine.py:pulled", "algorithm.adv_estimator=mine.py:shifted"),
         *("algorithm.token_weights=mine.py:first_half", "algorithm.gamma=1"),
+        "data.sampler=mine.py:turned",
         *("sft.steps=1", "rollout.n=2", "actor.ppo_mini_batch_size=2", "report.enable=false"),
         *("trainer.save_freq=1", "trainer.val_before_train=false", "data.val_max_samples=2"),
         f"trainer.run_dir={run}",

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import count, islice
 from typing import Any
 
+from millrace.data.curriculum import Curriculum
 from millrace.errors import WorkerError
 from millrace.extras.faults.scenario import draw
 from millrace.extras.faults.world import run_world
@@ -318,6 +319,36 @@ def journal_forgets_what_it_synced() -> Any:
     return patched(JournalState, "drop_unusable", make)
 
 
+def sampler_sees_the_newest_outcomes() -> Any:
+    """The row of a prompt depends on the outcomes that happen to be known when it is admitted."""
+
+    def make(outcomes: Any) -> Any:
+        def mutant(self: Curriculum, count: int) -> Any:
+            return outcomes(self, self._ended)
+
+        return mutant
+
+    return patched(Curriculum, "_outcomes", make)
+
+
+def sampler_does_not_wait() -> Any:
+    """A prompt is admitted although an outcome that decides its row is not known yet."""
+    return patched(Curriculum, "ready", lambda ready: lambda self, i: True)
+
+
+def sampler_forgets_outcomes() -> Any:
+    """After a resume, the first prompts have other scores."""
+
+    def make(restore: Any) -> Any:
+        def mutant(self: Curriculum, checkpoint: Any, admitted: int, slots: Any) -> None:
+            restore(self, checkpoint, admitted, slots)
+            self._scores[: self._count // 2] = 0.0
+
+        return mutant
+
+    return patched(Curriculum, "restore", make)
+
+
 MUTANTS: dict[str, Plant] = {
     "ledger drop": ledger_drop,
     "lag off by one": lag_off_by_one,
@@ -338,6 +369,9 @@ MUTANTS: dict[str, Plant] = {
     "journal replays a trained sample": journal_replays_a_trained_sample,
     "torn tail accepted": torn_tail_accepted,
     "journal forgets what it synced": journal_forgets_what_it_synced,
+    "sampler sees the newest outcomes": sampler_sees_the_newest_outcomes,
+    "sampler does not wait": sampler_does_not_wait,
+    "sampler forgets outcomes at a resume": sampler_forgets_outcomes,
     **RECOVERIES,
     **SCALINGS,
 }

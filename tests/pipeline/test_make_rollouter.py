@@ -28,6 +28,7 @@ def made(whole_group: bool = False, **sections: Any) -> Rollouter:
         reward=SimpleNamespace(whole_group=whole_group),
         agent=SingleTurn(),
         teachers=OutsideTeachers(),
+        curriculum=None,
     )
     queue = SampleQueue(Ledger(config.schedule), deadline_s=1.0)
     return make_rollouter(session, queue, session.engines.pool)

@@ -47,6 +47,7 @@ def _correction(**keys: Any) -> dict[str, Any]:
     return {"algorithm": {"rollout_correction": keys}}
 
 
+TEACHERS = {"a": {"path": "a", "weight": 0.7}, "b": {"path": "b", "weight": 0.2}}
 CASES: dict[str, dict[str, Any]] = {
     f"{mode}, {agg}": {
         "actor": {
@@ -150,6 +151,18 @@ CASES: dict[str, dict[str, Any]] = {
         },
     }
     | OWN,
+    "k1 of two teachers, beside rewards": {
+        "teachers": TEACHERS,
+        "distillation": {"task_loss_coef": 0.5, "max_log_ratio": 2.0},
+    },
+    "forward KL to a teacher's likeliest tokens": {
+        "teachers": {"a": TEACHERS["a"]},
+        "distillation": {"loss_mode": "forward_kl_topk", "topk": 3, "use_task_rewards": False},
+    },
+    "reverse KL to those of two teachers": {
+        "teachers": TEACHERS,
+        "distillation": {"loss_mode": "reverse_kl_topk", "topk": 13},
+    },
 }
 
 
@@ -192,6 +205,8 @@ def config_of(
         algorithm=case.get("algorithm", {}),
         async_training=case.get("async_training", {}),
         critic=case.get("critic", {}),
+        teachers=case.get("teachers", {}),
+        distillation=case.get("distillation", {}),
     )
 
 
@@ -215,11 +230,14 @@ def engine_of(
         device=CPU,
         critic=shard(PackedCritic(model().model), *sections, mesh, CPU),
         reference=shard(model().requires_grad_(False), *sections, mesh, CPU),
+        teachers={x: shard(model().requires_grad_(False), *sections, mesh, CPU) for x in TEACHERS},
     )
     engine.restart(OPTIM, 10)
     with torch.no_grad():
-        for parameter in engine.reference.module.parameters():
-            parameter.mul_(1.2)
+        factors = {engine.reference: 1.2, engine.teachers["a"]: 0.8, engine.teachers["b"]: 1.4}
+        for frozen, factor in factors.items():
+            for parameter in frozen.module.parameters():
+                parameter.mul_(factor)
         engine.critic.module.head.weight.fill_(0.1)  # type: ignore[operator]
     return engine
 
@@ -233,11 +251,18 @@ def run_case(engine: FsdpTrainEngine, case: dict[str, Any], cut: int) -> dict[st
     config = config_of(case)
     options = engine.options = step_options(config)
     critic = engine.critic if config.needs_critic else None
-    for model in (engine.actor, engine.critic, engine.reference):
+    for model in (engine.actor, engine.critic, engine.reference, *engine.teachers.values()):
         model.limit = cut
+    for teacher in engine.teachers.values():
+        teacher.module.topk = config.distillation.candidates  # type: ignore[assignment]
     data = make_experience(
-        arrays_of(TrainBatch(SAMPLES, VERSION), options.algorithm),
-        Models(engine.actor, critic, engine.reference),
+        arrays_of(TrainBatch(SAMPLES, VERSION), options.algorithm, config.teachers),
+        Models(
+            engine.actor,
+            critic,
+            engine.reference,
+            {name: engine.teachers[name] for name in config.teachers},
+        ),
         options,
         engine.kl_coef,
     )

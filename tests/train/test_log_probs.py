@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.train.log_probs import log_probs_and_entropy
+from millrace.train.log_probs import log_probs_and_entropy, top_log_probs
 
 
 def reference(hidden: Any, weight: Any, targets: Any, temperature: Any) -> Any:
@@ -80,3 +80,36 @@ def test_impossible_tokens_do_not_make_nan() -> None:
     assert entropy.item() == 0.0
     with pytest.raises(ValueError, match="temperature"):
         log_probs_and_entropy(hidden, weight, torch.tensor([0]), 0.0)
+
+
+@pytest.mark.parametrize("chunk", [0, 3])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_several_tokens_of_a_row_have_the_values_and_gradients_of_full_logits(
+    chunk: int, temperature: float
+) -> None:
+    hidden, weight, _ = make(7)
+    g = torch.Generator().manual_seed(2)
+    targets = torch.randint(0, 11, (7, 4), generator=g)
+    targets[:, 1] = targets[:, 0]  # the drawn token is often one of the candidates
+    factors = torch.randn(7, 5, generator=g, dtype=torch.float64)
+
+    def loss(log_probs: Any, entropy: Any) -> Any:
+        return (torch.cat([log_probs, entropy[:, None]], -1) * factors).sum()
+
+    log_p = torch.log_softmax(hidden @ weight.t() / temperature, -1)
+    want = log_p.gather(-1, targets), -(log_p.exp() * log_p).sum(-1)
+    got = log_probs_and_entropy(hidden, weight, targets, temperature, chunk=chunk)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    for a, b in zip(
+        *(torch.autograd.grad(loss(*x), (hidden, weight)) for x in (got, want)), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_the_likeliest_tokens_are_those_of_full_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.train.log_probs.CHUNK_ELEMENTS", {"cpu": 30})  # 2 rows at a time
+    hidden, weight, _ = make(7)
+    ids, log_probs = top_log_probs(hidden, weight, 0.7, 3)
+    want = torch.log_softmax(hidden @ weight.t() / 0.7, -1).topk(3)
+    assert torch.equal(ids, want.indices)
+    torch.testing.assert_close(log_probs, want.values.detach(), rtol=1e-12, atol=1e-12)

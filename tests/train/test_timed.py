@@ -81,7 +81,7 @@ class Clocked:
 def test_each_model_counts_for_its_own_part_and_suspends_the_one_around_it() -> None:
     now = [0.0]
     registry, clock = Registry("driver", lambda: now[0]), ActorClock(0.0, "step")
-    models = timed(Models(*(Clocked(now, seconds) for seconds in (1.0, 2.0, 4.0))))
+    models = timed(Models(Clocked(now, 1.0), Clocked(now, 2.0), Clocked(now, 4.0)))
     assert models.critic is not None and models.reference is not None
     rows: Any = None
     with within(registry.root), acting("step"), registry.watched_by(clock), part("adv"):

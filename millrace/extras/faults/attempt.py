@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 from millrace.errors import MillraceError, NoDevices, RewardError, WorkerError
-from millrace.extras.faults.checks import Violation, prompt_at, score_of, text_of
+from millrace.extras.faults.checks import ROWS, Violation, prompt_at, score_of, text_of
 from millrace.extras.faults.disk import Died, View
 from millrace.extras.faults.engines import (
     FaultyRollouts,
@@ -74,6 +74,14 @@ class Prompts:
 
     def where(self, index: int) -> str:
         return f"row {index}"
+
+    def rows_at(self, index: int) -> int:
+        return ROWS
+
+    def prompt_of(self, index: int, row: int) -> Prompt:
+        return prompt_at(index, row)
+
+    where_of = where
 
 
 class Problems:

@@ -10,6 +10,7 @@
 | I7 | a resume starts from the last checkpoint that was written, if nothing damaged it |
 | I8 | a finished sample that the journal has synced is not drawn again |
 | I9 | nothing runs after the end of an attempt |
+| I10 | the row of each prompt is that of the sampler, in any world and after any resume |
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from millrace.data.curriculum import Outcomes
 from millrace.extras.faults.engines import Lineage, checksum
 from millrace.pipeline.journal_file import Batch
+from millrace.rollout.dynamic_sampling import EQUAL_OUTCOMES
 from millrace.rollout.episode import request_seed
 from millrace.rollout.roster import Change, ReplicaState
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, State
@@ -34,10 +37,23 @@ class Violation(Exception):
     """An invariant does not hold. The bug is in millrace."""
 
 
-def prompt_at(index: int) -> Prompt:
-    """Return the i-th prompt. Its first token is the length of its responses."""
+def prompt_at(index: int, *rows: int) -> Prompt:
+    """Return the i-th prompt. Its first token is the length of its responses.
+
+    With a sampler, its second one is its row.
+    """
     length = 4 + zlib.crc32(b"length/%d" % index) % 40
-    return Prompt(index, tokens_of([length]), str(index), "sim")
+    return Prompt(index, tokens_of([length, *rows]), str(index), "sim")
+
+
+ROWS = 50
+"""The rows of a run with a sampler."""
+
+
+def pick(i: int, rows: Sequence[Any], outcomes: Outcomes) -> int:
+    """Return the row of prompt i: a sampler that depends on each bit of the past."""
+    past = outcomes.rows.tobytes() + outcomes.scores.tobytes()
+    return zlib.crc32(past, i) % len(rows)
 
 
 def score_of(prompt: Prompt, text: str) -> float:
@@ -54,7 +70,11 @@ def text_of(tokens: Any) -> str:
 class Expected:
     """The draws and steps of a run without faults, as a pure function of its numbers."""
 
-    def __init__(self, seed: int, n: int, limit: int, params: SamplingParams, filters: bool):
+    def __init__(
+        self, seed: int, n: int, limit: int, params: SamplingParams, filters: bool, lag: int
+    ):
+        self._lag = lag
+        self._rows: list[int] = []
         self._seed, self._n, self._limit, self._params = seed, n, limit, params
         self._filters = filters
         self._drawn: dict[tuple[int, int], list[int]] = {}
@@ -69,6 +89,21 @@ class Expected:
             found = [1 + (seed * 31 + place * 17) % 97 for place in range(length)]
             self._drawn[index, k] = found
         return found
+
+    def row(self, index: int) -> int:
+        """Return the row that the sampler gives a prompt, if every sample has a score."""
+        import numpy
+
+        for i in range(len(self._rows), index + 1):
+            past = max(0, i - self._lag)
+            scores = numpy.array([self._score(j) for j in range(past)], "<f8")
+            rows = numpy.array(self._rows[:past], "<i8")
+            self._rows.append(pick(i, range(ROWS), Outcomes(rows, scores)))
+        return self._rows[index]
+
+    def _score(self, index: int) -> float:
+        texts = [text_of(tokens_of(self.tokens(index, k))) for k in range(self._n)]
+        return sum(score_of(prompt_at(index), text) for text in texts) / self._n
 
     def kept(self, index: int) -> bool:
         """Whether dynamic sampling keeps the sample of a prompt."""
@@ -119,6 +154,8 @@ class Checks:
         self._equal: Counter[int] = Counter()
         self._durable: dict[int, int] = {}
         """Finished samples that the journal has synced, and the newest version in each."""
+        self._unscored = False
+        """Whether a sample was dropped without a score, so that rows are not known."""
         self._made: dict[int, list[int]] = {}
         """The samples of each version of any attempt."""
         self._ledger: Ledger
@@ -192,6 +229,7 @@ class Checks:
         elif event.name == "dropped":
             self._live.discard(i)
             self._ever_dropped.add(i)
+            self._unscored |= event.facts.get("reason") != EQUAL_OUTCOMES
         elif event.name == "retired":
             self._true("I1", i in self._live, f"sample {i} was retired without a slot")
             self._live.discard(i)
@@ -229,6 +267,9 @@ class Checks:
             i = sample.prompt.index
             self._true("I1", i not in self._trained, f"sample {i} was trained twice")
             self._trained.append(i)
+            if not self._unscored and sample.prompt.tokens[1:]:
+                row, known = sample.prompt.tokens[1], self._expected.row(i)
+                self._true("I10", row == known, f"prompt {i} has row {row}, expected {known}")
             lag = version - sample.admitted_version
             self.lag = max(self.lag, lag)
             self._true("I3", lag <= bound, f"sample {i} has lag {lag}, the bound is {bound}")

@@ -26,6 +26,7 @@ GONE_S = 12.0
 LONG_S = 500.0
 """After a disturbance of this time, a worker is lost."""
 
+_SAMPLER = "millrace.extras.faults.checks:pick"
 _REPLICA = (
     *("engine.generate", "engine.interrupt", "engine.stats", "engine.sleep", "engine.wake"),
     *("receiver.transfer", "receiver.activate"),
@@ -183,6 +184,9 @@ def draw(seed: int) -> Scenario:
     mode, overlap = dice.choice(tuple(MODES)), dice.random() < (0.9 if loses_ranks else 0.3)
     config = _config(dice, mode, overlap)
     config = config.model_copy(update={"reward": _policy(random.Random(f"reward {seed}"))})
+    if random.Random(f"sampler {seed}").random() < 0.3:
+        data = config.data.model_copy(update={"sampler": _SAMPLER})
+        config = config.model_copy(update={"data": data})
     ranks, replicas = dice.choice((1, 1, 2)), dice.choice((1, 2, 2, 3))
     cost = CostModel(
         token_s=dice.choice((0.005, 0.01, 0.03)),

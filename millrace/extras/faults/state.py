@@ -47,7 +47,8 @@ class World:
         c = scenario.config
         params = SamplingParams(c.rollout.max_response_length)
         filters = c.algorithm.filter_groups.enable
-        expected = Expected(c.trainer.seed, c.rollout.n, scenario.samples, params, filters)
+        lag = c.schedule.capacity + c.schedule.lookahead - 2
+        expected = Expected(c.trainer.seed, c.rollout.n, scenario.samples, params, filters, lag)
         self.checks = Checks(c.schedule, expected, filters)
         self.outcome = Outcome(scenario.seed)
         self._failing = 0

@@ -60,7 +60,7 @@ _REWARD_LOOP = Absent("a reward loop of your own", "a function in reward.functio
 _WARM_UP = Absent(
     "a number of batches in flight", "async_training.staleness_threshold bounds them", (1,)
 )
-_SAMPLER = Absent("a sampler of your own", "data.shuffle, or rows in the wanted order")
+_SAMPLER = Absent("a sampler in verl's form", "data.sampler=FILE.py:NAME, docs/own_algorithm.md")
 _CHECK_MODEL = "the critic has the policy's architecture: set it for actor_rollout_ref.model"
 _PROFILER = Absent("a profiler", "leave the key out")
 _QUANTIZED = Absent("quantised weights", "leave the key out")

@@ -56,13 +56,14 @@ STATES = {
 
 _OF: dict[str, str] = {
     **dict.fromkeys(
-        ("train", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "train_other"),
+        ("train", "old_log_prob", "ref", "values", "teacher", "adv", "update_critic", "update_actor", "train_other"),
         "train",
     ),
     **dict.fromkeys(("sync_keep", "sync_transfer", "sync_activate"), "sync"),
     **dict.fromkeys(("wait_samples", "wait_prev_gen"), "wait_trajectories"),
     **dict.fromkeys(("wait_rollouts", "wait_publish"), "wait_sync"),
     "save_checkpoint": "save",
+    "user_metrics": "other",
 }  # fmt: skip
 
 

@@ -68,7 +68,9 @@ class FsdpTrainEngine(TrainSteps):
         )
         if self.adapted and config.needs_reference:
             self.reference = StartPolicy(self.actor)
-        self.teachers = {name: trainable(name, module) for name, module in teachers.items()}
+        self.teachers: dict[str, Trainable] = {
+            name: trainable(name, module) for name, module in teachers.items()
+        }
         self.rank = rank
         self.world_size = world_size
         self.base_sum: int | None = None

@@ -56,7 +56,7 @@ class PackedPolicy(nn.Module):
                 ) > math.ceil(i * checkpoint_share)
         self.model = model
         self._fused = fused
-        self._topk = topk
+        self.topk = topk
         self.routers = Routers(model) if replays else None
 
     def forward(
@@ -88,8 +88,8 @@ class PackedPolicy(nn.Module):
             outputs = (drawn, entropy, *others)
         if squares:
             outputs = (*outputs, sum_of_squares(states, weight, temperature))
-        if self._topk:
-            for part in top_log_probs(states, weight, temperature, self._topk):
+        if self.topk:
+            for part in top_log_probs(states, weight, temperature, self.topk):
                 outputs = (*outputs, *part.to(entropy.dtype).unbind(-1))
         return batch.layout.share.joined(outputs, mine, len(batch.select))
 

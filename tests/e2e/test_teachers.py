@@ -1,0 +1,156 @@
+"""On-policy distillation: real runs with teachers in the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.cli import main as cli
+from tests.e2e import runs
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model after a clean warm-up: it sorts better than the policies here."""
+    folder = tmp_path_factory.mktemp("teacher")
+
+    async def main() -> None:
+        async with runs.session(folder, "sft.steps=150", "sft.messiness=0") as s:
+            await s.engines.train.export(str(folder / "model"))
+
+    asyncio.run(main())
+    return folder / "model"
+
+
+def column(folder: Path, name: str) -> list[float]:
+    return [row[name] for row in runs.rows(folder) if name in row]
+
+
+@pytest.mark.slow
+def test_zero_staleness_is_synchronous_distillation_bit_for_bit(
+    tmp_path: Path, teacher: Path
+) -> None:
+    keys = [f"teachers.sorter.path={teacher}", "distillation.use_task_rewards=false"]
+
+    async def main() -> None:
+        fixed = ("trainer.deterministic=true", "mode=on_policy_pipeline")
+        async with runs.session(tmp_path, *fixed, *keys) as s:
+            found = {}
+            for mode in ("on_policy_pipeline", "colocate_sync"):
+                own = [*keys, f"mode={mode}", "async_training.trigger_parameter_sync_step=1"]
+                assert (await runs.run(s, tmp_path / mode, *own)).complete
+                found[mode] = await runs.weights(s, tmp_path / f"{mode}-weights")
+            first, second = found.values()
+            assert all((second[name] == tensor).all() for name, tensor in first.items())
+
+    asyncio.run(main())
+    for name in ("distillation/sorter/kl", "actor/distillation_loss", "actor/grad_norm"):
+        first, second = (
+            column(tmp_path / m, name) for m in ("on_policy_pipeline", "colocate_sync")
+        )
+        assert first == second and len(first) == 8
+    kl = column(tmp_path / "colocate_sync", "distillation/sorter/kl")
+    assert kl[-1] < 0.9 * kl[0]
+    assert all(s > 0 for s in column(tmp_path / "colocate_sync", "timing_s/teacher"))
+
+
+@pytest.mark.parametrize("mode", ["forward_kl_topk", "reverse_kl_topk"])
+def test_whole_distributions_teach_in_an_asynchronous_run_of_two_ranks(
+    mode: str, tmp_path: Path, teacher: Path
+) -> None:
+    keys = [
+        *(f"teachers.sorter.path={teacher}", f"distillation.loss_mode={mode}"),
+        *("distillation.topk=14", "distillation.use_task_rewards=false", "rollout.n=1"),
+        *("mode=async_partial", "trainer.n_gpus_per_node=2", "actor.optim.lr=1e-3"),
+    ]
+
+    async def main() -> Any:
+        async with runs.session(tmp_path, *keys) as s:
+            return await runs.run(s, tmp_path / "run", *keys)
+
+    assert asyncio.run(main()).complete
+    losses = column(tmp_path / "run", "actor/distillation_loss")
+    assert min(losses) > 0 and losses[-1] < 0.8 * losses[0]
+    assert set(column(tmp_path / "run", "actor/pg_loss")) == {0.0}
+
+
+def rows_for(path: Path, *teachers: Any) -> Path:
+    lines = []
+    for i, named in enumerate(teachers):
+        digits = f"{90210 + i * 731}"
+        row = {"prompt": f"{digits}>", "answer": "".join(sorted(digits))}
+        row["data_source"] = "even" if i % 2 == 0 else "odd"
+        lines.append(json.dumps(row | ({"extra_info": {"teachers": named}} if named else {})))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+KEYS = [
+    *("sft.steps=1", "rollout.n=2", "actor.ppo_mini_batch_size=2", "report.enable=false"),
+    *("rollout.total_rollout_steps=4", "trainer.val_before_train=false", "data.val_max_samples=2"),
+    *(
+        "reward.function=exact",
+        "data.shuffle=false",
+        "mode=colocate_sync",
+    ),
+    "async_training.trigger_parameter_sync_step=1",
+]
+
+
+def command(monkeypatch: pytest.MonkeyPatch, capfd: Any, *arguments: str) -> tuple[int, str]:
+    monkeypatch.setattr("sys.argv", ["millrace", *arguments])
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    printed = capfd.readouterr()
+    return int(ended.value.code or 0), printed.out + printed.err
+
+
+def test_each_data_source_and_each_row_has_its_teachers(
+    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    data = rows_for(tmp_path / "rows.jsonl", None, None, ["a", "b"], {"b": 0.5})
+    run = tmp_path / "run"
+    keys = [
+        *(f"teachers.a.path={teacher}", "teachers.a.data_sources=[even]"),
+        *(f"teachers.b.path={teacher}", "teachers.b.data_sources=[odd]"),
+        *(f"data.train_files={data}", f"trainer.run_dir={run}"),
+    ]
+    code, printed = command(monkeypatch, capfd, "train", "quickstart", *KEYS, *keys)
+    assert code == 0, printed
+    # Prompts 0 and 1 have one teacher each; 2 has both, and 3 has b.
+    first, second = (row for row in runs.rows(run) if "actor/lr" in row)
+    assert {n for n in first if n.startswith("distillation/")} == {
+        "distillation/a/kl",
+        "distillation/b/kl",
+    }
+    assert second["distillation/a/kl"] != second["distillation/b/kl"]
+
+
+@pytest.mark.parametrize(
+    ("named", "rule"),
+    [
+        ("c", "no teacher 'c': there are a"),
+        ({"a": -1}, "the weight of the teacher a must be a number over 0: -1"),
+        ({"a": "1"}, "the weight of the teacher a must be a number over 0: '1'"),
+        (3, "must be a name, a list of names, or a mapping of names to weights"),
+    ],
+)
+def test_a_row_with_a_wrong_teacher_is_refused_before_a_model_loads(
+    named: Any, rule: str, tmp_path: Path, teacher: Path, monkeypatch: Any, capfd: Any
+) -> None:
+    data = rows_for(tmp_path / "rows.jsonl", None, named)
+    keys = [
+        f"teachers.a.path={teacher}",
+        f"data.train_files={data}",
+        f"trainer.run_dir={tmp_path}/r",
+    ]
+    code, printed = command(monkeypatch, capfd, "train", "quickstart", *KEYS, *keys)
+    assert code == 2 and f"{data.name} row 2, extra_info.teachers" in printed and rule in printed, (
+        printed
+    )
+    assert not (tmp_path / "r").exists()
