@@ -307,7 +307,7 @@ BUDGETS = {
     "report": 7100,
     "rewards": 3550,
     "rollout": 1750,
-    "run": 5400,
+    "run": 5450,
     "runtime": 3500,
     "schedule": 800,
     "simulate": 560,

@@ -76,6 +76,8 @@ def test_a_teacher_behind_an_endpoint_gives_the_numbers_of_one_in_the_trainer(
     assert sum(row["teacher/a/tokens"] for row in outside) == tokens
     assert all(row["teacher/a/seconds"] > 0 == row["teacher/a/retries"] for row in outside)
     assert not any(name.startswith("teacher/") for row in inside for name in row)
+    (trace,) = (tmp_path / "out" / "trace").glob("*.json")
+    assert '"log_probs' in trace.read_text()
 
 
 def test_a_teacher_in_processes_of_its_own_gives_the_same_numbers(
@@ -160,6 +162,26 @@ def test_a_stopped_run_resumes_with_another_address_of_its_teacher(
     alike(whole, rows)
     found = runs.audit(tmp_path / "run")
     assert (found["trained"], found["lost"], found["trained_twice"]) == (96, 0, 0)
+
+
+def test_why_names_a_teacher_that_does_not_answer(tmp_path: Path, folder: Path) -> None:
+    with model_server(folder) as server:
+        output, run = tmp_path / "output", tmp_path / "run"
+        said = runs.small(run, *SHORT, *served(server.url))
+        process = runs.start_command(*said, output=output)
+        try:
+            until(lambda: server.requests == 2, process, output)
+            server.wait_s = HANG_S
+            until(lambda: server.requests > 10, process, output)
+
+            def named() -> bool:
+                why = runs.millrace("why", str(run), "--full").out
+                return "teacher a" in why and "log-probs of prompt" in why
+
+            until(named, process, output)
+        finally:
+            process.kill()
+            process.wait(HANG_S)
 
 
 def test_a_teacher_that_cannot_teach_is_refused_before_a_model_loads(
