@@ -218,9 +218,10 @@ def _check_outside(
             rule = f"{key}.base_url gives log-probs at temperature 1"
             fix = f"rollout.temperature=1, or {key}.path=FOLDER in place of base_url"
             raise bad_value("rollout.temperature", rollout.temperature, rule, fix)
-        if teacher.on_failure == "wait" and teacher.wait_deadline_s >= trainer.wait_deadline_s:
-            rule = f"must be less than trainer.wait_deadline_s = {trainer.wait_deadline_s:g}"
-            fix = f"{key}.wait_deadline_s={trainer.wait_deadline_s / 2:g}"
+        longest = teacher.wait_deadline_s + teacher.timeout_s
+        if teacher.on_failure == "wait" and longest >= trainer.wait_deadline_s:
+            rule = f"with {key}.timeout_s, must be less than trainer.wait_deadline_s"
+            fix = f"trainer.wait_deadline_s={2 * longest:g}"
             raise bad_value(f"{key}.wait_deadline_s", teacher.wait_deadline_s, rule, fix)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from millrace.errors import DeadlineError, RewardError, TeacherError
@@ -81,10 +81,15 @@ class RetryingTeacher:
         fix: str,
         deadline_s: float,
         drops: bool,
+        note: Callable[[str], object] = lambda text: None,
     ) -> None:
-        """`address` says where it is, and `fix` what helps a dead one."""
+        """`address` says where it is, and `fix` what helps a dead one.
+
+        `note` gets the first failure of each reason.
+        """
         self._name, self._teacher, self._address, self._fix = name, teacher, address, fix
-        self._deadline_s, self._drops = deadline_s, drops
+        self._deadline_s, self._drops, self._note = deadline_s, drops, note
+        self._noted: set[str] = set()
 
     async def log_probs(self, prompt: Prompt, trajectory: Trajectory) -> Floats:
         """Raises TeacherError with the reason teacher_NAME, or DeadlineError."""
@@ -96,11 +101,19 @@ class RetryingTeacher:
                 key = str(prompt.index)
                 with span("teachers", "log_probs", key, by=who, what=what, teacher=name) as call:
                     try:
-                        return await self._teacher.log_probs(prompt, trajectory)
+                        found = await self._teacher.log_probs(prompt, trajectory)
                     except TeacherError as error:
                         call.facts["failed"] = error.reason
                         raise
+                count("log_probs")
+                return found
             except TeacherError as error:
+                if error.reason not in self._noted:
+                    self._noted.add(error.reason)
+                    self._note(
+                        f"teacher {name} at {self._address} failed, as counted in "
+                        f"teacher/{name}/failures: {error}"
+                    )
                 if self._drops:
                     detail = f"{self._address}: {error}"
                     raise TeacherError(f"teacher_{name}", detail) from error

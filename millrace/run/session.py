@@ -208,9 +208,10 @@ async def open_session(
                         config.teachers,
                         temperature=config.rollout.temperature,
                         devices=devices_of(placed(config.reward, config.teachers), config.sides),
+                        note=progress.note,
                     )
                 longest = config.rollout.max_len
-                taught = open_teachers(outside, problems.train, longest, progress.note)
+                taught = open_teachers(outside, problems.train, longest)
                 teachers = await stack.enter_async_context(taught)
                 if problems.train.ahead is not None:
                     stack.callback(problems.train.ahead.close)

@@ -83,8 +83,10 @@ class OutsideTeachers:
         *,
         temperature: float = 1.0,
         devices: Mapping[str, tuple[str, Sequence[Mapping[str, str]]]] = _NO_DEVICES,
+        note: Callable[[str], object] = lambda text: None,
     ) -> None:
-        """`devices` are those of `rewards.devices_of`."""
+        """`devices` are those of `rewards.devices_of`. `note` gets what a user should know."""
+        self._note = note
         self._teachers = teachers
         outside = {name: one for name, one in teachers.items() if one.outside}
         self.opened: dict[str, OwnTeacher | ServedTeacher] = {}
@@ -106,6 +108,7 @@ class OutsideTeachers:
                 else "look at what its workers print on stderr,",
                 deadline_s=one.wait_deadline_s,
                 drops=one.on_failure == "drop",
+                note=note,
             )
             for name, one in outside.items()
         }
@@ -128,7 +131,7 @@ class OutsideTeachers:
             for figure, value in one.take_figures().items()
         }
 
-    async def check(self, train: PromptStream, longest: int, note: Callable[[str], object]) -> None:
+    async def check(self, train: PromptStream, longest: int) -> None:
         """Ask each teacher for a prompt that it teaches. Raise ConfigError if it cannot teach."""
         first = [train[i] for i in range(min(_LOOKED_AT, len(train)))] if self.opened else []
 
@@ -140,7 +143,7 @@ class OutsideTeachers:
             prompt = next((p for p in first if name in self.of(p)), first[0])
             compared = await teacher.check(prompt, longest, ids)
             if not compared and not self._teachers[name].path:
-                note(
+                self._note(
                     f"teachers.{name}: its tokenizer was not compared with the policy's, because "
                     f"the endpoint has no /tokenize. teachers.{name}.path=FOLDER compares it"
                 )
@@ -152,14 +155,11 @@ class OutsideTeachers:
 
 @asynccontextmanager
 async def open_teachers(
-    outside: OutsideTeachers,
-    train: PromptStream,
-    longest: int,
-    note: Callable[[str], object],
+    outside: OutsideTeachers, train: PromptStream, longest: int
 ) -> AsyncIterator[OutsideTeachers]:
     """Start and check the teachers outside of the trainer. `longest` is that of a trajectory."""
     try:
-        await outside.check(train, longest, note)
+        await outside.check(train, longest)
         yield outside
     finally:
         await asyncio.gather(*(one.close() for one in outside.opened.values()))

@@ -305,7 +305,7 @@ SERVED = ("teachers.a.base_url=http://h/v1", "teachers.a.model=m")
         (("teachers.a.path=x", "teachers.a.on_failure=drop"), r"^teachers\.a\.on_failure = 'drop'"),
         ((*SERVED, "distillation.loss_mode=forward_kl_topk"), r"^distillation\.loss_mode = "),
         ((*SERVED, "rollout.temperature=0.7"), r"^rollout\.temperature = 0\.7: teachers\.a"),
-        ((*SERVED, "teachers.a.wait_deadline_s=1800"), r"^teachers\.a\.wait_deadline_s = 1800"),
+        ((*SERVED, "teachers.a.wait_deadline_s=1700"), r"^teachers\.a\.wait_deadline_s = 1700"),
         ((SERVED[1], "teachers.a.base_url=h:80"), r"^teachers\.a\.base_url = 'h:80': is not an"),
         ((SERVED[1], "teachers.a.base_url=http://u:secret@h/v1"), r"^teachers\.a\.base_url = '\*"),
         (
@@ -440,8 +440,11 @@ def patient(teacher: Dying, **keys: Any) -> RetryingTeacher:
 
 
 def test_a_teacher_that_comes_back_loses_no_sample() -> None:
-    found = clock.run(patient(Dying(5)).log_probs(PROMPT, Trajectory()))
+    said = list[str]()
+    found = clock.run(patient(Dying(5), note=said.append).log_probs(PROMPT, Trajectory()))
     assert found.tolist() == [-1.0]
+    (once,) = said
+    assert once.startswith("teacher a at http://h/v1 failed, as counted in teacher/a/failures: ")
 
 
 def test_a_dead_teacher_ends_the_run_and_is_named() -> None:
