@@ -4,6 +4,7 @@
 #   MODEL  the folder of SmolLM2-135M-Instruct      OUT    the results
 #   SITE   packages that are not installed          WORK   models and runs; a new folder
 #   STEPS  128 optimizer steps of 256 responses     GPUS   0,1 or 0
+#   LR     1e-5, the learning rate of the arms
 # The parts are start, rl,k1, forward,other and sources,rewards. The default is all of them.
 # 1. Train the teacher: RL on products and sums.
 # 2. Damage it with noise until its held-out score halves: the student. And another teacher, damaged
@@ -14,7 +15,7 @@ HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 MODEL=$(realpath "${MODEL:?the folder of SmolLM2-135M-Instruct}")
 OUT=${OUT:-build/teachers} STEPS=${STEPS:-128}
 WORK=${WORK:-$(mktemp -d /tmp/teachers.XXXXXX)}
-GPUS=${GPUS:-0,1}
+GPUS=${GPUS:-0,1} LR=${LR:-1e-5}
 first=${GPUS%,*} second=${GPUS#*,}
 mkdir -p "$OUT" "$WORK"
 OUT=$(realpath "$OUT") WORK=$(realpath "$WORK")
@@ -42,12 +43,12 @@ start() {
 }
 
 damaged() { # NAME GPU SHARE SEED
-    CUDA_VISIBLE_DEVICES=$2 python3 "$HERE/damage.py" smollm2_vllm "$WORK/model" "$WORK/$1" "$3" "$4" \
+    CUDA_VISIBLE_DEVICES=$2 python3 "$HERE/damage.py" smollm2_vllm "$WORK/model" "$WORK/damaged-$1" "$3" "$4" \
         > "$OUT/$1.jsonl" 2> "$OUT/$1.log"
 }
 
 arm() { # NAME GPU
-    local own=teachers.own.path=$WORK/model other=teachers.other.path=$WORK/other keys=()
+    local own=teachers.own.path=$WORK/model other=teachers.other.path=$WORK/damaged-other keys=()
     case $1 in
     rl) ;;
     k1) keys=("$own") ;;
@@ -58,8 +59,9 @@ arm() { # NAME GPU
     rewards) keys=("$own" distillation.use_task_rewards=true) ;;
     esac
     case $1 in rl | rewards) ;; *) keys+=(distillation.use_task_rewards=false) ;; esac
-    run "$@" "${keys[@]}" model.path="$WORK/student" mode=colocate_sync trainer.n_gpus_per_node=1 \
-        rollout.n_gpus_per_node=1 rollout.test_freq=8 trainer.save_last=false
+    run "$@" "${keys[@]}" model.path="$WORK/damaged-student" mode=colocate_sync trainer.n_gpus_per_node=1 \
+        rollout.n_gpus_per_node=1 rollout.test_freq=4 trainer.save_last=false \
+        actor.optim.lr="$LR"
 }
 
 for part in "${@:-start rl,k1 forward,other sources,rewards}"; do

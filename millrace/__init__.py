@@ -1,6 +1,8 @@
 """Asynchronous RL post-training of language models."""
 
 import sys as _sys
+from importlib import import_module as _import_module
+from typing import Any as _Any
 
 __version__ = "0.2.0"
 
@@ -17,3 +19,16 @@ def _import_stdlib_first() -> None:
 
 
 _import_stdlib_first()
+
+_API = ("CallbackError", "DrawnResponse", "LiveVersion", "Rollouts", "Run", "train")
+
+
+def __getattr__(name: str) -> _Any:
+    """Return a name of the Python API. It is imported at its first use."""
+    if name in _API:
+        return getattr(_import_module("millrace.api"), name)
+    raise AttributeError(f"module 'millrace' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_API]

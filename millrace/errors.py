@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+from asyncio import CancelledError
 from functools import cache, lru_cache
 from typing import Any
 from urllib.parse import quote
@@ -49,6 +50,14 @@ class MillraceError(Exception):
 
     def __init__(self, text: str = "") -> None:
         super().__init__(redact(text))
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Return the first error of an exception group that is not just a cancellation."""
+    if isinstance(error, BaseExceptionGroup):
+        leaves = [first_cause(e) for e in error.exceptions]
+        return next((e for e in leaves if not isinstance(e, CancelledError)), leaves[0])
+    return error
 
 
 class ConfigError(MillraceError):

@@ -58,6 +58,8 @@ class TrainBatch:
 
     It is live, or on its way to the rollouts.
     """
+    lr_scale: float = 1.0
+    """Factor on the learning rate that the policy's schedule gives each optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)

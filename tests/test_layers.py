@@ -87,6 +87,7 @@ ARROWS: dict[str, set[str]] = {
             "train",
         ),
     },
+    "api": {"config", "data", "observe", "persist", "pipeline", "rewards", "run"},
     "cli": {"config", "observe", "persist", "pipeline", "report", "run"},
     "__main__": {"cli"},
 }
@@ -97,6 +98,7 @@ CLAUSES = {"What", "Who", "Whoever", "Those", "Where"}
 
 OPTIONAL: dict[str, set[str]] = {
     "agents": {"run"},
+    "api": set(),
     "tools": {"run"},
     "simulate": {"extras"},
     "testing": set(),
@@ -144,7 +146,7 @@ def circle(arrows: dict[str, set[str]]) -> set[str]:
 def test_every_room_is_on_the_plan() -> None:
     rooms = {room_of(p) for p in FILES} - {"__init__"}
     assert rooms == ARROWS.keys() | GROUND
-    assert len(rooms - {"__main__"}) <= 30
+    assert len(rooms - {"__main__"}) <= 31
     assert not circle(ARROWS)
 
 
@@ -291,6 +293,7 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 BUDGETS = {
     "agents": 4350,
     "algorithms": 3350,
+    "api": 760,
     "cli": 2100,
     "config": 4650,
     "data": 3200,
@@ -305,9 +308,9 @@ BUDGETS = {
     "ports": 450,
     "process": 370,
     "report": 7100,
-    "rewards": 3550,
+    "rewards": 3600,
     "rollout": 1750,
-    "run": 5450,
+    "run": 5750,
     "runtime": 3500,
     "schedule": 800,
     "simulate": 560,
@@ -318,7 +321,7 @@ BUDGETS = {
     "types": 400,
     "vllm": 1950,
     "waits": 1600,
-    "other files": 150,
+    "other files": 160,
 }
 """The lines of each room. A change that needs more says so here; one that needs less lowers it."""
 

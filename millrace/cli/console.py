@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
@@ -25,7 +24,7 @@ from millrace.errors import ConfigError, MissingDependency, bad_value
 from millrace.observe.panel import plain
 from millrace.observe.progress import Progress, make_view
 from millrace.persist.run_reader import RunReader
-from millrace.run import supervised
+from millrace.run.signals import with_signals
 from millrace.waits.registry import began
 
 T = TypeVar("T")
@@ -115,14 +114,6 @@ class _Stream:
 def open_console(json_: bool) -> Console:
     """Return the console of a run: standard error with --json, else standard output."""
     return Console(file=cast(TextIO, _Stream(sys.stderr if json_ else sys.stdout)))
-
-
-_stopped_by: int | None = None
-
-
-def signal_exit_code() -> int | None:
-    """Return 128 + the number of the signal that stopped the command, or None."""
-    return _stopped_by
 
 
 def overrides_on(address: str | None, overrides: list[str] | None) -> list[str]:
@@ -333,50 +324,7 @@ def run_async(
     """Run `work` with a progress display and signal handlers."""
     began("imports")
     with Progress(make_view(open_console(json_)), name, mode) as progress:
-        return asyncio.run(_with_signals(work(progress), progress, request_stop))
-
-
-async def _with_signals(
-    work: Coroutine[Any, Any, T], progress: Progress, request_stop: Callable[[], bool]
-) -> T:
-    """Run `work`. The first Ctrl-C, SIGTERM or SIGHUP asks it to save and end, a second ends it.
-
-    A second SIGHUP does not, and nohup's ignored SIGHUP stays ignored. A signal that a supervisor
-    passes on counts once, also if it reached both processes.
-    """
-    loop = asyncio.get_running_loop()
-    task = loop.create_task(work)
-    heard = {"own": 0, "passed on": 0}
-
-    def on_signal(number: signal.Signals, way: str = "own") -> None:
-        global _stopped_by
-        if _stopped_by is not None and number == signal.SIGHUP:
-            return  # a terminal that closes sends it twice: the kernel and the shell
-        most, heard[way] = max(heard.values()), heard[way] + 1
-        if heard[way] <= most:
-            return  # it has come the other way
-        if _stopped_by is not None:
-            if sys.stderr.isatty():
-                sys.stderr.write("\x1b[?25h\n")  # show the cursor, which the progress display hides
-                sys.stderr.flush()
-            os._exit(128 + number)  # workers die with this process
-        _stopped_by = 128 + number
-        if request_stop():
-            progress.note(
-                f"{number.name}: saving a checkpoint, then ending. A second signal ends the run at "
-                "once, without saving."
-            )
-        else:
-            why = "No training is running, so no checkpoint is written."
-            progress.note(f"{number.name}: ending. {why}")
-            task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_IGN and number == signal.SIGHUP:
-            continue
-        loop.add_signal_handler(number, on_signal, number)
-    with supervised.stops(lambda number: on_signal(signal.Signals(number), "passed on")):
-        return await task
+        return asyncio.run(with_signals(work(progress), progress, request_stop))
 
 
 def unwrap_help(*apps: typer.Typer) -> None:

@@ -44,7 +44,6 @@ from millrace.cli.console import (
     refuse_keys,
     report,
     run_async,
-    signal_exit_code,
     unwrap_help,
     warn,
 )
@@ -57,9 +56,17 @@ from millrace.cli.serve import serve
 from millrace.cli.watch import watch
 from millrace.cli.why import why
 from millrace.config import Config
-from millrace.errors import MillraceError, SampleError, WorkerError, bad_value, redact
+from millrace.errors import (
+    MillraceError,
+    SampleError,
+    WorkerError,
+    bad_value,
+    first_cause,
+    redact,
+)
 from millrace.observe.panel import shown
 from millrace.run import supervised
+from millrace.run.signals import signal_exit_code
 
 app = typer.Typer(
     cls=Commands,
@@ -340,14 +347,6 @@ def doctor(json_: Json = False) -> None:
 
 
 unwrap_help(app)
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """Return the first error of an exception group that is not just a cancellation."""
-    if isinstance(error, BaseExceptionGroup):
-        leaves = [first_cause(e) for e in error.exceptions]
-        return next((e for e in leaves if not isinstance(e, asyncio.CancelledError)), leaves[0])
-    return error
 
 
 READERS = ("report", "watch", "serve", "query", "ledger", "why")

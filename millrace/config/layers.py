@@ -47,6 +47,14 @@ def file_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[list[Setting]]:
     return [*file_layers(inherited, (*seen, path.resolve())), layer]
 
 
+def tree_layers(tree: Tree) -> list[list[Setting]]:
+    """Return the settings of a recipe that is a tree, a list for each layer."""
+    rest = {key: value for key, value in tree.items() if key != "inherits"}
+    parent = tree.get("inherits")
+    inherited = file_layers(find(Path(str(parent)), Path(), "inherits")) if parent else []
+    return [*inherited, settings_of(rest)]
+
+
 def _read_yaml(path: Path) -> Tree:
     """Return the mapping in `path`, interpolated. Empty sections are removed."""
     where = f"{path}{hides(path)}"
@@ -112,12 +120,18 @@ def _bad_recipe(where: str, value: str, rule: str, fix: str) -> ConfigError:
     return ConfigError(f"recipe {where}: {value!r}: {rule}. Fix: {fix}.")
 
 
-def settings_of(overrides: Sequence[str]) -> list[Setting]:
-    """Return the settings of `key=value` overrides.
+def settings_of(overrides: Sequence[str] | Tree) -> list[Setting]:
+    """Return the settings of `key=value` overrides, or of a tree.
 
-    Hydra's `+key=value` and `++key=value` mean the same. Raises ConfigError for another form.
+    Hydra's `+key=value` and `++key=value` mean the same. In a tree, a text is a text, apart from
+    `${model:NAME}`. Raises ConfigError for another form.
     """
     settings: list[Setting] = []
+    if isinstance(overrides, dict):
+        for key, value in _leaves(overrides, ""):
+            value = str(value) if isinstance(value, Path) else value
+            settings.append((key, cached.resolved(value) if isinstance(value, str) else value))
+        return settings
     for item in overrides:
         key, equals, text = item.partition("=")
         key = key.strip()

@@ -19,7 +19,15 @@ from pydantic import ValidationError
 from millrace.config.checks import check
 from millrace.config.explain import all_keys, describe, explain, no_section, section_of
 from millrace.config.keys import Config
-from millrace.config.layers import Tree, Updates, expand, file_layers, merge, settings_of
+from millrace.config.layers import (
+    Tree,
+    Updates,
+    expand,
+    file_layers,
+    merge,
+    settings_of,
+    tree_layers,
+)
 from millrace.config.packaged import find
 from millrace.config.secrets import check_secrets
 from millrace.config.unused_keys import check_unread
@@ -31,17 +39,23 @@ from millrace.schedule.schedule import Placement
 __all__ = ["Tree", "all_keys", "describe", "dump", "load", "parse", "resolve"]
 
 
-def load(recipe: str | Path, *overrides: Sequence[str], keep_warm_up: bool = False) -> Config:
-    """Return the Config of a recipe and `key=value` overrides.
+def load(
+    recipe: str | Path | Tree, *overrides: Sequence[str] | Tree, keep_warm_up: bool = False
+) -> Config:
+    """Return the Config of a recipe and of overrides: `key=value`, or a tree of keys and values.
 
-    `recipe` is a file or the name of a packaged recipe. Each sequence of overrides is one layer.
-    `keep_warm_up` keeps sft.steps for a command that needs the warm-up, even if a later layer sets
-    model.path. Raises ConfigError before anything is built.
+    `recipe` is a file, the name of a packaged recipe, or a tree. Each sequence or tree of overrides
+    is one layer. `keep_warm_up` keeps sft.steps for a command that needs the warm-up, even if a later
+    layer sets model.path. Raises ConfigError before anything is built.
     """
-    path = find(Path(recipe), Path())
-    layers, notes, translated = expand([*file_layers(path), *map(settings_of, overrides)])
+    if isinstance(recipe, dict):
+        base, name = tree_layers(recipe), "run"
+    else:
+        path = find(Path(recipe), Path())
+        base, name = file_layers(path), re.sub(r"[^\w.-]+", "-", path.stem)
+    layers, notes, translated = expand([*base, *map(settings_of, overrides)])
     tree = resolve(layers)
-    tree.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem))
+    tree.setdefault("name", name)
     check_secrets(tree)
     note = "" if keep_warm_up else dropped(tree, layers)
     config = parse(tree)

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from millrace.config.endpoint_keys import EndpointConfig, PlaceConfig
 from millrace.config.section import Home, Section
+from millrace.data.user_code import is_in_driver
 from millrace.errors import bad_value
 
 Kind = Literal["function", "model", "judge"]
@@ -200,6 +201,11 @@ class OneReward(Section):
             if (value := getattr(self, name)) and self.kind != "function":
                 rule = f"is for functions, and {key}.{self.kind} is none"
                 raise bad_value(f"{key}.{name}", value, rule, f"leave out {key}.{name}")
+        for name in SET_FOR_FUNCTIONS if is_in_driver(self.function) else ():
+            if value := getattr(self, name):
+                rule = f"limits a process, and {self.function} exists only in the driver"
+                fix = f"{key}.function=path.py:name, a function at the outermost level of a file"
+                raise bad_value(f"{key}.{name}", value, rule, fix)
         self.format.check_at(f"{key}.format")
         self.model.check_place(f"{key}.model")
         self.judge.check_at(f"{key}.judge")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
+import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -23,6 +26,14 @@ _sources: dict[str, bytes] = {}
 
 _stand_ins: dict[str, dict[str, Any]] = {}
 """The names in the modules of packages that are not installed, by the modules' names."""
+
+
+IN_DRIVER = "millrace.driver"
+"""The module of functions that exist only in this process, in names such as millrace.driver:score."""
+
+_in_driver: dict[str, Callable[..., Any]] = {}
+_importing: list[Path] = []
+"""The files of users that are being imported, the innermost last."""
 
 
 class _StandIns(MetaPathFinder, Loader):
@@ -81,6 +92,59 @@ def check_file(key: str, spec: str, where: str, after: str = "") -> None:
         raise bad_value(key, spec, f"no such file (from {Path.cwd()})", fix)
 
 
+def is_in_driver(spec: str) -> bool:
+    """Return whether `spec` names a function that exists only in the driver."""
+    return spec.startswith(f"{IN_DRIVER}:")
+
+
+@contextmanager
+def kept(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let `load` find these functions by their names while the body runs."""
+    before = dict(_in_driver)
+    _in_driver.update(functions)
+    try:
+        yield
+    finally:
+        _in_driver.clear()
+        _in_driver.update(before)
+
+
+def being_imported() -> Path | None:
+    """Return the file of the user that is being imported, if any."""
+    return _importing[-1] if _importing else None
+
+
+def spec_of(function: Any) -> str:
+    """Return the name by which another process can import a function, or "" if it has none.
+
+    A function has one if it is a name of a module in a file. A script that Python runs counts only
+    if `if __name__ == "__main__":` guards what it does, because a worker runs the rest again.
+    """
+    defined = getattr(function, "function", function)  # of a loss or an estimator with facts
+    name = str(getattr(function, "__qualname__", getattr(defined, "__qualname__", "")))
+    module = sys.modules.get(str(getattr(defined, "__module__", "")))
+    file = getattr(module, "__file__", None) or ""
+    if vars(module or object).get(name) is not function or not file.endswith(".py"):
+        return ""
+    assert module is not None
+    path = Path(file).resolve()
+    if module.__name__ == "__main__":
+        return f"{path}:{name}" if path.is_file() and _is_guarded(path) else ""
+    root = path.parents[module.__name__.count(".") + (path.stem == "__init__")]
+    known = [Path.cwd(), *map(Path, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if {"site-packages", "dist-packages"} & {*path.parts} or root in [p.resolve() for p in known]:
+        return f"{module.__name__}:{name}"
+    return f"{path}:{name}"
+
+
+def _is_guarded(path: Path) -> bool:
+    """Return whether a script has an `if __name__ == "__main__":` at its outermost level."""
+    tests = [
+        ast.unparse(n.test) for n in ast.parse(path.read_bytes()).body if isinstance(n, ast.If)
+    ]
+    return "__name__ == '__main__'" in tests
+
+
 def load(key: str, spec: str, *, kind: str = "function") -> Callable[..., Any]:
     """Import and return what `spec` names, which must be callable. `kind` is its word in errors.
 
@@ -88,6 +152,11 @@ def load(key: str, spec: str, *, kind: str = "function") -> Callable[..., Any]:
     """
     check_name(key, spec)
     where, _, name = spec.rpartition(":")
+    if where == IN_DRIVER:
+        if name not in _in_driver:
+            rule = "was a function of the Python process that began the run, and no file has it"
+            raise bad_value(key, spec, rule, "reward= or agent=, from Python, or path.py:name")
+        return _in_driver[name]
     module = load_module(key, spec, where)
     found = vars(module).get(name)
     if not callable(found):
@@ -138,11 +207,14 @@ def _run(name: str, path: Path) -> ModuleType:
     loaded = importlib.util.spec_from_file_location(name, path)
     assert loaded is not None and loaded.loader is not None  # the name ends with .py
     module = sys.modules[name] = importlib.util.module_from_spec(loaded)
+    _importing.append(path)
     try:
         loaded.loader.exec_module(module)
     except BaseException:
         sys.modules.pop(name, None)
         raise
+    finally:
+        _importing.pop()
     _sources[name] = source
     return sys.modules[name]
 

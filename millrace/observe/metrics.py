@@ -408,6 +408,15 @@ class RunCounts:
         """Return a copy, for a checkpoint."""
         return dict(self._counts)
 
+    @property
+    def lr_scale(self) -> float:
+        """The factor on the learning rate that a callback has set."""
+        return self._counts.get("lr_scale", 1.0)
+
+    @lr_scale.setter
+    def lr_scale(self, scale: float) -> None:
+        self._counts["lr_scale"] = scale
+
     def add(self, row: Mapping[str, float]) -> dict[str, float]:
         """Add the counts of a version's row. Return the stale counts of the run by metric."""
         self._counts["optimizer_steps"] += row.get("train/optimizer_steps", 0.0)

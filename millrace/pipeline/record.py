@@ -49,11 +49,15 @@ class RunRecord:
         figures: Callable[[PolicyVersion], dict[str, float]] = lambda version: {},
         tokens: Callable[[LedgerSnapshot], dict[str, float]] = lambda snapshot: {},
         on_gap: Callable[[str], None] = lambda figures: None,
+        on_row: Callable[[PolicyVersion, dict[str, float], Result | None], None] = (
+            lambda version, row, validation: None
+        ),
     ) -> None:
         """`figures` returns what the loops do not know, for the row of a version.
 
         `tokens` returns the counts of tokens that a checkpoint keeps. `on_gap` gets the figures of
-        a version whose engines disagree.
+        a version whose engines disagree. `on_row` gets each row that is written, and the last
+        validation.
         """
         self.first: Result | None = None
         self.last: Result | None = None
@@ -74,7 +78,7 @@ class RunRecord:
         self._tokens = tokens
         self.gap_limit: float | None = None
         """The limit of a version's gap, once the proof of the engines has measured it."""
-        self._on_gap = on_gap
+        self._on_gap, self._on_row = on_gap, on_row
         self._validation: asyncio.Task[None] | None = None
         self._cut = False
         """Whether the last validation was cut short, because no replica had its weights any more."""
@@ -121,6 +125,7 @@ class RunRecord:
         with doing(f"the metrics row of version {version}", by=DISK):
             self._write(version, row)
         self._progress.row(version, row)
+        self._on_row(version, row, self.last)
 
     def _write(self, version: PolicyVersion, row: dict[str, float]) -> None:
         for sink in self._sinks:

@@ -36,6 +36,7 @@ class TrainedStep(NamedTuple):
     version: PolicyVersion
     """The version of its batch. A checkpoint has all steps of earlier versions."""
     ids: tuple[int, ...]
+    lr_scale: float = 1.0
 
 
 class Replay:
@@ -67,7 +68,7 @@ class Replay:
         if self._steps and self._steps[-1].version != batch.version:
             self._forget()
         ids = tuple(sample.prompt.index for sample in batch.samples)
-        self._steps.append(TrainedStep(batch.version, ids))
+        self._steps.append(TrainedStep(batch.version, ids, batch.lr_scale))
 
     def _forget(self) -> None:
         """Forget the steps that every checkpoint has."""
@@ -104,7 +105,7 @@ class Replay:
                 await keep(kept)
                 kept = None
             samples = tuple(self._sample(known.pop(i), step.version) for i in step.ids)
-            await engine.step(TrainBatch(samples, step.version))
+            await engine.step(TrainBatch(samples, step.version, step.lr_scale))
         if kept is not None:
             await keep(kept)
         return version, len(steps)

@@ -88,7 +88,9 @@ class Trainer:
         sync: WeightSync,
         observer: Observer,
         prover: Prover | None = None,
+        lr_scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
+        """`lr_scale` returns the factor on the learning rate of the next step."""
         self.queue = queue
         self.rollouter = rollouter
         self.engine = engine
@@ -96,6 +98,7 @@ class Trainer:
         self.publisher = Publisher(turns, sync)
         self.observer = observer
         self.prover = prover
+        self._lr_scale = lr_scale
         self._metrics: RunMetrics
         self._stats = RolloutStats()
         self._waited_s = 0.0
@@ -217,7 +220,8 @@ class Trainer:
             samples = queue.do(ledger.take)
             self._name_wait(samples)
             with part("train"):
-                report = await self.engine.step(TrainBatch(tuple(samples), ledger.trainer_version))
+                batch = TrainBatch(tuple(samples), ledger.trainer_version, self._lr_scale())
+                report = await self.engine.step(batch)
             queue.do(ledger.trained)
             version = ledger.trainer_version
             at("trainer", "stepped", samples=samples, version=version, report=report)

@@ -42,6 +42,8 @@ class Response:
     score: Score | None
     conversation: str = ""
     """All messages by author, if there are any besides the prompt and the text."""
+    error: str = ""
+    """Why there is no score."""
 
     @property
     def answer(self) -> str | None:
@@ -234,21 +236,23 @@ class Validator:
         for one in ended:
             if isinstance(one, SampleError):
                 tally.failed(one)
-                responses.append((None, Response("", None)))
+                responses.append((None, Response("", None, error=str(one))))
                 continue
             if failure is not None:
                 tally.failed(failure)
             else:
                 tally.scored()
             trajectory = next(given)
-            response = self._response(trajectory, failed=failure is not None)
+            response = self._response(trajectory, failure)
             responses.append((trajectory, response))
         return responses
 
-    def _response(self, trajectory: Trajectory, *, failed: bool) -> Response:
+    def _response(self, trajectory: Trajectory, failure: SampleError | None) -> Response:
         text = completion_of(trajectory, self.decode).text
         shown = conversation_of(trajectory, self.decode)
-        return Response(text, None if failed else trajectory.score, shown)
+        if failure is not None:
+            return Response(text, None, shown, str(failure))
+        return Response(text, trajectory.score, shown)
 
     @staticmethod
     def _transcript(prompt: Prompt, drawn: Response) -> Transcript:

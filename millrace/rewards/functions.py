@@ -232,7 +232,8 @@ def load_function(spec: str, options: Mapping[str, Mapping[str, Any]] | None = N
     if spec in BUILTIN:
         call = partial(BUILTIN[spec], **(options or {}).get(spec, {}))
         return Function(call, "verl", is_async=False, wanted=None, names_answers=True)
-    user_code.stand_in(MODULES)
+    if not user_code.is_in_driver(spec):  # the driver's imports find what is installed
+        user_code.stand_in(MODULES)
     return _function(spec, user_code.load(_KEY, spec))
 
 

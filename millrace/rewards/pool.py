@@ -16,7 +16,7 @@ from millrace.config import OneReward
 from millrace.errors import ConfigError, MillraceError, RewardError, WorkerError
 from millrace.rewards.output import Budget
 from millrace.rewards.process import Pending, WorkerProcess
-from millrace.rewards.start import Launcher, LocalLauncher
+from millrace.rewards.start import DriverLauncher, Launcher, LocalLauncher
 from millrace.rewards.wire import Call, Job, Reply
 from millrace.types import Completion, Floats, Prompt, Score, Tokens
 from millrace.waits.registry import waiting
@@ -256,7 +256,10 @@ class RewardPool:
             else ""
         )
         limit = f"{self.job.key}.timeout_s = {self.job.timeout_s:g}"
-        detail = f"the call ran past {limit} and its worker was killed{blocked}"
+        left = "worker was killed"
+        if isinstance(self._launcher, DriverLauncher):
+            left = "thread was abandoned: it goes on until the function returns"
+        detail = f"the call ran past {limit} and its {left}{blocked}"
         return RewardError("timeout", detail)
 
     def _wake(self) -> None:

@@ -1,6 +1,7 @@
 """The start of a worker's process, and the end of all that it started.
 
-A worker is a process of its own, or one in a sandbox. The pool sees a Body of either.
+A worker is a process of its own, one in a sandbox, or a thread of the driver. The pool sees a handle
+of each.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import asyncio
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
@@ -77,6 +81,42 @@ class LocalLauncher:
         variables = {"OMP_NUM_THREADS": "1"} | os.environ | dict(environment) | own
         command = [sys.executable, *arguments(connection, os.getpid(), job)]
         return _Process(spawn(command, variables, output, fds=[connection]), mark)
+
+
+class DriverLauncher:
+    """Starts workers as threads of this process, for a function that exists only here.
+
+    A thread cannot be killed. One that misses its deadline is abandoned, and another takes its place.
+    """
+
+    async def check(self) -> None:
+        return None
+
+    async def start(
+        self, job: Job, connection: int, output: int, environment: Mapping[str, str]
+    ) -> ProcessHandle:
+        return _Thread(socket.socket(fileno=os.dup(connection)), job)
+
+
+class _Thread:
+    def __init__(self, connection: socket.socket, job: Job) -> None:
+        self.pid = os.getpid()
+        self._connection = connection
+        name = f"{job.key} worker"
+        threading.Thread(target=self._run, args=(job,), name=name, daemon=True).start()
+
+    def _run(self, job: Job) -> None:
+        from millrace.rewards.worker import serve
+
+        with self._connection, suppress(OSError):  # nobody waits for its answer any more
+            serve(self._connection, job)
+
+    def kill(self) -> None:
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    async def ended(self) -> str:
+        return "no end: it is a thread"
 
 
 class _Process:

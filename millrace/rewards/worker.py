@@ -51,6 +51,11 @@ def main(fd: int, parent: int, job: Job) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (job.memory_mb << 20, job.memory_mb << 20))
     connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)
+    serve(connection, job)
+
+
+def serve(connection: socket.socket, job: Job) -> None:
+    """Load the reward, send Hello, and answer calls until the socket closes."""
     try:
         scorer = _load(job)
     except (ConfigError, MissingDependency) as error:

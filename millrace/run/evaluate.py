@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,13 @@ def make_validator(s: Session, pool: RolloutEngine, *, waits: bool = False) -> V
 
     With `waits`, its requests wait for replicas that start anew.
     """
-    if not s.problems.val:
-        return None
+    return validator_of(s, pool, s.problems.val, waits=waits) if s.problems.val else None
+
+
+def validator_of(
+    s: Session, pool: RolloutEngine, prompts: Sequence[Prompt], *, waits: bool
+) -> Validator:
+    """Return what plays and scores `prompts` with the settings of the validation."""
     rollout, kwargs = s.config.rollout, s.config.rollout.val_kwargs
     params = SamplingParams(
         rollout.max_response_length,
@@ -42,7 +47,7 @@ def make_validator(s: Session, pool: RolloutEngine, *, waits: bool = False) -> V
         stop=rollout.stop,
     )
     return Validator(
-        s.problems.val,
+        prompts,
         pool,
         RetryingReward(s.reward, s.config.reward.retries, "val/"),
         s.problems.chat.decode,

@@ -16,13 +16,14 @@ from millrace.data import hub
 from millrace.data.prompts import PromptStream
 from millrace.data.rows import problem
 from millrace.data.sources import Rows
+from millrace.data.user_code import is_in_driver
 from millrace.errors import bad_value
 from millrace.persist import ownership
 from millrace.rewards.builtin import BUILTIN
 from millrace.rewards.mix import RunReward
 from millrace.rewards.pool import RewardPool
 from millrace.rewards.sources import scorer_of
-from millrace.rewards.start import Launcher
+from millrace.rewards.start import DriverLauncher, Launcher
 from millrace.rewards.trial import ROWS, try_functions
 from millrace.runtime.local import visible_gpus
 from millrace.types import Prompt
@@ -48,11 +49,12 @@ def make_reward(config: Config) -> RunReward:
         device, environments[section] = devices[f"{section}.model"]
         models[section] = part.model.model_copy(update={"device": device})
         _check_path(f"{section}.model.path", part.model.path)
-    launchers = {
-        section: _isolated(section, part.function)
-        for section, part in config.reward.parts.items()
-        if part.sandbox
-    }
+    launchers: dict[str, Launcher] = {}
+    for section, part in config.reward.parts.items():
+        if part.sandbox:
+            launchers[section] = _isolated(section, part.function)
+        elif is_in_driver(part.function):
+            launchers[section] = DriverLauncher()
     reward = RunReward(_with_models(config.reward, models), environments, launchers)
     if config.agents.agent_kind:
         reward.first = partial(scorer_line, config.agents, config.reward)

@@ -159,11 +159,13 @@ async def open_session(
     *,
     open_dir: Callable[[Config], RunDir] = open_run_dir,
     rollout: bool = True,
+    scored: bool = True,
 ) -> AsyncIterator[Session]:
     """Open the data, the reward function, the folder, the prompts and the engines.
 
     Workers and rewards start while the prompts are rendered. A refused run leaves no folder.
-    Everything is closed at exit.
+    Everything is closed at exit. `scored` says whether the rewards score rows of the configuration,
+    so that they can be checked on those.
     """
     check_machine(config)
     trains = open_dir is open_run_dir
@@ -219,10 +221,10 @@ async def open_session(
                 player = open_agent(config.agents, config.rollout, *where)
                 agent = await stack.enter_async_context(player)
                 await rewards
-                if rollout:
+                if rollout and scored:
                     parts = config.reward.parts
                     check_columns(reward.facts(), parts, sources.scored(), progress.note)
-                if rollout and not config.agents.agent_kind:
+                if rollout and scored and not config.agents.agent_kind:
                     with starting("reward trial"):
                         await try_rewards(config.reward, reward, problems.train, progress.note)
                 refusable = False

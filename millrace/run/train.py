@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from millrace.config import Config, RolloutConfig
 from millrace.observe import trackers
 from millrace.observe.guard import Guard
+from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
 from millrace.observe.sinks import make_sinks
 from millrace.observe.trackers import About
@@ -35,6 +36,7 @@ from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
 from millrace.run import starts, supervised
 from millrace.run.agents import limits_of
+from millrace.run.callbacks import Callback, Callbacks
 from millrace.run.evaluate import make_validator
 from millrace.run.problems import user_metrics_of
 from millrace.run.proof import make_proof, of_version, refuse
@@ -80,7 +82,9 @@ class Outcome:
     """What would make the run faster, if its figures say it."""
 
 
-async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcome:
+async def train(
+    config: Config, progress: Progress, stop: StopRequest, callbacks: Sequence[Callback] = ()
+) -> Outcome:
     """Run a new run, or the rest of a resumed one: prepare, warm up, train, validate."""
     folder = None
     try:
@@ -88,7 +92,7 @@ async def train(config: Config, progress: Progress, stop: StopRequest) -> Outcom
             started = time.perf_counter()
             ledger = await start_state(s)
             warm, folder = time.perf_counter(), s.run.path
-            outcome = await run_training(s, ledger, stop)
+            outcome = await run_training(s, ledger, stop, callbacks)
             outcome.timings.update(
                 warm_up=warm - started if s.run.resume_from is None and config.sft.steps else 0.0,
                 train=outcome.train_seconds,
@@ -138,7 +142,9 @@ def first_advice(folder: Path) -> str:
         return f"none: {type(error).__name__}: {error}"
 
 
-async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome:
+async def run_training(
+    s: Session, ledger: Ledger, stop: StopRequest, callbacks: Sequence[Callback] = ()
+) -> Outcome:
     """Run the RL part, from the state that `start_state` made to the end, or to a stop."""
     c = s.config.trainer
     # This attempt trains the versions after the checkpoint again, so their rows are removed. A
@@ -154,6 +160,7 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
     sinks = make_sinks(s.run.path, c.logger, ledger.version if ledger.version or validated else -1)
     s.checkpoints.supersede(ledger.version)
     history, counts = History(s.run.path, ledger.totals()), s.counts
+    called = Callbacks(callbacks, s, counts, stop)
     complete = False
     user = user_metrics_of(s.config.observe.metrics, s.problems.chat, s.progress.note)
     outside = trackers.start(c.logger, about(s), s.progress.note)
@@ -182,13 +189,19 @@ async def run_training(s: Session, ledger: Ledger, stop: StopRequest) -> Outcome
                 },
                 tokens=recorder.counts,
                 on_gap=lambda figures: refuse(s, stop, of_version(figures)),
+                on_row=called.see,
             )
-            watchers: list[Watcher] = [*recorder.watchers, record, *([user] if user else [])]
+            watchers: list[Watcher] = [
+                *recorder.watchers,
+                record,
+                called,
+                *([user] if user else []),
+            ]
             with current().registry.watched_by(*watchers):
                 if why := supervised.restart_reason():
                     at("run", "restarted", why=why)
                 async with s.journal(ledger, history.attempt, tasks) as kept:
-                    loops = train_to_end(s, ledger, stop, record, validated, kept)
+                    loops = train_to_end(s, ledger, stop, record, validated, kept, counts)
                     complete, start, seconds = await loops
         history.end(ledger.totals(), complete)
         recorder.end(ledger.snapshot())
@@ -273,6 +286,7 @@ async def train_to_end(
     record: RunRecord,
     validated: dict[int, dict[str, float]],
     journal: NullJournal,
+    counts: RunCounts,
 ) -> tuple[bool, float, float]:
     """Run both loops. Returns whether the run is complete, and the seconds of start and training.
 
@@ -287,7 +301,7 @@ async def train_to_end(
     rollouter = make_rollouter(s, queue, engines.pool)
     proof = make_proof(s, rollouter, stop) if s.config.guard.enable else None
     ports = engines.train, engines.turns, engines.sync, record
-    trainer = Trainer(queue, rollouter, *ports, proof)
+    trainer = Trainer(queue, rollouter, *ports, proof, lambda: counts.lr_scale)
     s.progress.phase(starts.SYNC + (", and the proof of the engines" if proof else ""))
     with acting("trainer"), part("sync_transfer"):
         await trainer.begin()

@@ -220,6 +220,21 @@ async def _rewarded_trajectories_become_likelier(
     )
 
 
+async def _a_rate_of_zero_keeps_the_weights(
+    engine: TrainEngine, _: TrainEngine, case: TrainCase
+) -> None:
+    samples = train_samples(case, case.mini_batch_size)
+    before = await engine.log_probs(samples)
+    report = await engine.step(TrainBatch(samples, 0, 0.0))
+    worst = _difference(before, await engine.log_probs(samples))
+    assert report.optimizer_steps == 1, (
+        f"{report.optimizer_steps} steps are counted with lr_scale 0"
+    )
+    assert worst <= (0.0 if case.exact else case.tolerance), (
+        f"log-probs differ by {worst} after a step with lr_scale 0"
+    )
+
+
 async def _same_calls_same_weights(
     engine: TrainEngine, other: TrainEngine, case: TrainCase
 ) -> None:
@@ -384,6 +399,7 @@ _TRAIN_CHECKS = (
     _log_probs_are_those_of_the_policys_tokens,
     _displaced_weights_come_back,
     _rewarded_trajectories_become_likelier,
+    _a_rate_of_zero_keeps_the_weights,
     _same_calls_same_weights,
     _a_checkpoint_resumes_exactly,
     _a_staged_checkpoint_is_the_state_at_its_cut,

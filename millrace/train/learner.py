@@ -39,6 +39,8 @@ class Learner(ABC):
         self.began = False
         self.steps = 0
         """Optimizer steps since `begin`, skipped ones included. The LR schedule uses this count."""
+        self.lr_scale = 1.0
+        """Factor on the learning rate of the schedule."""
         self.nonfinite_in_a_row = 0
         self.max_skipped_steps = 3
         """The run ends after this number of steps in a row without a finite loss and gradient."""
@@ -122,7 +124,7 @@ class Learner(ABC):
                 "the train engine has no optimizer. "
                 "Fix: call begin(optim, horizon) before the first step"
             )
-        lr = lr_at(self.optim, self.horizon, self.steps)
+        lr = self.lr_scale * lr_at(self.optim, self.horizon, self.steps)
         count("passes")
         with doing(f"optimizer step {self.steps + 1} of the {self.name}"):
             self._clip_and_step(meter, lr, first_pass)

@@ -107,6 +107,7 @@ class TrainSteps(ABC):
         options = self.options
         models = timed(Models(self.actor, self.critic, self.reference, self.teachers))
         arrays = self._arrays(batch)
+        self.actor.lr_scale = batch.lr_scale
         with part("adv"):
             data = make_experience(arrays, models, options, self.kl_coef)
         meter, critic_meter = Meter(POLICY_SUMS), Meter(CRITIC_SUMS)

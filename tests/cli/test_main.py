@@ -17,8 +17,8 @@ from rich.console import Console
 
 from millrace import __version__
 from millrace.cli import doctor as checkup
-from millrace.cli import main as cli
 from millrace.config import recipe
+from millrace.errors import first_cause
 from millrace.pipeline.validation import Result, Transcript
 from millrace.run import export as exporting
 from millrace.run import summary
@@ -292,8 +292,8 @@ def test_the_first_cause_of_a_group_is_no_mere_cancellation() -> None:
 
     cause = ValueError("it")
     inner = BaseExceptionGroup("inner", [asyncio.CancelledError(), cause])
-    assert cli.first_cause(BaseExceptionGroup("outer", [asyncio.CancelledError(), inner])) is cause
-    assert cli.first_cause(cause) is cause
+    assert first_cause(BaseExceptionGroup("outer", [asyncio.CancelledError(), inner])) is cause
+    assert first_cause(cause) is cause
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "eval"])

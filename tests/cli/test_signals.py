@@ -15,15 +15,15 @@ import pytest
 from rich.console import Console
 
 from millrace import __main__ as entry
-from millrace.cli import console, main
+from millrace.cli import main
 from millrace.cli.console import open_console
 from millrace.observe.progress import Lines, Progress
-from millrace.run import supervised
+from millrace.run import signals, supervised
 
 
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(console, "_stopped_by", None)
+    monkeypatch.setattr(signals, "_stopped_by", None)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup starts the tests without it
     yield
     signal.signal(signal.SIGHUP, before)
@@ -43,7 +43,7 @@ def run(*numbers: signal.Signals) -> int:
             await asyncio.sleep(0.01)
 
     with Progress(Lines(Console(quiet=True)), "a", "b") as progress:
-        asyncio.run(console._with_signals(work(), progress, stop))
+        asyncio.run(signals.with_signals(work(), progress, stop))
     return len(asked)
 
 
@@ -53,8 +53,8 @@ def test_a_closed_terminal_saves_once_and_a_second_signal_ends_the_run(
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     assert run(signal.SIGHUP, signal.SIGHUP) == 1
-    assert console.signal_exit_code() == 129 and not ended
-    run(signal.SIGTERM)
+    assert signals.signal_exit_code() == 129 and not ended
+    run(signal.SIGHUP, signal.SIGTERM)
     assert ended == [143]
 
 
@@ -76,12 +76,12 @@ def test_the_death_of_the_supervisor_saves(monkeypatch: pytest.MonkeyPatch) -> N
     ours, theirs = socket.socketpair()
     monkeypatch.setattr(supervised, "channel", lambda: theirs)
     ours.close()
-    assert run(signal.SIGCONT) == 1 and console.signal_exit_code() == 143
+    assert run(signal.SIGCONT) == 1 and signals.signal_exit_code() == 143
 
 
 def test_nohup_keeps_a_run_alive() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert run(signal.SIGHUP) == 0 and console.signal_exit_code() is None
+    assert run(signal.SIGHUP) == 0 and signals.signal_exit_code() is None
 
 
 def test_a_run_continues_without_a_reader_of_its_output(monkeypatch: pytest.MonkeyPatch) -> None:

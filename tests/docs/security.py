@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+API = "tests/api/test_inputs.py::"
 RAY = "tests/runtime/test_ray_token.py::"
 TOKEN = RAY + "test_a_cluster_of_a_run_has_a_token_that_is_nowhere_to_be_read"
 LISTENERS = "tests/e2e/test_hsdp.py::test_copies_train_as_one_model_and_send_it_once"
@@ -73,6 +74,15 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "Its index cannot name files outside of its folder.": (
         STATE + "test_an_index_names_files_of_its_own_folder_alone",
+    ),
+    "A function that a Python program gives to millrace is imported by its path, or runs in that"
+    " program.": (
+        API + "test_a_function_of_a_module_has_a_path_and_a_closure_has_none",
+        API + "test_it_is_refused_by_name_and_leaves_no_folder",
+    ),
+    "None is sent or pickled.": (
+        "tests/api/test_stories.py::test_a_dataset_in_memory_and_a_function_of_the_script",
+        "tests/test_no_pickle.py::test_no_file_runs_what_it_reads",
     ),
     "Every file of a checkpoint is proven against the SHA-256 of its manifest before it is loaded.": (
         "tests/pipeline/test_checkpoint.py::"

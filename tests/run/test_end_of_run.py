@@ -38,7 +38,7 @@ async def end_while_writing(
 
     async def start_state(_: Any) -> None: ...
 
-    async def run_training(_: Any, ledger: Any, stop: StopRequest) -> Outcome:
+    async def run_training(_: Any, ledger: Any, stop: StopRequest, callbacks: object) -> Outcome:
         stop.attach(SimpleNamespace(stop=lambda grace_s: None), 1.0, lambda: None)  # type: ignore[arg-type]
         if error is not None:
             raise error

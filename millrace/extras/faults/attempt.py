@@ -217,13 +217,13 @@ class Attempt:
                 async_save=c.async_save,
                 test_freq=s.config.test_freq,
                 guard=None,
-                counts=s.counts,
+                counts=(counts := s.counts),
                 deadline_s=c.wait_deadline_s,
                 tasks=tasks,
             )
             async with s.journal(ledger, history.attempt, tasks, self._synced) as kept:
                 with current().registry.watched_by(self._see, record):
-                    loops = train_to_end(s, ledger, self.stop, record, {}, kept)
+                    loops = train_to_end(s, ledger, self.stop, record, {}, kept, counts)
                     complete, *_ = await loops
         history.end(ledger.totals(), complete)
         self._check(self._after, s, ledger, record, complete)
