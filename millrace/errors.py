@@ -94,6 +94,10 @@ class EpisodeError(SampleError):
     """An agent, its program, a tool or an environment failed. The policy is not at fault."""
 
 
+class TeacherError(SampleError):
+    """A teacher outside of the trainer did not give the log-probs of a trajectory."""
+
+
 class LimitReached(MillraceError):
     """A limit of the episode leaves no room for another token. The episode is scored."""
 

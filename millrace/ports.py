@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from millrace.types import (
     Completion,
     Ending,
+    Floats,
     PolicyVersion,
     Prompt,
     Sample,
@@ -16,6 +17,7 @@ from millrace.types import (
     Score,
     Segment,
     Tokens,
+    Trajectory,
     Turn,
 )
 
@@ -395,6 +397,17 @@ class RewardFunction(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class Teacher(Protocol):
+    """A frozen model outside of the trainer, from which the policy learns."""
+
+    async def log_probs(self, prompt: Prompt, trajectory: Trajectory) -> Floats:
+        """Return log p of each token that the policy drew, thread after thread, at temperature 1.
+
+        Raises TeacherError.
+        """
+        ...
 
 
 class WeightHolder(Protocol):

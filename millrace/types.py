@@ -289,6 +289,11 @@ class Trajectory:
     """Tokens of turns that nobody received, or that another draw replaced. They are in no thread."""
     counts: dict[str, float] = field(default_factory=dict)
     """What the session counted, for the metrics agents/*. Empty without an agent."""
+    teachers: dict[str, Floats] = field(default_factory=dict)
+    """log p of each policy token, thread after thread, by the name of a teacher outside the trainer.
+
+    Empty until the trajectory is finished and its teachers have answered.
+    """
 
     @classmethod
     def of(cls, segments: tuple[Segment, ...] = (), score: Score | None = None) -> Trajectory:
@@ -301,7 +306,7 @@ class Trajectory:
 
     def with_score(self, score: Score) -> Trajectory:
         """Return the trajectory with this score. `replace` takes twice as long."""
-        rest = self.ended, self.messages, self.dead_tokens, self.counts
+        rest = self.ended, self.messages, self.dead_tokens, self.counts, self.teachers
         return Trajectory(self.threads, score, *rest)
 
     @property

@@ -5,19 +5,24 @@ Each error names the key, its value, the rule and the fix. A section checks its 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig
 from millrace.config.data_keys import RewardConfig
+from millrace.config.endpoint_keys import PlaceConfig
 from millrace.config.keys import Config
 from millrace.config.plugins import Named, find, load_if_given
 from millrace.config.rollout_keys import RolloutConfig
 from millrace.config.schedule_keys import AsyncConfig
 from millrace.config.sides import Sides
-from millrace.config.teacher_keys import DistillationConfig, check_names
+from millrace.config.teacher_keys import DistillationConfig, TeacherConfig, check_names
 from millrace.config.trainer_keys import LOGGERS, TrainerConfig, too_many_devices
 from millrace.config.vllm_checks import check_vllm
 from millrace.errors import ConfigError, bad_value
 from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync, Schedule
+
+_NO_TEACHERS: Mapping[str, TeacherConfig] = {}
 
 
 def check(config: Config) -> None:
@@ -39,7 +44,7 @@ def check(config: Config) -> None:
     _check_filter(algorithm, trainer, c.async_training)
     _check_critic(algorithm, trainer)
     _check_overlong(c.reward, rollout)
-    _check_reward_devices(c.reward, c.sides)
+    _check_devices(placed(c.reward, c.teachers), c.sides)
     _check_components(c.reward, algorithm)
     _check_correction(algorithm, c.actor, c.async_training)
     _check_replay(c.model.router_replay, rollout, algorithm, c.async_training)
@@ -168,6 +173,8 @@ def _check_teachers(c: Config) -> None:
         raise bad_value(
             first, c.value_of("teachers")[first.split(".")[1]].path, rule, "trainer.engine=fsdp"
         )
+    outside = {name: one for name, one in c.teachers.items() if one.outside}
+    _check_outside(outside, own, c.rollout, c.trainer)
     loss = c.actor.policy_loss
     if not own.candidates and loss.loss.select:
         raise bad_value(
@@ -192,6 +199,30 @@ def _check_teachers(c: Config) -> None:
             "it drops samples by their rewards, which are not trained on",
             "algorithm.filter_groups.enable=false, or distillation.use_task_rewards=true",
         )
+
+
+def _check_outside(
+    outside: Mapping[str, TeacherConfig],
+    own: DistillationConfig,
+    rollout: RolloutConfig,
+    trainer: TrainerConfig,
+) -> None:
+    """Refuse what teachers outside of the trainer cannot give."""
+    for name, teacher in outside.items():
+        key = f"teachers.{name}"
+        if own.candidates:
+            rule = f"{key} is outside of the trainer and gives log-probs of the drawn tokens alone"
+            fix = f"distillation.loss_mode=k1, or {key}.path=FOLDER with {key}.place=trainer"
+            raise bad_value("distillation.loss_mode", own.loss_mode, rule, fix)
+        if teacher.base_url and rollout.temperature != 1:
+            rule = f"{key}.base_url gives log-probs at temperature 1"
+            fix = f"rollout.temperature=1, or {key}.path=FOLDER in place of base_url"
+            raise bad_value("rollout.temperature", rollout.temperature, rule, fix)
+        longest = teacher.wait_deadline_s + teacher.timeout_s
+        if teacher.on_failure == "wait" and longest >= trainer.wait_deadline_s:
+            rule = f"with {key}.timeout_s, must be less than trainer.wait_deadline_s"
+            fix = f"trainer.wait_deadline_s={2 * longest:g}"
+            raise bad_value(f"{key}.wait_deadline_s", teacher.wait_deadline_s, rule, fix)
 
 
 def _check_groups(algorithm: AlgorithmConfig, rollout: RolloutConfig, *, rewarded: bool) -> None:
@@ -262,20 +293,33 @@ def _check_overlong(reward: RewardConfig, rollout: RolloutConfig) -> None:
         )
 
 
-def _check_reward_devices(reward: RewardConfig, sides: Sides) -> None:
-    """Refuse a place of a reward model that cannot work."""
-    for section, part in reward.parts.items():
-        if part.kind != "model" or part.model.device == "cpu":
+def placed(
+    reward: RewardConfig, teachers: Mapping[str, TeacherConfig] = _NO_TEACHERS
+) -> dict[str, PlaceConfig]:
+    """Return the frozen models with processes of their own, by the name of their section.
+
+    Those of rewards come first. Only a run that trains has teachers.
+    """
+    rewards = {f"{k}.model": one.model for k, one in reward.parts.items() if one.kind == "model"}
+    own = {f"teachers.{k}": one for k, one in teachers.items() if one.place == "own"}
+    return {**rewards, **own}
+
+
+def _check_devices(models: Mapping[str, PlaceConfig], sides: Sides) -> None:
+    """Refuse a place of a frozen model that cannot work."""
+    for key, model in models.items():
+        if model.device == "cpu":
             continue
-        key, trainer = f"{section}.model", sides.trainer
-        if trainer.runtime == "ray" and "cuda" in (part.model.device, trainer.device):
-            raise on_ray(key, part.model.device)
-        if part.model.share != "none" and sides.colocated:
+        trainer = sides.trainer
+        if trainer.runtime == "ray" and "cuda" in (model.device, trainer.device):
+            raise on_ray(key, model.device)
+        if model.share != "none" and sides.colocated:
+            kind = "teacher" if key.startswith("teachers.") else "reward model"
             raise bad_value(
                 f"{key}.share",
-                part.model.share,
-                "trainer and rollouts pass the memory of their GPUs to each other, and a reward "
-                "model takes no turns",
+                model.share,
+                "trainer and rollouts pass the memory of their GPUs to each other, and a "
+                f"{kind} takes no turns",
                 f"{key}.share=none with GPUs of its own, {key}.device=cpu, or separate devices",
             )
 
@@ -295,8 +339,8 @@ def _check_components(reward: RewardConfig, algorithm: AlgorithmConfig) -> None:
 
 
 def on_ray(key: str, device: str) -> ConfigError:
-    """Return the error for a reward model that would use GPUs beside Ray."""
-    rule = "Ray reserves the cluster's GPUs, and reward workers run on the driver's node"
+    """Return the error for a frozen model that would use GPUs beside Ray."""
+    rule = "Ray reserves the cluster's GPUs, and such workers run on the driver's node"
     return bad_value(f"{key}.device", device, rule, f"{key}.device=cpu, or trainer.runtime=local")
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field
 
+from millrace.config.endpoint_keys import EndpointConfig, PlaceConfig
 from millrace.config.section import Home, Section
 from millrace.data.user_code import is_in_driver
 from millrace.errors import bad_value
@@ -27,14 +27,12 @@ End with one line: SCORE: <number from 0 to 10>
 """
 
 
-class RewardModelConfig(Section):
+class RewardModelConfig(PlaceConfig):
     path: Annotated[str, Home] = ""
     """Folder or hub id of a Hugging Face sequence classifier with its tokenizer.
 
     It reads the prompt and the response through its own chat template. Empty means no reward model.
     """
-    num_workers: int = Field(1, ge=1)
-    """Processes that hold one copy of the model each."""
     batch_size: int = Field(16, ge=1)
     """Most responses in one forward pass. Responses that wait together are scored together."""
     max_length: int = Field(0, ge=0)
@@ -45,35 +43,13 @@ class RewardModelConfig(Section):
     """Label whose logit is the score. Needed if the classifier has more than one label."""
     function_to_apply: Literal["none", "sigmoid", "softmax"] = "none"
     """Function on the logits, as in the pipelines of transformers. softmax needs several labels."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the workers. auto means GPUs, if trainer.device and this machine have them.
-
-    With trainer.runtime=ray the workers use the CPU alone, and auto is refused on a node with GPUs.
-    """
-    share: Literal["none", "trainer", "rollout"] = "none"
-    """Whose GPUs the workers use. none gives each worker a GPU of its own.
-
-    trainer and rollout load the model beside that side's own memory, on separate devices only.
-    """
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights and of the computation."""
     timeout_s: float = Field(120.0, gt=0)
     """Seconds that one batch may take. millrace kills and replaces a process that takes longer."""
     trust_remote_code: bool = False
     """Whether code in the model's folder may run."""
 
-    def check_at(self, key: str) -> None:
-        """Raise ConfigError for keys that contradict each other. `key` is this section's name."""
-        if self.share != "none" and self.device == "cpu":
-            raise bad_value(
-                f"{key}.share",
-                self.share,
-                f"{key}.device=cpu takes no GPU that could be shared",
-                f"{key}.share=none, or {key}.device=cuda",
-            )
 
-
-class JudgeConfig(Section):
+class JudgeConfig(EndpointConfig):
     model: str = ""
     """Name of the model that the endpoint serves. Empty means no judge."""
     base_url: str = ""
@@ -81,8 +57,6 @@ class JudgeConfig(Section):
 
     Empty uses OpenAI's own, or the one in OPENAI_BASE_URL.
     """
-    api_key_env: str = "OPENAI_API_KEY"
-    """Name of the environment variable with the API key. The key itself is in no configuration."""
     template: str = _TEMPLATE
     """Message to the judge. {prompt}, {response}, {ground_truth} and {data_source} are filled in."""
     pattern: str = r"SCORE:\s*(-?\d+(?:\.\d+)?)"
@@ -99,16 +73,6 @@ class JudgeConfig(Section):
     """Most tokens of an answer. 0 leaves it to the endpoint."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """Further fields of each request, such as response_format."""
-    max_concurrency: int = Field(32, ge=1)
-    """Most requests at a time."""
-    request_timeout_s: float = Field(60.0, gt=0)
-    """Seconds that one request may take. A request that takes longer is tried again."""
-    timeout_s: float = Field(180.0, gt=0)
-    """Seconds that one score may take, with all its retries."""
-    max_retries: int = Field(5, ge=0)
-    """Retries of a request after 429, 5xx, a time-out or a lost connection."""
-    retry_wait_s: float = Field(1.0, gt=0)
-    """Seconds before the first retry. It doubles with each retry. Retry-After goes first."""
     cache: bool = True
     """Keep scores on disk, so that the same response is judged once."""
     cache_dir: Annotated[str, Home] = ""
@@ -121,22 +85,8 @@ class JudgeConfig(Section):
     """Price of a million tokens received."""
 
     def check_at(self, key: str) -> None:
-        """Raise ConfigError for a value that cannot work. `key` is this section's name.
-
-        A value that may contain a secret is not shown.
-        """
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
-            rule = "must be the name of an environment variable, not the key itself"
-            raise bad_value(f"{key}.api_key_env", "...", rule, f"{key}.api_key_env=OPENAI_API_KEY")
-        url = urlsplit(self.base_url)
-        if self.base_url and (url.scheme not in ("http", "https") or not url.hostname):
-            rule = "is not an address with http:// or https://"
-            fix = f"{key}.base_url=http://localhost:8000/v1"
-            raise bad_value(f"{key}.base_url", self.base_url.rpartition("@")[2], rule, fix)
-        if url.username or url.password or url.query:
-            rule = "may contain a secret, which would be in the run's config.yaml"
-            fix = f"an address alone, with the key in the variable of {key}.api_key_env"
-            raise bad_value(f"{key}.base_url", url.hostname, rule, fix)
+        """Raise ConfigError for a value that cannot work. `key` is this section's name."""
+        self.check_endpoint(key)
         if "{response}" not in self.template:
             fix = "a text with {prompt} and {response}"
             raise bad_value(f"{key}.template", self.template, "has no {response}", fix)
@@ -257,7 +207,7 @@ class OneReward(Section):
                 fix = f"{key}.function=path.py:name, a function at the outermost level of a file"
                 raise bad_value(f"{key}.{name}", value, rule, fix)
         self.format.check_at(f"{key}.format")
-        self.model.check_at(f"{key}.model")
+        self.model.check_place(f"{key}.model")
         self.judge.check_at(f"{key}.judge")
 
 

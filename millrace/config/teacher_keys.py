@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from millrace.config.endpoint_keys import EndpointConfig, PlaceConfig
 from millrace.config.facts import Choices, ReadWith
 from millrace.config.section import Folder, Section, Sources
 from millrace.data.user_code import load
@@ -16,11 +17,30 @@ from millrace.errors import bad_value
 _TOP_K: tuple[str, ...] = ("forward_kl_topk", "reverse_kl_topk")
 
 
-class TeacherConfig(Section):
+class TeacherConfig(EndpointConfig, PlaceConfig):
     """One frozen model that the policy learns from."""
 
     path: Annotated[str, Folder] = ""
-    """Folder or hub id of a causal language model with the policy's tokenizer."""
+    """Folder or hub id of a causal language model with the policy's tokenizer.
+
+    With base_url, only its tokenizer is compared.
+    """
+    base_url: str = ""
+    """Address of an OpenAI-compatible endpoint that gives log-probs of a prompt's tokens.
+
+    With vLLM, such as http://host:8000/v1. Empty keeps the teacher in this run.
+    """
+    place: Literal["trainer", "own"] = "trainer"
+    """Who computes its log-probs without base_url: the trainer, or processes of its own."""
+    batch_size: int = Field(8, ge=1)
+    """place=own: most threads of trajectories in one forward pass."""
+    on_failure: Literal["wait", "drop"] = "wait"
+    """What happens if base_url fails after all retries, or a process of place=own.
+
+    wait tries again until wait_deadline_s. drop counts the sample as teacher_NAME and replaces it.
+    """
+    wait_deadline_s: float = Field(900.0, gt=0)
+    """Seconds of failures after which the run ends, with on_failure=wait."""
     weight: float = Field(1.0, gt=0)
     """Factor of its divergence."""
     data_sources: Sources = ()
@@ -31,6 +51,43 @@ class TeacherConfig(Section):
     """
     trust_remote_code: bool = False
     """Whether code in the model's folder may run."""
+
+    @property
+    def outside(self) -> bool:
+        """Whether its log-probs come with the samples, from outside of the trainer."""
+        return bool(self.base_url) or self.place == "own"
+
+    @property
+    def identity(self) -> str:
+        """The name of the model, whatever its address is."""
+        return self.model if self.base_url else self.path
+
+    def check_at(self, key: str) -> None:
+        """Raise ConfigError for keys that contradict each other. `key` is this section's name."""
+        if not self.path and not self.base_url:
+            rule, fix = "a teacher needs a model", f"{key}.path=FOLDER, or {key}.base_url=ADDRESS"
+            raise bad_value(f"{key}.path", "", rule, fix)
+        self.check_endpoint(key)
+        if self.base_url and not self.model:
+            rule = "the endpoint needs the name of the model that it serves"
+            raise bad_value(f"{key}.model", "", rule, f"{key}.model=NAME")
+        self.check_place(key)
+        if self.base_url and self.place == "own":
+            rule = f"{key}.base_url already computes its log-probs"
+            raise bad_value(f"{key}.place", self.place, rule, f"one of {key}.place and base_url")
+        used = _OF_PLACE if self.place == "own" else _OF_CLIENT if self.base_url else ()
+        fix = f"{key}.base_url=ADDRESS or {key}.place=own, or leave it out"
+        for name in sorted({*_OF_PLACE, *_OF_CLIENT}.difference(used)):
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                rule = "this teacher does not read it"
+                raise bad_value(f"{key}.{name}", value, rule, fix)
+
+
+_PATIENCE = ("on_failure", "timeout_s", "wait_deadline_s")
+_OF_CLIENT = (*EndpointConfig.model_fields, *_PATIENCE)
+_OF_PLACE = (*PlaceConfig.model_fields, "batch_size", *_PATIENCE)
+CLIENT_KEYS = tuple(sorted({*_OF_CLIENT, *_OF_PLACE} - {"model"}))
+"""The keys of a teacher outside of the trainer that decide no log-prob."""
 
 
 class DistillationConfig(Section):
@@ -67,14 +124,12 @@ class DistillationConfig(Section):
 
 
 def check_names(teachers: Mapping[str, TeacherConfig]) -> None:
-    """Raise ConfigError for a teacher's name that cannot be in a metric's, or without a model."""
+    """Raise ConfigError for a teacher's name that cannot be in a metric's, or for its keys."""
     for name, teacher in teachers.items():
         if not re.fullmatch(r"[A-Za-z]\w*", name):
             rule = "a teacher's name begins with a letter and has letters, digits and _ alone"
             raise bad_value("teachers", name, rule, "another name for this teacher")
-        if not teacher.path:
-            key = f"teachers.{name}.path"
-            raise bad_value(key, "", "a teacher needs a model", f"{key}=FOLDER")
+        teacher.check_at(f"teachers.{name}")
 
 
 def weights_of(

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Protocol
 
-from millrace.errors import EpisodeError, RewardError, SampleError
+from millrace.errors import EpisodeError, RewardError, SampleError, TeacherError
 from millrace.pipeline.recovery import RecoveredSample
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.rollout.dynamic_sampling import EQUAL_OUTCOMES, DynamicSampling
@@ -249,10 +249,12 @@ class Rollouter:
         self.queue.do(self.queue.ledger.drop, sample_id, error.reason)
         failed = self._outcomes.count(False)
         if failed > self.max_error_share * _RECENT:
-            kind = RewardError if isinstance(error, RewardError) else EpisodeError
+            kinds = RewardError, TeacherError, EpisodeError
+            kind = next((k for k in kinds if isinstance(error, k)), EpisodeError)
+            lacks = "log-probs of a teacher" if kind is TeacherError else "score"
             raise kind(
                 error.reason,
-                f"{failed} of the last {len(self._outcomes)} samples had no score, more than "
+                f"{failed} of the last {len(self._outcomes)} samples had no {lacks}, more than "
                 f"reward.max_error_share = {self.max_error_share:g} of {_RECENT}. "
                 f"The last error, of sample {sample_id}, {self.where(prompt.index)}: {error}",
                 error.trace,

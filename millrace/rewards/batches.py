@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import select
 import socket
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +19,7 @@ from millrace.errors import RewardError
 from millrace.process.channel import Frames
 from millrace.rewards.functions import to_score
 from millrace.rewards.wire import Call, Reply, calls_decoder, frame, refusal
+from millrace.types import Floats
 
 _READ = 1 << 20
 
@@ -34,8 +36,11 @@ class Scorer(Protocol):
         """Return the tokens of the call's prompt and a completion. Raise RewardError."""
         ...
 
-    def score(self, batch: Sequence[list[int]]) -> list[float]:
-        """Return one number for each text. Raise RewardError, or the model's own error."""
+    def score(self, batch: Sequence[list[int]]) -> Sequence[float | Floats]:
+        """Return one number for each text, or a teacher's log-probs of its tokens.
+
+        Raise RewardError, or the model's own error.
+        """
         ...
 
 
@@ -111,7 +116,9 @@ def _score(connection: socket.socket, scorer: Scorer, batch: Sequence[_Text]) ->
     connection.sendall(b"".join(map(frame, replies)))
 
 
-def _reply(call: Call, value: float) -> Reply:
+def _reply(call: Call, value: float | Floats) -> Reply:
+    if isinstance(value, array):
+        return Reply(call.id, log_probs=value)
     try:
         return Reply(call.id, [to_score(value)])
     except RewardError as error:

@@ -1,31 +1,20 @@
-"""A judge: a model behind an OpenAI-compatible endpoint scores responses.
-
-The API key comes from the environment alone. No error shows it.
-"""
+"""A judge: a model behind an OpenAI-compatible endpoint scores responses."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import random
 import re
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from millrace.config import JudgeConfig
-from millrace.errors import INSTALL, MissingDependency, RewardError, bad_value
+from millrace.errors import RewardError
+from millrace.rewards.endpoint import Endpoint, client_of
 from millrace.rewards.wire import Call
 from millrace.types import Score
 
-_LONGEST_WAIT_S = 60.0
-"""Most seconds between two attempts, unless Retry-After asks for more."""
 _FIELD = re.compile(r"\{(prompt|response|ground_truth|data_source)\}")
 
 
@@ -106,16 +95,9 @@ def _field_of(config: JudgeConfig, answer: str) -> Any:
 
 
 @dataclass(slots=True)
-class Judge:
+class Judge(Endpoint[JudgeConfig]):
     """A coroutine function for the worker: it asks the endpoint and reads the score."""
 
-    key: str
-    config: JudgeConfig
-    client: Any
-    api_key: str
-    spread: Callable[[], float] = random.random
-    """A number from 0 to 1 that spreads the waits of several requests."""
-    figures: Counter[str] = field(default_factory=Counter)
     is_async: bool = True
     whole_group: bool = False
 
@@ -125,42 +107,26 @@ class Judge:
 
         Raise ConfigError if OpenAI's own endpoint has no key, and MissingDependency without openai.
         """
-        try:
-            from openai import AsyncOpenAI
-        except ImportError:
-            raise MissingDependency(
-                f"{key}.model needs openai, which is not installed here. Fix: {INSTALL['openai']}."
-            ) from None
         config = JudgeConfig.model_validate(spec)
-        secret = os.environ.get(config.api_key_env, "").strip()
-        if not (secret.isascii() and secret.isprintable()):
-            rule = "the key in this environment variable has a line end, or another such character"
-            fix = f"export {config.api_key_env}=... with the key alone"
-            raise bad_value(f"{key}.api_key_env", config.api_key_env, rule, fix)
-        if not secret and not config.base_url and "OPENAI_BASE_URL" not in os.environ:
-            rule = "this environment variable has no key, and OpenAI's own endpoint needs one"
-            fix = f"export {config.api_key_env}=..., or {key}.base_url of a local endpoint"
-            raise bad_value(f"{key}.api_key_env", config.api_key_env, rule, fix)
-        client = AsyncOpenAI(
-            api_key=secret or "none",
-            base_url=config.base_url or None,
-            timeout=config.request_timeout_s,
-            max_retries=0,  # the loop below counts retries and always obeys Retry-After
-        )
-        return cls(key, config, client, secret)
+        return cls(key, config, *client_of(key, config))
 
     async def run_async(self, call: Call) -> list[Score]:
         """Return the scores of a call's completions, one request for each. Raise RewardError."""
         return [await self._judge(message_of(self.config, call, text)) for text in call.completions]
 
-    def take_figures(self) -> dict[str, float]:
-        """Return the counts since the last call of this method."""
-        taken = {name: float(count) for name, count in self.figures.items()}
-        self.figures.clear()
-        return taken
-
     async def _judge(self, message: str) -> Score:
-        completion = await self._ask(message)
+        c = self.config
+        fields: dict[str, Any] = {"temperature": c.temperature} if c.temperature is not None else {}
+        fields |= {"max_tokens": c.max_tokens} if c.max_tokens else {}
+        completion = await self.ask(
+            lambda: self.client.chat.completions.with_raw_response.create(
+                model=c.model,
+                messages=[{"role": "user", "content": message}],
+                extra_body=c.extra_body,
+                **fields,
+            ),
+            _completions,
+        )
         if completion.usage is not None:
             self.figures["tokens_in"] += int(completion.usage.prompt_tokens or 0)
             self.figures["tokens_out"] += int(completion.usage.completion_tokens or 0)
@@ -181,87 +147,3 @@ class Judge:
         return (
             f"the judge's answer ended at the endpoint's own limit. Fix: {key}=N, above that limit"
         )
-
-    async def _ask(self, message: str) -> _Completion:
-        """Return the endpoint's answer. Try again after 429, 5xx, a time-out or a lost connection.
-
-        Raise RewardError if the last attempt fails too, or at once after any other failure.
-        """
-        clock = asyncio.get_running_loop().time
-        end, attempt = clock() + self.config.timeout_s, 0
-        while True:
-            try:
-                return await self._request(message)
-            except _TryAgain as failed:
-                doubled = self.config.retry_wait_s * 2**attempt * (0.5 + self.spread() / 2)
-                wait_s = max(failed.wait_s, min(doubled, _LONGEST_WAIT_S))
-                if attempt == self.config.max_retries or clock() + wait_s >= end:
-                    limits = f"{self.key}.max_retries and timeout_s allow no further attempt"
-                    detail = f"{failed.detail}; {attempt} retries, and {limits}"
-                    raise RewardError(failed.reason, detail) from None
-            attempt += 1
-            self.figures["retries"] += 1
-            await asyncio.sleep(wait_s)
-
-    async def _request(self, message: str) -> _Completion:
-        import openai
-
-        c = self.config
-        fields: dict[str, Any] = {"temperature": c.temperature} if c.temperature is not None else {}
-        fields |= {"max_tokens": c.max_tokens} if c.max_tokens else {}
-        self.figures["requests"] += 1
-        try:
-            async with asyncio.timeout(c.request_timeout_s):  # httpx bounds each read alone
-                raw = await self.client.chat.completions.with_raw_response.create(
-                    model=c.model,
-                    messages=[{"role": "user", "content": message}],
-                    extra_body=c.extra_body,
-                    **fields,
-                )
-            return _completions.decode(raw.http_response.content)
-        except (openai.APITimeoutError, TimeoutError):
-            limit = f"{self.key}.request_timeout_s = {c.request_timeout_s:g}"
-            raise _TryAgain("timeout", f"the endpoint did not answer within {limit}") from None
-        except openai.APIConnectionError as error:
-            detail = f"no connection to the endpoint: {self._safe(error.__cause__ or error)}"
-            raise _TryAgain("unreachable", detail) from None
-        except openai.APIStatusError as error:
-            detail = f"the endpoint answered {error.status_code}: {self._safe(error.message)}"
-            reason = "rate_limited" if error.status_code == 429 else f"http_{error.status_code}"
-            if error.status_code in (408, 409, 429) or error.status_code >= 500:
-                wait_s = seconds_of(error.response.headers.get("retry-after", ""))
-                raise _TryAgain(reason, detail, wait_s) from None
-            raise RewardError(reason, detail) from None
-        except msgspec.MsgspecError as error:
-            text = self._safe(raw.http_response.text)
-            detail = f"the endpoint's answer is no chat completion ({error}): {text}"
-            raise RewardError("bad_answer", detail) from None
-
-    def _safe(self, text: object) -> str:
-        """Return the first 200 characters, without the API key."""
-        safe = str(text).replace(self.api_key, "***") if self.api_key else str(text)
-        return safe[:200]
-
-
-class _TryAgain(Exception):
-    """A failure that a later attempt may not have."""
-
-    def __init__(self, reason: str, detail: str, wait_s: float = 0.0) -> None:
-        super().__init__(detail)
-        self.reason = reason
-        self.detail = detail
-        self.wait_s = wait_s
-        """The seconds that the endpoint asks to wait."""
-
-
-def seconds_of(retry_after: str) -> float:
-    """Return the seconds of a Retry-After header, which may also be a date."""
-    try:
-        return max(0.0, float(retry_after))
-    except ValueError:
-        pass
-    try:
-        date = parsedate_to_datetime(retry_after)
-    except ValueError:
-        return 0.0
-    return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())

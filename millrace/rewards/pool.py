@@ -18,12 +18,12 @@ from millrace.rewards.output import Budget
 from millrace.rewards.process import Pending, WorkerProcess
 from millrace.rewards.start import DriverLauncher, Launcher, LocalLauncher
 from millrace.rewards.wire import Call, Job, Reply
-from millrace.types import Completion, Prompt, Score
+from millrace.types import Completion, Floats, Prompt, Score, Tokens
 from millrace.waits.registry import waiting
 
 _LOAD_FUNCTION_S = 120.0
-_LOAD_MODEL_S = 900.0
-_ROUND = 32
+LOAD_MODEL_S = 900.0
+ROUND = 32
 """Batches that one worker may have waiting. Of more texts, more have similar lengths."""
 
 
@@ -35,9 +35,9 @@ def job_of(config: OneReward, section: str = "reward") -> Job:
             "model",
             f"{section}.model",
             model.num_workers,
-            _ROUND * model.batch_size,
+            ROUND * model.batch_size,
             model.timeout_s,
-            _LOAD_MODEL_S,
+            LOAD_MODEL_S,
             model.model_dump(mode="json"),
         )
     if config.kind == "judge":
@@ -77,12 +77,12 @@ class RewardPool:
 
     def __init__(
         self,
-        config: OneReward,
+        config: OneReward | Job,
         section: str = "reward",
         environments: Sequence[Mapping[str, str]] = (),
         launcher: Launcher | None = None,
     ) -> None:
-        self.job = job_of(config, section)
+        self.job = config if isinstance(config, Job) else job_of(config, section)
         self.figures: Counter[str] = Counter()
         """Counts of the workers since `figures` was last cleared."""
         self.whole_group = False
@@ -156,15 +156,30 @@ class RewardPool:
             messages if any(messages) else [],
             [one.tokens.tolist() for one in completions] if self.takes_tokens else [],
         )
+        return (await self._send(call, f"the score of prompt {prompt.index}")).scores
+
+    async def read(self, tokens: Tokens) -> Floats:
+        """Return a teacher's log p of each token after those before it, and 0 for the first one.
+
+        Raises what `score` raises.
+        """
+        if not self._settled.is_set() or self._failed is not None:
+            await self.start()
+        self._calls += 1
+        ids = [tokens.tolist()]
+        call = Call(self._calls, "", "", None, {}, {}, [""], completion_ids=ids)
+        return (await self._send(call, f"log-probs of {len(tokens)} tokens")).log_probs
+
+    async def _send(self, call: Call, what: str) -> Reply:
         try:
             payload = pack(call)
         except (TypeError, ValueError) as error:
             raise RewardError(
-                "not_sendable", f"a row of {prompt.data_source} cannot go to a worker: {error}"
+                "not_sendable", f"a row of {call.data_source} cannot go to a worker: {error}"
             ) from error
         name = self.job.key
-        wait = waiting(f"{name} worker *|{name} workers", f"the score of prompt {prompt.index}")
-        future = asyncio.get_running_loop().create_future()
+        wait = waiting(f"{name} worker *|{name} workers", what)
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         pending = Pending(call.id, payload, future, wait)
         self._queue.append(pending)
         self._wake()
@@ -204,7 +219,7 @@ class RewardPool:
         if reply.reason:
             pending.answer.set_exception(RewardError(reply.reason, reply.detail, reply.trace))
         else:
-            pending.answer.set_result(reply.scores)
+            pending.answer.set_result(reply)
 
     def _replace(self, worker: WorkerProcess, ended: str) -> None:
         """Fail the call that killed a worker. Put the worker's other calls first in the queue."""

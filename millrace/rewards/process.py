@@ -16,7 +16,6 @@ from millrace.process.channel import Frames
 from millrace.rewards.output import Budget, Output
 from millrace.rewards.start import Launcher, ProcessHandle
 from millrace.rewards.wire import Hello, Job, Reply, frame, hello_decoder, reply_decoder
-from millrace.types import Score
 from millrace.waits.registry import Wait
 
 GRACE_S = 5.0
@@ -34,7 +33,7 @@ class Pending:
     id: int
     payload: bytes
     """The Call, packed."""
-    answer: asyncio.Future[list[Score]]
+    answer: asyncio.Future[Reply]
     wait: Wait
     """The wait of the caller, in the graph of waits."""
     sent_at: float = 0.0

@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
+from msgspec import field
 
 from millrace.codec import decoder, pack, sendable
 from millrace.errors import RewardError
 from millrace.process.channel import Frames, framed
-from millrace.types import Message, Score
+from millrace.types import Floats, Message, Score, floats_of
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A reward in plain types, as a worker process gets it. It has no secret."""
+    """A reward or a teacher in plain types, as a worker process gets it. It has no secret."""
 
-    kind: Literal["function", "model", "judge"]
+    kind: Literal["function", "model", "judge", "teacher"]
     key: str
     """The section with the keys, such as reward, reward.judge or reward.mix.NAME.model."""
     num_workers: int
@@ -69,6 +70,8 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     """The traceback of the worker, if the function raised."""
     last: bool = False
     """Whether the worker must be replaced: it has no memory left."""
+    log_probs: Floats = field(default_factory=floats_of)
+    """In place of scores, a teacher's log p of each token after those before it, and 0 first."""
 
 
 def refusal(call: Call, error: RewardError) -> Reply:

@@ -63,7 +63,7 @@ def serve(connection: socket.socket, job: Job) -> None:
         text = str(error).replace("reward.function = ", f"{job.key}.function = ")
         connection.sendall(frame(Hello(is_async=False, error=text)))
         return
-    if job.kind == "model":
+    if job.kind in ("model", "teacher"):
         from millrace.rewards.batches import serve_batches
 
         connection.sendall(frame(Hello(is_async=False, in_batches=True)))
@@ -90,11 +90,15 @@ def _hello(scorer: Function | Judge) -> Hello:
 
 
 def _load(job: Job) -> Any:
-    """Return the Function, the RewardModel or the Judge of a job. Each import is late."""
+    """Return what a job names: a function, a model, a teacher or a judge. Each import is late."""
     if job.kind == "model":
         from millrace.rewards.model import RewardModel
 
         return RewardModel.load(job.key, job.spec)
+    if job.kind == "teacher":
+        from millrace.rewards.teacher_model import TeacherModel
+
+        return TeacherModel.load(job.key, job.spec)
     if job.kind == "judge":
         from millrace.rewards.judge import Judge
 

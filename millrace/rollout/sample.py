@@ -1,17 +1,19 @@
 """One sample: n trajectories of one prompt, and an optional greedy one.
 
-Each trajectory is scored as soon as it finishes. A reward that compares the trajectories of a
+Each trajectory is scored as soon as it finishes, and meanwhile its teachers outside of the trainer
+read it. A reward that compares the trajectories of a
 sample scores all of them at once, after the last one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from millrace.errors import SampleError
-from millrace.ports import Agent, RewardFunction
+from millrace.ports import Agent, RewardFunction, Teacher
 from millrace.rollout.episode import request_seed, run_episode
 from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.scoring import scored
@@ -19,9 +21,11 @@ from millrace.rollout.session import NO_LIMITS, Draw, Limits
 from millrace.rollout.shaping import OverlongBuffer
 from millrace.types import PolicyVersion, Prompt, Sample, SamplingParams, Tokens, Trajectory
 
+T = TypeVar("T")
 Progress = Callable[[tuple[Trajectory, ...]], None]
 
 _UNDRAWN = Trajectory()
+_NOBODY: Mapping[str, Teacher] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ class SampleRoller:
     """Score all trajectories of a sample, the greedy one last, in one call."""
     retries: int = 0
     """How often a failed episode begins again before its sample fails."""
+    teachers_of: Callable[[Prompt], Mapping[str, Teacher]] = lambda prompt: _NOBODY
+    """Return the teachers outside of the trainer that read the trajectories of a prompt."""
 
     @property
     def num_responses(self) -> int:
@@ -94,16 +100,15 @@ class SampleRoller:
                 if on_drawn is not None:
                     on_drawn()
             update(i, finished)
-            if self.whole_group:
-                return finished
-            return self._shaped(await scored(prompt, [finished], self.reward, self.decode))[0]
+            teachers = self.teachers_of(prompt) if i < self.n else _NOBODY
+            if not teachers:
+                return await self._scored_alone(prompt, finished)
+            score, read = await _all_of(
+                self._scored_alone(prompt, finished), _taught(prompt, finished, teachers)
+            )
+            return replace(score, teachers=read.teachers)
 
-        # All siblings end before the first failure is raised, so none runs for a dropped sample.
-        outcomes = await asyncio.gather(*(one(i) for i in range(count)), return_exceptions=True)
-        failures = [o for o in outcomes if isinstance(o, BaseException)]
-        if failures:  # Any other error, such as a dead worker, comes before a failed sample.
-            raise min(failures, key=lambda error: isinstance(error, SampleError))
-        drawn = tuple(o for o in outcomes if isinstance(o, Trajectory))
+        drawn = tuple(await _all_of(*(one(i) for i in range(count))))
         if self.whole_group:
             drawn = tuple(self._shaped(await scored(prompt, drawn, self.reward, self.decode)))
         return Sample(
@@ -116,8 +121,35 @@ class SampleRoller:
             params = replace(params, max_tokens=self.lengths.of(params.seed), ignore_eos=True)
         return params if i < self.n else replace(params, temperature=0.0)
 
+    async def _scored_alone(self, prompt: Prompt, finished: Trajectory) -> Trajectory:
+        """Return the trajectory with its score, unless all trajectories are scored at once."""
+        if self.whole_group:
+            return finished
+        return self._shaped(await scored(prompt, [finished], self.reward, self.decode))[0]
+
     def _shaped(self, done: list[Trajectory]) -> list[Trajectory]:
         """Return the trajectories with the overlong penalty in their scores, if there is one."""
         if self.overlong is None:
             return done
         return [t.with_score(self.overlong.shape(t.score, t)) for t in done if t.score is not None]
+
+
+async def _taught(
+    prompt: Prompt, finished: Trajectory, teachers: Mapping[str, Teacher]
+) -> Trajectory:
+    """Return the trajectory with the log-probs of its teachers. Those that it has are kept."""
+    asked = {name: one for name, one in teachers.items() if name not in finished.teachers}
+    given = await _all_of(*(one.log_probs(prompt, finished) for one in asked.values()))
+    return replace(finished, teachers=finished.teachers | dict(zip(asked, given, strict=True)))
+
+
+async def _all_of(*work: Awaitable[T]) -> list[T]:
+    """Return all results. All work ends before the first failure is raised.
+
+    So nothing runs for a dropped sample.
+    """
+    outcomes = await asyncio.gather(*work, return_exceptions=True)
+    failures = [o for o in outcomes if isinstance(o, BaseException)]
+    if failures:  # Any other error, such as a dead worker, comes before a failed sample.
+        raise min(failures, key=lambda error: isinstance(error, SampleError))
+    return [o for o in outcomes if not isinstance(o, BaseException)]

@@ -8,6 +8,7 @@ from typing import Any
 
 from millrace.config.explain import facts
 from millrace.config.facts import Fixed, NoEffectOnWeights
+from millrace.config.teacher_keys import CLIENT_KEYS
 from millrace.persist.config_file import flat
 
 
@@ -18,8 +19,17 @@ def digests(values: dict[str, Any], rows: str = "") -> tuple[str, str]:
     journal has both digests.
     """
     keys = dict(flat(values))
+    teachers = values.get("teachers") or {}
     free = tuple(f"{key}." for key, _ in facts(NoEffectOnWeights))
+    free += tuple(f"teachers.{name}.{key}." for name in teachers for key in CLIENT_KEYS)
     samples = {key: keys.get(key) for key, _ in facts(Fixed)} | {"rows": rows}
+    outside = {
+        name: (one["model"] if one["base_url"] else one["path"], one["data_sources"])
+        for name, one in teachers.items()
+        if one["base_url"] or one["place"] == "own"
+    }
+    if outside:  # a finished sample has their log-probs
+        samples["teachers"] = outside
     training = {key: value for key, value in keys.items() if not f"{key}.".startswith(free)}
     first, second = (
         hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16]

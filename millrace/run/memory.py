@@ -170,7 +170,9 @@ def _teachers(config: Config) -> int:
     """Return the bytes of this device's shares of the teachers, which have float32 weights."""
     if config.trainer.offload_policy:
         return 0
-    own = ({"path": t.path, "override_config": {}} for t in config.teachers.values())
+    own = (
+        {"path": t.path, "override_config": {}} for t in config.teachers.values() if not t.outside
+    )
     sizes = (size_of(config.model.model_copy(update=one)) for one in own)
     return sum(4 * s.parameters for s in sizes if s is not None) // config.trainer.shard_size
 

@@ -7,16 +7,18 @@ a fact are applied.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from millrace.config import Config, RewardConfig
+from millrace.config import Config, RewardConfig, TeacherConfig
 from millrace.config.algorithm_keys import without_own_algorithm
 from millrace.config.explain import facts
 from millrace.config.facts import Fixed, FixedRows, Past
 from millrace.config.recipe import parse
+from millrace.config.teacher_keys import weights_of
 from millrace.errors import ConfigError, bad_value
 from millrace.pipeline.checkpoint import ROWS, read_ledger
 
@@ -53,6 +55,7 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     _check_estimator(config, before, checkpoint)
     _check_reference(config, before, checkpoint)
     _check_components(config, before, checkpoint)
+    _check_teachers(config.teachers, before.teachers, checkpoint)
     lines = [
         f"{key} = {config.value_of(key)!r}: no effect, because {fact.why}"
         for key, fact in _changed(Past, config, before)
@@ -184,6 +187,33 @@ def _check_components(config: Config, before: Config, checkpoint: Path) -> None:
     )
     fix = "components that both rewards have, the reward of the checkpoint, or a new run"
     raise bad_value("algorithm.gdpo_reward_keys", list(keys), rule, fix)
+
+
+def _check_teachers(
+    now: Mapping[str, TeacherConfig], before: Mapping[str, TeacherConfig], checkpoint: Path
+) -> None:
+    """Raise ConfigError if finished samples lack log-probs of a teacher outside of the trainer.
+
+    Another address of the same teacher is valid.
+    """
+    outside = {name: one for name, one in now.items() if one.outside}
+    if not outside:
+        return
+    samples = [slot.sample for _, slot in read_ledger(checkpoint).slots if slot.sample is not None]
+    for sample in samples:
+        row = sample.prompt
+        for name in weights_of(now, row.data_source, row.extra_info).keys() & outside:
+            then, fix = before.get(name), "the teachers of the checkpoint, or a new run"
+            if any(name not in t.teachers for t in sample.trajectories):
+                rule = (
+                    f"finished samples of the checkpoint {checkpoint} have no log-probs of {name}"
+                )
+                raise bad_value(f"teachers.{name}", outside[name].identity, rule, fix)
+            given, own = outside[name], then.identity if then is not None else ""
+            if own and own != given.identity:
+                rule = f"finished samples of the checkpoint {checkpoint} have those of {own!r}"
+                key = f"teachers.{name}.{'model' if given.base_url else 'path'}"
+                raise bad_value(key, given.identity, rule, fix)
 
 
 def _components(reward: RewardConfig) -> Any:

@@ -8,8 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from millrace.config import AgentConfig, Config, RewardConfig, RewardModelConfig
-from millrace.config.checks import on_ray
+from millrace.config.checks import on_ray, placed
+from millrace.config.endpoint_keys import PlaceConfig
 from millrace.config.reward_keys import OneReward
+from millrace.config.sides import Sides
 from millrace.data import hub
 from millrace.data.prompts import PromptStream
 from millrace.data.rows import problem
@@ -37,20 +39,15 @@ def make_reward(config: Config) -> RunReward:
     did not make the folder of a judge's cache.
     """
     environments: dict[str, list[dict[str, str]]] = {}
-    placed: dict[str, RewardModelConfig] = {}
-    gpus = visible_gpus() if config.trainer.device != "cpu" else []
-    free = list(gpus[config.sides.devices :])
+    models: dict[str, RewardModelConfig] = {}
+    devices = devices_of(placed(config.reward), config.sides)
     for section, part in config.reward.parts.items():
         if part.judge.cache_dir and part.kind == "judge":
             ownership.check(Path(part.judge.cache_dir), f"{section}.judge.cache_dir")
         if part.kind != "model":
             continue
-        chosen = part.model.device
-        device = "cpu" if chosen == "cpu" or (chosen == "auto" and not gpus) else "cuda"
-        placed[section] = part.model.model_copy(update={"device": device})
-        if device == "cuda":
-            names = _gpus_for(f"{section}.model", part.model, config, gpus, free)
-            environments[section] = [{"CUDA_VISIBLE_DEVICES": name} for name in names]
+        device, environments[section] = devices[f"{section}.model"]
+        models[section] = part.model.model_copy(update={"device": device})
         _check_path(f"{section}.model.path", part.model.path)
     launchers: dict[str, Launcher] = {}
     for section, part in config.reward.parts.items():
@@ -58,10 +55,29 @@ def make_reward(config: Config) -> RunReward:
             launchers[section] = _isolated(section, part.function)
         elif is_in_driver(part.function):
             launchers[section] = DriverLauncher()
-    reward = RunReward(_with_models(config.reward, placed), environments, launchers)
+    reward = RunReward(_with_models(config.reward, models), environments, launchers)
     if config.agents.agent_kind:
         reward.first = partial(scorer_line, config.agents, config.reward)
     return reward
+
+
+def devices_of(
+    models: Mapping[str, PlaceConfig], sides: Sides
+) -> dict[str, tuple[str, list[dict[str, str]]]]:
+    """Return the device of each frozen model with processes of its own, by its section.
+
+    The variables of each of its workers follow, if it has GPUs. Raise ConfigError if the machine
+    lacks GPUs for one.
+    """
+    found: dict[str, tuple[str, list[dict[str, str]]]] = {}
+    gpus = visible_gpus() if sides.trainer.device != "cpu" else []
+    free = list(gpus[sides.devices :])
+    for key, model in models.items():
+        found[key] = "cpu", []
+        if model.device == "cuda" or (model.device == "auto" and gpus):
+            names = _gpus_for(key, model, sides, gpus, free)
+            found[key] = "cuda", [{"CUDA_VISIBLE_DEVICES": name} for name in names]
+    return found
 
 
 def _isolated(section: str, function: str) -> Launcher:
@@ -181,26 +197,26 @@ def _check_path(key: str, path: str) -> None:
 
 
 def _gpus_for(
-    key: str, model: RewardModelConfig, config: Config, gpus: list[str], free: list[str]
+    key: str, model: PlaceConfig, sides: Sides, gpus: list[str], free: list[str]
 ) -> list[str]:
     """Return the GPU of each worker. Workers that own GPUs take them from `free`."""
-    count, ranks = model.num_workers, config.trainer_ranks
+    count, ranks = model.num_workers, sides.trainer.ranks
     if not gpus:
         rule = "this machine has no GPU that millrace may use"
         raise bad_value(f"{key}.device", model.device, rule, f"{key}.device=cpu")
-    if config.trainer.runtime == "ray":
+    if sides.trainer.runtime == "ray":
         raise on_ray(key, model.device)
     if model.share != "none":
         shared = gpus[:ranks] if model.share == "trainer" else gpus[ranks : len(gpus) - len(free)]
         if not shared:
-            needed = config.sides.devices
+            needed = sides.devices
             rule = f"trainer and rollouts need {needed} GPUs, and this machine has {len(gpus)}"
             fix = f"trainer.device=cpu with {key}.share=none, or more GPUs"
             raise bad_value(f"{key}.share", model.share, rule, fix)
         return [shared[worker % len(shared)] for worker in range(count)]
     if count > len(free):
         rule = (
-            f"trainer and rollouts take {config.sides.devices} of this machine's "
+            f"trainer and rollouts take {sides.devices} of this machine's "
             f"{len(gpus)} GPUs, and {len(free)} are left"
         )
         fix = f"fewer workers, {key}.share=rollout, or {key}.device=cpu"

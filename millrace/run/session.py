@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from millrace.config import Config
+from millrace.config.checks import placed
 from millrace.config.keys import NO_PROGRESS, Derived, ResumeProgress
 from millrace.data.curriculum import FILE, Curriculum
 from millrace.data.identity import identity_of
@@ -35,9 +36,16 @@ from millrace.run.folder import RunDir, open_run_dir, release
 from millrace.run.machine import check_machine, check_shape
 from millrace.run.mirror import Mirror, open_mirror
 from millrace.run.problems import Problems
-from millrace.run.rewards import check_columns, make_reward, open_caches, try_rewards
+from millrace.run.rewards import (
+    check_columns,
+    devices_of,
+    make_reward,
+    open_caches,
+    try_rewards,
+)
 from millrace.run.stall import watched
 from millrace.run.starts import beside, part, shown
+from millrace.run.teachers import OutsideTeachers, open_teachers
 from millrace.schedule.ledger import Ledger, LedgerSnapshot
 from millrace.sync.background import abandonable
 from millrace.waits.registry import starting
@@ -59,6 +67,8 @@ class Session:
     """Copies checkpoints to another place."""
     rows: str = ""
     """The name of the rows and their order, by which a journal knows its run."""
+    teachers: OutsideTeachers = field(default_factory=OutsideTeachers)
+    """The teachers outside of the trainer."""
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -194,6 +204,17 @@ async def open_session(
                 opening = _Opening(config, run, progress, trains, rollout)
                 problems = await opening.prepare(sources, folder)
                 config = opening.config
+                outside = OutsideTeachers()
+                if trains and rollout:
+                    outside = OutsideTeachers(
+                        config.teachers,
+                        temperature=config.rollout.temperature,
+                        devices=devices_of(placed(config.reward, config.teachers), config.sides),
+                        note=progress.note,
+                    )
+                longest = config.rollout.max_len
+                taught = open_teachers(outside, problems.train, longest)
+                teachers = await stack.enter_async_context(taught)
                 if problems.train.ahead is not None:
                     stack.callback(problems.train.ahead.close)
                 where = problems.chat.tokenizer, run.path, progress.note
@@ -216,7 +237,7 @@ async def open_session(
             engines_ = open_engines(runtime, config, run, peers, trains, progress)
             async with copies as mirror, engines_ as engines:
                 made = config, run, problems, engines, reward, progress, agent, mirror
-                yield Session(*made, opening.rows)
+                yield Session(*made, opening.rows, teachers)
     except MillraceError:
         if run is not None and refusable:  # If workers fail, their logs stay.
             run.discard()

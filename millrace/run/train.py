@@ -232,7 +232,8 @@ def figures(s: Session) -> dict[str, float]:
     copies = s.mirror.figures() if s.mirror is not None else {}
     if s.curriculum is not None:
         copies |= s.curriculum.take_figures()
-    return s.reward.take_figures() | s.engines.keeper.news.figures() | copies
+    asked = s.reward.take_figures() | s.teachers.take_figures()
+    return asked | s.engines.keeper.news.figures() | copies
 
 
 def make_event_recorder(s: Session, ledger: Ledger, attempt: int) -> EventRecorder:
@@ -388,6 +389,7 @@ def make_rollouter(s: Session, queue: SampleQueue, pool: RolloutPool) -> Rollout
         lengths=drawn_lengths(c.rollout),
         whole_group=s.reward.whole_group,
         retries=c.agents.tries,
+        teachers_of=s.teachers.of,
     )
     sampling = DynamicSampling(
         groups.metric, max_num_gen_batches=groups.max_num_gen_batches, window=c.schedule.window

@@ -175,7 +175,7 @@ def make_experience(
         tokens = weighed(named, weights, outcomes, ids, advantages.tokens)
         advantages = replace(advantages, tokens=tokens)
     taught = None
-    if models.teachers:
+    if batch.taught:
         taught, rows = ask(models.teachers, batch, rows, options)
         factor = options.distillation.task_loss_coef * options.distillation.use_task_rewards
         advantages = replace(advantages, tokens=advantages.tokens * factor)

@@ -131,6 +131,8 @@ class BatchArrays:
     """[N] float64 score of the greedy response to each trajectory's prompt, for remax."""
     taught: Mapping[str, Tensor] = field(default_factory=dict)
     """The weight of each teacher in each trajectory, by its name, [N] float64."""
+    given: Mapping[str, Tensor] = field(default_factory=dict)
+    """The log-probs of each teacher outside of the trainer, [K] float64, and 0 for other tokens."""
 
     def sequences_of(self, tokens: Tensor) -> Tensor:
         """Return the trajectories with at least one of the tokens [K] bool, [N] bool."""
@@ -148,6 +150,7 @@ def arrays_of(
     """
     rows = rows_of_samples(batch.samples)
     pairs = [(trajectory, sample) for sample in batch.samples for trajectory in sample.trajectories]
+    taught = _taught(batch.samples, teachers)
     lengths = torch.from_numpy(rows.trained_of_trajectories)
     sizes = torch.tensor([len(sample.trajectories) for sample in batch.samples], dtype=torch.int64)
     ids = sequence_ids(lengths)
@@ -175,7 +178,10 @@ def arrays_of(
         greedy_scores=_floats([_score(sample.greedy, sample).value for _, sample in pairs])
         if greedy
         else None,
-        taught=_taught(batch.samples, teachers),
+        taught=taught,
+        given={
+            name: _given(name, pairs, taught[name]) for name in taught if teachers[name].outside
+        },
     )
 
 
@@ -195,6 +201,21 @@ def _taught(samples: Sequence[Sample], teachers: Mapping[str, TeacherConfig]) ->
             raise MillraceError(f"the row of sample {prompt.index}: {error}") from None
         weights += [one] * len(sample.trajectories)
     return {name: _floats([one.get(name, 0.0) for one in weights]) for name in teachers}
+
+
+def _given(name: str, pairs: Sequence[tuple[Trajectory, Sample]], weights: Tensor) -> Tensor:
+    """Return the log-probs that a teacher outside of the trainer gave, [K] float64."""
+    whole = floats_of()
+    for (trajectory, sample), weight in zip(pairs, weights.tolist(), strict=True):
+        tokens = trajectory.num_policy_tokens
+        own = trajectory.teachers.get(name, floats_of()) if weight else floats_of([0.0] * tokens)
+        if len(own) != tokens:
+            raise MillraceError(
+                f"a trajectory of sample {sample.prompt.index} has {tokens} tokens of the policy, "
+                f"and {len(own)} log-probs of the teacher {name}: it cannot be trained"
+            )
+        whole += own
+    return torch.from_numpy(np.array(whole, dtype=np.float64))
 
 
 def _score(trajectory: Trajectory | None, sample: Sample) -> Score:

@@ -32,6 +32,19 @@ class Teacher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class GivenTeacher:
+    """A teacher outside of the trainer. Its log-probs came with the samples."""
+
+    log_probs: Tensor
+    """[K] float64."""
+
+    def tokens(
+        self, rows: Rows, members: Ints | None = None, *, temperature: float
+    ) -> list[Tensor]:
+        return [self.log_probs, torch.zeros_like(self.log_probs)]
+
+
+@dataclass(frozen=True, slots=True)
 class Taught:
     """The log-probs of T teachers for K tokens, on the host. Those that teach no token are 0."""
 
@@ -81,6 +94,8 @@ def ask(
     A teacher reads only the rows that it teaches.
     """
     topk, count = options.distillation.candidates, len(batch.ids)
+    teachers = {**teachers, **{name: GivenTeacher(own) for name, own in batch.given.items()}}
+    teachers = {name: teachers[name] for name in batch.taught}  # in the order of the configuration
     weights = torch.stack([batch.taught[name] for name in teachers], -1)
     log_probs = torch.zeros(count, len(teachers), dtype=torch.float64)
     candidates = np.zeros((count, len(teachers) * topk), dtype=np.int64)

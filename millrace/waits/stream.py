@@ -1,7 +1,7 @@
 """The event stream of a process. Watchers read it; they decide nothing.
 
 Each track is one place where things happen: `trainer`, each replica (`rollout-0`), `rollouts` (all
-replicas), `rewards`, `sync`, `validation`, `checkpoint`, `samples` and `run`.
+replicas), `rewards`, `teachers`, `sync`, `validation`, `checkpoint`, `samples` and `run`.
 
 | phase | meaning |
 |---|---|

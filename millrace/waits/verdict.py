@@ -28,7 +28,7 @@ NEXT = {
     NETWORK_: "check the network between the nodes (NCCL_DEBUG=INFO), then stop and resume the run",
     NOBODY_: "this is a bug of millrace: report it with the saved files, then stop and resume the run",
     OUTSIDE: "look at that program; a deadline ends such a wait: reward.timeout_s, "
-    "agents.tool_deadline_s, agents.deadline_s",
+    "agents.tool_deadline_s, agents.deadline_s, teachers.NAME.timeout_s",
     WORK: "read its stack, with --full or in the saved report; if it is the same in a minute, "
     "stop and resume the run",
     IDLE: "the call or its answer was lost: check the network, then stop and resume the run",

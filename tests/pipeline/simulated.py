@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
-from millrace.ports import Agent
+from millrace.ports import Agent, Teacher
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.pool import RolloutPool
@@ -129,6 +129,7 @@ class Record:
 
 SINGLE_TURN = SingleTurn()
 
+TeachersOf = Callable[[Prompt], Mapping[str, Teacher]]
 Watchers = Callable[[float, Ledger], Sequence[Watcher]]
 """Makes the watchers of a run from the time and its ledger."""
 
@@ -161,7 +162,7 @@ async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: in
                     stop_at: float | None, replicas: int, chance: Callable[[Prompt], float] | None, most: int,
                     greedy: bool, save_s: float, validation_s: float, watchers: Watchers,
                     saving: Callable[[LedgerSnapshot], None], agent: Agent,
-                    retries: int) -> Outcome:  # fmt: skip
+                    retries: int, teachers_of: TeachersOf) -> Outcome:  # fmt: skip
     loop = asyncio.get_running_loop()
     ledger = Ledger.restore(schedule, start, samples) if start else Ledger(schedule, samples)
     queue = SampleQueue(ledger, deadline_s=1e8)
@@ -180,6 +181,7 @@ async def _simulate(schedule: Schedule, samples: int, cost: CostModel, slots: in
         seed=0,
         greedy_baseline=greedy,
         retries=retries,
+        teachers_of=teachers_of,
     )
     sampling = (
         DynamicSampling("score", max_num_gen_batches=most, window=schedule.window)
@@ -210,6 +212,7 @@ def simulate(
     save_s: float = 0.0, validation_s: float = 0.0, watchers: Watchers = lambda now, ledger: (),
     saving: Callable[[LedgerSnapshot], None] = lambda snapshot: None,
     agent: Agent = SINGLE_TURN, retries: int = 0,
+    teachers_of: TeachersOf = lambda prompt: {},
 ) -> Outcome:  # fmt: skip
     """Simulate a whole run.
 
@@ -235,5 +238,6 @@ def simulate(
             saving,
             agent,
             retries,
+            teachers_of,
         )
     )

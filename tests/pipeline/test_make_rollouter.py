@@ -12,6 +12,7 @@ from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.shaping import OverlongBuffer
+from millrace.run.teachers import OutsideTeachers
 from millrace.run.train import make_rollouter
 from millrace.schedule.ledger import Ledger
 
@@ -26,6 +27,7 @@ def made(whole_group: bool = False, **sections: Any) -> Rollouter:
         engines=SimpleNamespace(pool=None),
         reward=SimpleNamespace(whole_group=whole_group),
         agent=SingleTurn(),
+        teachers=OutsideTeachers(),
         curriculum=None,
     )
     queue = SampleQueue(Ledger(config.schedule), deadline_s=1.0)

@@ -27,6 +27,25 @@ def test_a_wait_that_is_relabelled_by_more_than_it_lasted_keeps_the_sum() -> Non
     assert seconds == {"other": 1.0, "wait_prev_gen": 0.5, "train_other": 0.5}
 
 
+def test_an_idle_replica_waits_for_teachers_once_the_scores_are_there() -> None:
+    """The ledger is full. A response is scored for a second, and a teacher reads it for three."""
+    flow = FlowAccount(0.0)
+    schedule = Schedule(ppo_mini_batch_size=1)
+    account = DeviceAccount(0.0, schedule, flow, trainers=1, replicas={"rollout-0": 1})
+    for time, track, name, phase in (
+        (0.0, "samples", "running", "at"),
+        (0.0, "rewards", "score", "begin"),
+        (0.0, "teachers", "log_probs", "begin"),
+        (1.0, "rewards", "score", "end"),
+        (3.0, "teachers", "log_probs", "end"),
+    ):
+        event = Event(time, track, name, phase, "0")  # type: ignore[arg-type]
+        flow(event)
+        account(event)
+    seconds = dict(account.seconds(4.0)["rollout-0"][1])
+    assert seconds == {"wait_rewards": 2.0, "wait_teachers": 2.0}
+
+
 def test_an_idle_replica_waits_for_tools_only_if_sessions_have_any() -> None:
     """The ledger is full. A session draws for a second, waits for two, and is scored for four."""
 

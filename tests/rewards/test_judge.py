@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from millrace.config import JudgeConfig, RewardConfig
 from millrace.errors import ConfigError, RewardError
-from millrace.rewards.judge import Judge, message_of, score_of, seconds_of
+from millrace.rewards.endpoint import seconds_of
+from millrace.rewards.judge import Judge, message_of, score_of
 from millrace.rewards.pool import RewardPool
 from millrace.rewards.wire import Call
 from millrace.types import Prompt, tokens_of

@@ -27,6 +27,7 @@ from millrace.types import (
     Thread,
     Tokens,
     Trajectory,
+    floats_of,
     joined,
     tokens_of,
 )
@@ -278,6 +279,8 @@ def test_a_limit_without_any_token_is_scored_too() -> None:
 
 def test_a_score_changes_nothing_else_of_a_trajectory() -> None:
     threads = (Thread((said([1]),), tokens_of([2])),)
-    whole = Trajectory(threads, Score(1.0), "turns", ({"role": "user"},), 3, {"turns": 1.0})
+    whole = Trajectory(
+        threads, Score(1.0), "turns", ({"role": "user"},), 3, {"turns": 1.0}, {"a": floats_of([-1])}
+    )
     assert all(getattr(whole, f.name) for f in fields(whole)), "no field has its default"
     assert whole.with_score(Score(2.0)) == replace(whole, score=Score(2.0))

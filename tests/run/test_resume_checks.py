@@ -18,7 +18,7 @@ from millrace.run.digests import digests
 from millrace.run.folder import open_run_dir
 from millrace.schedule.ledger import Slot, State
 from millrace.train.fsdp import engine as fsdp_train
-from millrace.types import Prompt, Sample, Score, Trajectory, tokens_of
+from millrace.types import Prompt, Sample, Score, Trajectory, floats_of, tokens_of
 from tests.run.test_folder import checkpoint_of, config_of
 
 
@@ -157,6 +157,58 @@ def test_gdpo_trains_no_finished_sample_by_the_components_of_another_reward(
         return
     with pytest.raises(ConfigError, match=rf"^algorithm\.gdpo_reward_keys = .*{said}\. Fix: "):
         open_run_dir(config)
+
+
+SERVED = ["teachers.a.base_url=http://h/v1", "teachers.a.model=m"]
+PLACE = "teachers.a.place=own"
+OTHER = ["teachers.b.base_url=http://h/v1", "teachers.b.model=m"]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "key"),
+    [
+        (SERVED, [*SERVED, "teachers.a.base_url=http://elsewhere/v1"], ""),
+        (SERVED, [*SERVED, "teachers.a.weight=2"], ""),
+        (SERVED, [*SERVED, "teachers.b.path=b"], ""),
+        (SERVED, [*SERVED, *OTHER, "teachers.b.data_sources=[other]"], ""),
+        ([], [], ""),
+        (SERVED, [*SERVED, *OTHER], "teachers.b"),
+        ([*SERVED, *OTHER, "teachers.b.data_sources=[other]"], [*SERVED, *OTHER], "teachers.b"),
+        (["teachers.b.path=b"], OTHER, "teachers.b"),
+        (SERVED, [*SERVED, "teachers.a.model=other"], "teachers.a.model"),
+        (["teachers.a.path=a", PLACE], ["teachers.a.path=b", PLACE], "teachers.a.path"),
+        (["teachers.a.path=a", PLACE], ["teachers.a.path=a", PLACE, "teachers.a.device=cpu"], ""),
+        (["teachers.a.path=a"], ["teachers.a.path=a", PLACE], "teachers.a"),
+    ],
+)
+def test_a_finished_sample_has_the_log_probs_of_its_teachers_outside(
+    tmp_path: Path, before: list[str], now: list[str], key: str
+) -> None:
+    prompt = Prompt(0, tokens_of([1]), "p", "d")
+    one = Trajectory(
+        score=Score(1.0), teachers={"a": floats_of([])} if {*before} & {SERVED[0], PLACE} else {}
+    )
+    slots = [Slot(prompt, 0, State.READY, sample=Sample(prompt, (one,), 0)), Slot(prompt, 0)]
+    checkpoint = checkpoint_of(tmp_path / "run", *before, slots=slots)
+    config = config_of(f"trainer.resume={checkpoint}", *now)
+    if not key:
+        assert open_run_dir(config).resume_from == checkpoint
+        return
+    with pytest.raises(ConfigError, match=rf"^{key} = .*finished samples .* have .*\. Fix: "):
+        open_run_dir(config)
+
+
+def test_the_journal_is_used_if_a_teacher_has_another_address() -> None:
+    def of(*overrides: str) -> tuple[str, str]:
+        return digests(config_of(*overrides).model_dump(mode="json"))
+
+    samples, training = of(*SERVED)
+    for key in ("base_url=http://elsewhere/v1", "max_concurrency=2", "on_failure=drop"):
+        assert of(*SERVED, f"teachers.a.{key}") == (samples, training)
+    assert of(*SERVED, "teachers.a.weight=2")[0] == samples
+    assert of(*SERVED, "teachers.a.weight=2")[1] != training
+    assert of(*SERVED, "teachers.a.model=other")[0] != samples
+    assert of(*OTHER)[0] != samples != of()[0]
 
 
 def test_what_is_past_is_said(tmp_path: Path) -> None:

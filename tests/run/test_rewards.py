@@ -102,3 +102,24 @@ def test_an_answer_of_a_trial_ends_as_a_response_does(monkeypatch: pytest.Monkey
     parts = SimpleNamespace(parts={"reward": object()})
     asyncio.run(rewards.try_rewards(config, parts, Stream(), given.append))  # type: ignore[arg-type]
     assert given == [[7]]
+
+
+def test_a_teacher_takes_gpus_that_reward_models_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", GPUS)
+
+    def of(*overrides: str) -> list[str]:
+        c = recipe.load(
+            "quickstart", ["teachers.a={path: n, place: own}", "reward.model.path=m", *overrides]
+        )
+        device, variables = rewards.devices_of(rewards.placed(c.reward, c.teachers), c.sides)[
+            "teachers.a"
+        ]
+        return [device, *(v["CUDA_VISIBLE_DEVICES"] for v in variables)]
+
+    assert of() == ["cuda", "8"]
+    assert of("teachers.a.share=trainer") == ["cuda", "3"]
+    assert of("teachers.a.device=cpu") == ["cpu"]
+    with pytest.raises(ConfigError, match=r"^teachers\.a\.num_workers = 2: .* and 1 are left"):
+        of("teachers.a.num_workers=2")
+    with pytest.raises(ConfigError, match=r"^teachers\.a\.share = 'trainer': .*a teacher takes no"):
+        of("teachers.a.share=trainer", "mode=colocate_sync")

@@ -11,6 +11,7 @@
 | sync | the end of a pause: a sync, a save, or running trajectories in drain mode |
 | wait_trajectories | trajectories on other replicas; their samples have the slots |
 | wait_rewards | rewards; their samples have the slots |
+| wait_teachers | teachers outside of the trainer alone; their samples have the slots |
 | wait_tools | tools and environments of sessions; their samples have the slots |
 | wait_trainer | the trainer; READY and TAKEN samples have the slots |
 | wait_sync | the next version; trained samples have the slots |
@@ -150,8 +151,10 @@ class DeviceAccount:
                 self._number_idle += by
                 self._show(event.time, event.track, replica.state)
         elif name == "score":
-            if not self._tools:
+            if not self._tools and not self._flow.reading.level:
                 return  # Else it may change what idle replicas wait for.
+        elif name == "log_probs":
+            pass  # It may change the same.
         elif event.track == "samples":
             pass  # Samples say nothing of devices.
         elif event.track == "trainer" and (event.phase == "state" or name == "relabelled"):
@@ -215,6 +218,8 @@ class DeviceAccount:
             return "other"  # They start anew.
         if flow.drawing.level:
             return "wait_trajectories"
+        if flow.reading.level and not flow.scoring.level:
+            return "wait_teachers"
         return "wait_tools" if self._tools and not flow.scoring.level else "wait_rewards"
 
     def seconds(self, now: float) -> dict[str, tuple[int, Seconds]]:

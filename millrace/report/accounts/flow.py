@@ -9,15 +9,17 @@ from millrace.waits.stream import Event
 
 
 class FlowAccount:
-    """A watcher of samples, requests and rewards. Validations do not count."""
+    """A watcher of samples, requests, rewards and teachers. Validations do not count."""
 
-    names = frozenset({"request", "score", "retired", "dropped", *map(str, State)})
+    names = frozenset({"request", "score", "log_probs", "retired", "dropped", *map(str, State)})
 
     def __init__(self, now: float) -> None:
         self.slots = {state: Integral(now) for state in State}
         """Sample-seconds by state, and the number of samples in it."""
         self.drawing, self.scoring = Integral(now), Integral(now)
         """Seconds of all requests, and of all calls of the reward."""
+        self.reading = Integral(now)
+        """Seconds of all calls of teachers outside of the trainer."""
         self.any_score = Integral(now)
         """Seconds with at least one call of the reward."""
         self.requests = self.tokens = self.scores = self.retired = 0
@@ -37,6 +39,8 @@ class FlowAccount:
                 self.drawing.change(now, -1)
                 self.requests += 1
                 self.tokens += facts.get("tokens", 0)
+        elif name == "log_probs":
+            self.reading.change(now, 1 if phase == "begin" else -1)
         elif name == "score":
             self.scoring.change(now, 1 if phase == "begin" else -1)
             if (self.scoring.level > 0) != self.any_score.level:

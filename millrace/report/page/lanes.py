@@ -193,13 +193,13 @@ def lanes(spans: Spans, *, colocated: bool) -> list[Lane]:
 
 
 def _trainer(spans: Spans) -> Lane | None:
-    """Return the trainer's lane. It waits for rewards or tools while idle replicas do."""
+    """Return the trainer's lane. It waits for rewards, teachers or tools while idle replicas do."""
     if not spans.trainer:
         return None
     pieces = np.array([(a, b, NAMES.index(state_of(name))) for a, b, name in spans.trainer])
     starts, ends, middle = _pieces(pieces[:, :2], spans.idle[:, :2])
     states, waits = _states(pieces, middle), _states(spans.idle, middle)
-    causes = [NAMES.index("wait_rewards"), NAMES.index("wait_tools")]
+    causes = [NAMES.index(f"wait_{what}") for what in ("rewards", "teachers", "tools")]
     same = (states == NAMES.index("wait_trajectories")) & np.isin(waits, causes)
     states = np.where(same, waits, states)
     inside = states >= 0

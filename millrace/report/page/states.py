@@ -44,6 +44,7 @@ STATES = {
     "switch": StateStyle("changes hands", YELLOW, "", "`async_training.trigger_parameter_sync_step`"),
     "wait_trajectories": StateStyle("waits for responses", ORANGE, "/", "`async_training.staleness_threshold`, or more rollout devices"),
     "wait_rewards": StateStyle("waits for rewards", YELLOW, "/", "`reward.num_workers`"),
+    "wait_teachers": StateStyle("waits for teachers", YELLOW, ".", "`teachers.NAME.max_concurrency`, or a faster server"),
     "wait_tools": StateStyle("waits for tools", YELLOW, "x", "`async_training.staleness_threshold`: more sessions at once"),
     "wait_trainer": StateStyle("waits for the trainer", RED, "/", "more trainer devices, or `async_training.staleness_threshold`"),
     "wait_sync": StateStyle("waits for a sync", PINK, "/", "`async_training.trigger_parameter_sync_step`, `async_training.on_sync`"),

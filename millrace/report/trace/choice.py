@@ -16,8 +16,8 @@ SAMPLES = "samples"
 """The track of samples."""
 STATES = frozenset({"waiting", "running", "ready", "taken", "trained", "sealed"})
 ENDS = frozenset({"retired", "dropped"})
-CALLS = frozenset({"request", "score"})
-"""The names of requests to replicas and of calls of the reward."""
+CALLS = frozenset({"request", "score", "log_probs"})
+"""The names of requests to replicas, and of calls of the reward and of teachers."""
 MOST_EVERY = 64
 """At least one sample in so many is drawn."""
 

@@ -9,7 +9,17 @@ from msgspec import Raw
 
 from millrace.report.trace.facts import as_json
 
-ORDER = ("run", "trainer", "sync", "validation", "checkpoint", "rollouts", "rollout-", "rewards")
+ORDER = (
+    "run",
+    "trainer",
+    "sync",
+    "validation",
+    "checkpoint",
+    "rollouts",
+    "rollout-",
+    "rewards",
+    "teachers",
+)
 """The order of the processes. Other tracks come last."""
 _FIRST_TID = 1000
 """No thread may have the number of a process: it would be that process's main thread."""
@@ -166,7 +176,7 @@ class Lanes:
             self._name(pid, 0, "process_sort_index", as_json({"sort_index": order}), out)
         number = len(pool.lanes)
         self._tids += 1
-        label = f"{group} {number}" if group in ("request", "score", "slot") else group
+        label = f"{group} {number}" if group in ("request", "score", "log_probs", "slot") else group
         self._name(pid, self._tids, "thread_name", as_json({"name": label}), out)
         pool.lanes.append(Lane(pid, self._tids, number, pool))
         return pool.lanes[number]

@@ -214,6 +214,8 @@ def build(
     reference = load(frozen, *source) if config.needs_reference and not adapted else None
     teachers, topk = {}, config.distillation.candidates
     for name, teacher in config.teachers.items():
+        if teacher.outside:
+            continue
         trusted = config.model.model_copy(update={"trust_remote_code": teacher.trust_remote_code})
         teachers[name] = load(partial(frozen, topk=topk), teacher.path, trusted, *source[2:])
     engine = kind(
