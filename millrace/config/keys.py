@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -149,6 +149,11 @@ class Config(Section):
     @property
     def learns_from_rewards(self) -> bool:
         return not self.teachers or self.distillation.use_task_rewards
+
+    @property
+    def without_teachers(self) -> Self:
+        """The configuration of what does RL with no sample: a validation, a warm-up, an export."""
+        return self.model_copy(update={"teachers": {}, "distillation": DistillationConfig()})
 
     @property
     def needs_critic(self) -> bool:

@@ -146,6 +146,8 @@ def weights_of(
         named = {name: teachers[name].weight if name in teachers else 1.0 for name in named}
     if not isinstance(named, Mapping):
         raise ValueError("must be a name, a list of names, or a mapping of names to weights")
+    # A column of structs in a parquet file has the keys of all rows.
+    named = {name: weight for name, weight in named.items() if weight is not None}
     if unknown := sorted(map(str, named.keys() - teachers.keys())):
         raise ValueError(f"no teacher {unknown[0]!r}: there are {', '.join(teachers)}")
     for name, weight in named.items():

@@ -70,6 +70,8 @@ class Sources:
     val: Rows | None
     sft: Rows
     check: RowCheck
+    untaught: RowCheck
+    """The check of rows that nothing trains on with RL."""
 
     def scored(self) -> list[tuple[Rows, str]]:
         """Return the rows whose responses are scored, with the column of their prompts."""
@@ -124,14 +126,17 @@ def load(
     functions = {key: name for key, name in named.items() if name or not config.agents.agent_kind}
     need_truth = any(name in NEEDS_TRUTH for name in functions.values())
     decide = (__version__, data.prompt_key, data.chat, need_truth, scored, functions, config.agents)
-    taught = config.teachers, config.learns_from_rewards
-    check = RowCheck(
-        data.prompt_key,
-        need_truth,
-        refusal if scored and "" in functions.values() else None,
-        _row_check(data.chat, config, functions if scored else {}),
-        repr((*decide, *taught)),
-    )
+
+    def check_of(config: Config) -> RowCheck:
+        return RowCheck(
+            data.prompt_key,
+            need_truth,
+            refusal if scored and "" in functions.values() else None,
+            _row_check(data.chat, config, functions if scored else {}),
+            repr((*decide, config.teachers, config.learns_from_rewards)),
+        )
+
+    check, untaught = check_of(config), check_of(config.without_teachers)
     cached = partial(
         load_sources, seed=seed, cache=RowCache(cache_folder() / "rows", note, progress)
     )
@@ -142,7 +147,7 @@ def load(
         val = cached(
             data.val_files, max_rows=data.val_max_samples, key="data.val_files", split="val"
         )
-        check_rows(val, check)
+        check_rows(val, untaught)
         if len(val) > 100_000:
             raise bad_value(
                 "data.val_files",
@@ -153,8 +158,8 @@ def load(
     sft = train
     if config.sft.files:
         sft = cached(config.sft.files, key="sft.files")
-        check_rows(sft, replace(check, need_ground_truth=True, refusal=None))
-    return Sources(train, val, sft, check)
+        check_rows(sft, replace(untaught, need_ground_truth=True, refusal=None))
+    return Sources(train, val, sft, check, untaught)
 
 
 def _row_check(
@@ -269,7 +274,7 @@ def prepare(
         metrics.try_out(tuple(_made_up(p, config.rollout.n, plays=bool(player)) for p in first))
     val: Sequence[Prompt] = ()
     if sources.val is not None:
-        stream = opened(sources.val, shuffle=False)
+        stream = opened(sources.val, shuffle=False, check=sources.untaught)
         val = [stream[i] for i in range(len(stream))]
     if not made:
         _write_model(model, tokenizer, model_folder, config.rollout.max_len)
@@ -341,6 +346,8 @@ def prompts_of_an_epoch(
     on how prompts are read. The rows must be those of the checkpoint `resume_from`.
     """
     shown = shown_slowly(lambda work, done, total: note(_counted(work, done, total)), 5.0, 5.0)
+    if not (scored and trains):
+        config = config.without_teachers
     sources = load(config, scored=scored, note=note, progress=shown)
     growth: rows.Growth = ()
     if resume_from is not None:

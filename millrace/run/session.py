@@ -167,8 +167,10 @@ async def open_session(
     Everything is closed at exit. `scored` says whether the rewards score rows of the configuration,
     so that they can be checked on those.
     """
+    trains, given = open_dir is open_run_dir, config
+    if not (trains and rollout):
+        config = config.without_teachers
     check_machine(config)
-    trains = open_dir is open_run_dir
     run: RunDir | None = None
     if trains and rollout:
         trackers.check(config.trainer.logger)
@@ -185,7 +187,7 @@ async def open_session(
     refusable = True
     try:
         # in a thread too: the check reads every byte of a checkpoint
-        run = await abandonable(open_dir, config)
+        run = await abandonable(open_dir, given)
         for note in (*config.notes, *run.notes):
             progress.note(note)
         async with AsyncExitStack() as stack:
@@ -204,14 +206,12 @@ async def open_session(
                 opening = _Opening(config, run, progress, trains, rollout)
                 problems = await opening.prepare(sources, folder)
                 config = opening.config
-                outside = OutsideTeachers()
-                if trains and rollout:
-                    outside = OutsideTeachers(
-                        config.teachers,
-                        temperature=config.rollout.temperature,
-                        devices=devices_of(placed(config.reward, config.teachers), config.sides),
-                        note=progress.note,
-                    )
+                outside = OutsideTeachers(
+                    config.teachers,
+                    temperature=config.rollout.temperature,
+                    devices=devices_of(placed(config.reward, config.teachers), config.sides),
+                    note=progress.note,
+                )
                 longest = config.rollout.max_len
                 taught = open_teachers(outside, problems.train, longest)
                 teachers = await stack.enter_async_context(taught)

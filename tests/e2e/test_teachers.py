@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
+from transformers import AutoModelForCausalLM
 
+from millrace.api import Run
 from millrace.cli import main as cli
 from tests.e2e import runs
 
@@ -129,6 +134,72 @@ def test_each_data_source_and_each_row_has_its_teachers(
         "distillation/b/kl",
     }
     assert second["distillation/a/kl"] != second["distillation/b/kl"]
+
+
+def test_a_column_of_structs_names_the_teachers_of_each_row(
+    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """A parquet file gives each row the keys of all rows, with null for those that it lacks."""
+    rows = map(json.loads, rows_for(tmp_path / "rows", {"a": 1.0}, {"b": 0.5}).open())
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), tmp_path / "rows.parquet")
+    keys = [f"teachers.a.path={teacher}", f"teachers.b.path={teacher}", "--dry-run"]
+    data = f"data.train_files={tmp_path / 'rows.parquet'}"
+    code, printed = command(monkeypatch, capfd, "train", "quickstart", *KEYS, *keys, data)
+    assert code == 0, printed
+
+
+def test_rows_of_a_validation_need_no_teacher(
+    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    keys = [
+        *(f"teachers.a.path={teacher}", "teachers.a.data_sources=[even]", "--dry-run"),
+        "distillation.use_task_rewards=false",
+    ]
+    data = f"data.train_files={rows_for(tmp_path / 'rows.jsonl', None)}"
+    code, printed = command(monkeypatch, capfd, "train", "quickstart", *KEYS, *keys, data)
+    assert code == 0, printed
+
+
+def test_a_teacher_may_have_more_unused_tokens_than_the_policy(
+    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """Models of one family and one tokenizer pad their vocabularies to unlike sizes."""
+    wide = AutoModelForCausalLM.from_pretrained(teacher)
+    wide.resize_token_embeddings(64, mean_resizing=False)
+    shutil.copytree(teacher, tmp_path / "wide")
+    wide.save_pretrained(tmp_path / "wide")
+    losses = []
+    for path in (teacher, tmp_path / "wide"):
+        run = tmp_path / f"run-of-{path.name}"
+        keys = ["distillation.loss_mode=forward_kl_topk", "distillation.topk=14"]
+        keys += [f"teachers.a.path={path}", f"trainer.run_dir={run}", "trainer.deterministic=true"]
+        code, printed = command(monkeypatch, capfd, "train", "quickstart", *KEYS, *keys)
+        assert code == 0, printed
+        losses.append(column(run, "actor/distillation_loss"))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_what_trains_with_no_teacher_needs_none(
+    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """An export, a validation and a warm-up read a run whose teacher is gone."""
+    gone, run = tmp_path / "gone", tmp_path / "run"
+    shutil.copytree(teacher, gone)
+    keys = [f"teachers.a.path={gone}", f"trainer.run_dir={run}"]
+    code, printed = command(monkeypatch, capfd, "train", "quickstart", *KEYS, *keys)
+    assert code == 0, printed
+    shutil.rmtree(gone)
+    recipe, newest = str(run / "config.yaml"), Run(run).checkpoint
+    for arguments in (
+        ("export", str(run), str(tmp_path / "model")),
+        ("eval", recipe, f"trainer.resume={newest}", f"trainer.run_dir={tmp_path / 'eval'}"),
+        ("sft", recipe, f"trainer.run_dir={tmp_path / 'warm'}"),
+    ):
+        code, printed = command(monkeypatch, capfd, *arguments)
+        assert code == 0, printed
+    again = [recipe, "trainer.resume=auto", "rollout.total_rollout_steps=6"]
+    code, printed = command(monkeypatch, capfd, "train", *again)
+    assert code == 2 and "teachers.a.path" in printed and "no such folder" in printed
 
 
 @pytest.mark.parametrize(

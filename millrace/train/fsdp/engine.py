@@ -201,8 +201,8 @@ def build(
             fused=config.model.compile,
         )
 
-    def frozen(model: PreTrainedModel, topk: int = 0) -> PackedPolicy:
-        own = PackedPolicy(model, fused=config.model.compile, replays=False, topk=topk)
+    def frozen(model: PreTrainedModel, **of_teacher: Any) -> PackedPolicy:
+        own = PackedPolicy(model, fused=config.model.compile, replays=False, **of_teacher)
         return own.requires_grad_(False)
 
     sections = (config.model, config.trainer)
@@ -213,11 +213,15 @@ def build(
     critic = load(PackedCritic, *source) if config.needs_critic else None
     reference = load(frozen, *source) if config.needs_reference and not adapted else None
     teachers, topk = {}, config.distillation.candidates
+    # k1 needs no token but the drawn one, wherever the teacher is.
+    vocabulary = policy.model.config.get_text_config().vocab_size if topk else None
     for name, teacher in config.teachers.items():
         if teacher.outside:
             continue
         trusted = config.model.model_copy(update={"trust_remote_code": teacher.trust_remote_code})
-        teachers[name] = load(partial(frozen, topk=topk), teacher.path, trusted, *source[2:])
+        teachers[name] = load(
+            partial(frozen, topk=topk, vocabulary=vocabulary), teacher.path, trusted, *source[2:]
+        )
     engine = kind(
         policy,
         config,
