@@ -45,7 +45,7 @@ class Setup:
             f"{IN_DRIVER}:{name} exists only in this process, so it runs in a thread of it. If it "
             "computes for long, put it into a file: then it gets processes of its own"
             for name, function in self.functions.items()
-            if f"{IN_DRIVER}:{name}" in rewards and not _is_coroutine(function)
+            if f"{IN_DRIVER}:{name}" in rewards and not is_coroutine(function)
         ]
 
 
@@ -102,7 +102,7 @@ def _add(given: dict[str, Any], parameter: str, key: str, value: Any) -> None:
     section, _, name = key.partition(".")
     inner = given.get(section)
     if key in given or (isinstance(inner, Mapping) and name in inner):
-        raise bad_value(parameter, value, f"{key} is given too", "one of them")
+        raise bad_value(parameter, _short(value), f"{key} is given too", "one of them")
     given[key] = _sources(key, value) if parameter in ("train", "val") else value
 
 
@@ -171,6 +171,11 @@ def rows_of(name: str, given: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def _is_coroutine(function: Callable[..., Any]) -> bool:
+def _short(value: Any) -> Any:
+    """Return a value as an error names it. Rows may be millions."""
+    return value if callable(value) or isinstance(value, str) else f"a {type(value).__name__}"
+
+
+def is_coroutine(function: Callable[..., Any]) -> bool:
     call = vars(type(function)).get("__call__")
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)

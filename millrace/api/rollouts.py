@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import ExitStack
 from dataclasses import replace
@@ -123,6 +123,9 @@ class Rollouts:
             )
         if isinstance(prompts, str | Mapping):
             raise bad_value("prompts", prompts, "is one prompt", "a list: draw([prompt])")
+        if not isinstance(prompts, Iterable):
+            raise bad_value("prompts", prompts, "is no list", "a list: draw([prompt])")
+        prompts = list(prompts)
         n = self._n if n is None else _check_count(n)
         rows = [p if isinstance(p, Mapping) else {"prompt": _text(p)} for p in prompts]
         scored = self._own_reward or (
@@ -234,7 +237,7 @@ def _check_count(n: int) -> int:
 
 
 def _text(prompt: Any) -> Any:
-    return prompt if isinstance(prompt, str) else list(prompt)
+    return list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, str) else prompt
 
 
 def _response(played: Played, decode: Callable[[Any], str], scored: bool) -> DrawnResponse:

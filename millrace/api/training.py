@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
 
-from millrace.api.inputs import Recipe, RowsOrSources, Setup, setup
+from millrace.api.inputs import Recipe, RowsOrSources, Setup, is_coroutine, setup
 from millrace.api.loops import end_if_stopped, only_run, run_to_end
 from millrace.api.result import Run
 from millrace.data.user_code import kept
@@ -43,9 +44,7 @@ def train(
     the run has saved a checkpoint.
     """
     with only_run():
-        if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
-            rule = "is no list of functions"
-            raise bad_value("callbacks", callbacks, rule, "callbacks=[f], with def f(version)")
+        _check_callbacks(callbacks)
         prepared = setup(recipe, keys, reward=reward, agent=agent, train=train, val=val)
         config, stop = prepared.config, StopRequest()
         if config.trainer.val_only:
@@ -57,6 +56,22 @@ def train(
     resume = f"resume with trainer={{'resume': 'auto', 'run_dir': {folder!r}}}"
     end_if_stopped(outcome.complete, f"millrace.Run({folder!r}) has saved; {resume}")
     return Run(outcome.run_dir, outcome)
+
+
+def _check_callbacks(callbacks: Any) -> None:
+    fix = "callbacks=[f], with def f(version)"
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+        raise bad_value("callbacks", callbacks, "is no list of functions", fix)
+    for function in callbacks:
+        name = getattr(function, "__name__", repr(function))
+        if is_coroutine(function):
+            raise bad_value("callbacks", name, "is async, and nothing awaits a callback", fix)
+        try:
+            inspect.signature(function).bind(None)
+        except TypeError:
+            raise bad_value("callbacks", name, "does not take one version", fix) from None
+        except ValueError:  # written in C, and without a signature
+            continue
 
 
 def shown(prepared: Setup, what: str, progress: bool) -> Progress:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from numbers import Real
 from pathlib import Path
+from typing import Any
 
 from millrace.data.user_code import failure
 from millrace.errors import MillraceError, bad_value
@@ -64,12 +66,13 @@ class LiveVersion:
         Warm-up and decay of actor.optim still apply. Checkpoints keep it.
         """
         base = self._run.base_lr
-        if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < float("inf"):
-            raise bad_value("set_lr", lr, "is no finite number of at least 0", "set_lr(1e-6)")
+        given: Any = lr  # numpy has floats of its own
+        if isinstance(lr, bool) or not isinstance(given, Real) or not 0 <= lr < float("inf"):
+            raise bad_value("set_lr", given, "is no finite number of at least 0", "set_lr(1e-6)")
         if not base:
             rule = "the run has actor.optim.lr = 0, which no factor changes"
             raise bad_value("set_lr", lr, rule, "a larger actor.optim.lr from the start")
-        self._run.counts.lr_scale = lr / base
+        self._run.counts.lr_scale = float(lr) / base
 
     def stop(self, reason: str = "") -> None:
         """Let the run save a checkpoint and end after this version's window."""

@@ -28,6 +28,9 @@ def score(solution_str: str, **columns: Any) -> float:
     return float(len(solution_str))
 
 
+async def watch(version: millrace.LiveVersion) -> None: ...
+
+
 def closure() -> Callable[..., float]:
     weight = 2.0
     return lambda solution_str, **columns: weight * len(solution_str)
@@ -82,6 +85,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rows without a length": ({"train": iter(ROWS)}, "list(train)"),
     "all splits": ({"train": {"train": ROWS}}, "one of its splits"),
     "a callback is no function": ({"callbacks": [3]}, "callbacks"),
+    "an async callback": ({"callbacks": [watch]}, "'watch': is async, and nothing awaits"),
+    "a callback of nothing": ({"callbacks": [lambda: None]}, "does not take one version"),
+    "rows twice": (
+        {"train": ROWS, "data": {"train_files": ["x"]}},
+        "train = 'a list': data.train_files is given too",
+    ),
     "only a validation": ({"trainer.val_only": True}, "trainer.val_only"),
 }
 

@@ -31,6 +31,9 @@ def test_a_recipe_draws_texts_messages_and_rows() -> None:
         texts = policy.draw(["3512", [{"role": "user", "content": "9041"}]])
         (rows,) = policy.draw([row], n=2)
         again = policy.draw(["3512"])
+        for wrong in (None, [3]):
+            with pytest.raises((ConfigError, DataError), match=r"list|must be a string"):
+                policy.draw(wrong)  # type: ignore[arg-type]
         with pytest.raises(DataError, match="does not know: 'w'"):
             policy.draw(["what?"])
         with pytest.raises(DataError, match="no built-in scorer"):

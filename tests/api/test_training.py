@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 import millrace
@@ -77,6 +78,8 @@ def test_a_rate_that_is_none_is_refused() -> None:
         for rate in rates:
             with pytest.raises(ConfigError, match="set_lr"):
                 version.set_lr(rate)
+        version.set_lr(numpy.float32(0.25))  # such as a schedule of numpy gives
+        assert version.lr == 0.25
         version.stop()
 
     assert millrace.train("quickstart", callbacks=[sets], progress=False, **SMALL).metrics
