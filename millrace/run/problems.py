@@ -287,7 +287,8 @@ def prepare(
         new_model=not model.path,
         parts=config.reward.parts,
     )
-    said = *_random_weights(model.path), *_repeats(sources.train), *notes
+    idle = teachers.idle(config.teachers, train)
+    said = *_random_weights(model.path), *_repeats(sources.train), *idle, *notes
     return Problems(chat, train, val, demonstrations, said)
 
 

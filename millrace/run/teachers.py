@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _LOOKED_AT = 64
 """Rows among which the first one that a teacher teaches is looked for."""
+_READ = 2_000
+"""Training rows among which each teacher should have one."""
 _NONE: Mapping[str, TeacherConfig] = {}
 _NO_DEVICES: Mapping[str, tuple[str, Sequence[Mapping[str, str]]]] = {}
 
@@ -44,6 +46,23 @@ def check_row(config: Config, row: Problem, where: str) -> None:
             "extra_info.teachers, teachers.NAME.data_sources, or distillation.use_task_rewards=true"
         )
         raise bad_row(f"{where}, data_source", row.data_source, rule, fix)
+
+
+def idle(teachers: Mapping[str, TeacherConfig], train: PromptStream) -> Iterator[str]:
+    """Yield a warning for each teacher that no row has, among the first ones."""
+    left, sources, count = set(teachers), set[str](), min(len(train), _READ)
+    for at in range(count if left else 0):
+        row = train.problem_of(at)
+        left -= weights_of(teachers, row.data_source, row.extra_info).keys()
+        sources.add(row.data_source)
+        if not left:
+            return
+    for name in sorted(left):
+        yield (
+            f"warning: teachers.{name}: none of the first {count} training rows has this teacher. "
+            f"Their data sources are {', '.join(sorted(sources)[:5])}. "
+            f"Fix: teachers.{name}.data_sources, or extra_info.teachers of rows"
+        )
 
 
 def check_models(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -148,6 +148,17 @@ def test_a_column_of_structs_names_the_teachers_of_each_row(
     assert code == 0, printed
 
 
+def test_a_teacher_of_no_row_is_named(
+    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    data = rows_for(tmp_path / "rows.jsonl", None, None)
+    keys = [f"teachers.{name}.path={teacher}" for name in "ab"]
+    keys += ["teachers.a.data_sources=[gsm8k]", f"data.train_files={data}", "--dry-run"]
+    code, printed = command(monkeypatch, capfd, "train", "quickstart", *KEYS, *keys)
+    assert code == 0 and "warning: teachers.a: none of the first 2 training rows" in printed
+    assert "even, odd" in printed and "teachers.b: none" not in printed
+
+
 def test_rows_of_a_validation_need_no_teacher(
     tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
