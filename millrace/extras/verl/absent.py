@@ -136,7 +136,10 @@ ABSENT: dict[str, Absent] = {
         "another column for the data source", "a column data_source", ("data_source",)
     ),
     "data.tokenizer": Absent("a tokenizer of its own", "a tokenizer in the model's folder"),
-    "distillation.enabled": Absent("distillation from a teacher", "leave the key out"),
+    "distillation.enabled": Absent(
+        "verl's keys of distillation",
+        "leave the key out, and set teachers.NAME.path=FOLDER: docs/teachers.md has its keys",
+    ),
     "global_profiler.tool": _PROFILER,
     "model.custom_chat_template": Absent(
         "a chat template in the configuration", "a chat template in the model's folder"
