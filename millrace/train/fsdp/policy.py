@@ -30,14 +30,12 @@ class PackedPolicy(nn.Module):
         checkpoint_share: float = 0.0,
         fused: bool = False,
         replays: bool = True,
-        topk: int = 0,
     ) -> None:
         """Take over `model`. Raises ConfigError if its logits are not hidden x lm_head^T alone.
 
         `checkpoint_share` is the share of the decoder layers that recompute their activations in
         the backward pass. They are evenly spread. `fused` is the argument of
-        `log_probs_and_entropy`. A policy that `replays` uses the experts of a batch. One with
-        `topk`, a teacher, returns that number of its likeliest tokens.
+        `log_probs_and_entropy`. A policy that `replays` uses the experts of a batch.
         """
         super().__init__()
         _check_head(model)
@@ -56,7 +54,8 @@ class PackedPolicy(nn.Module):
                 ) > math.ceil(i * checkpoint_share)
         self.model = model
         self._fused = fused
-        self.topk = topk
+        self.topk = 0
+        """The number of its likeliest tokens that a teacher returns."""
         self.routers = Routers(model) if replays else None
 
     def forward(

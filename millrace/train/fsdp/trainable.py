@@ -163,7 +163,7 @@ class Trainable(Learner):
         Each output is [K] float64 on the host, and 0 for the tokens of other rows. Every rank has
         the whole output.
         """
-        flats = torch.zeros(0, len(rows.versions), dtype=torch.float64)
+        flats = torch.zeros(0, int(rows.trained_tokens.sum()), dtype=torch.float64)
         routers = self.routers if record else None
         routed = None if routers is None else routers.empty(len(rows.tokens))
         for k, (micro, _) in enumerate(
@@ -173,7 +173,7 @@ class Trainable(Learner):
             with doing(f"log-probs of micro-batch {k}"):
                 outputs: Outputs = self.module(micro, temperature, **options)
             if not len(flats):
-                flats = flats.new_zeros(len(outputs), len(rows.versions))
+                flats = flats.new_zeros(len(outputs), flats.shape[1])
             if self.counts:
                 flats[:, micro.source] = torch.stack([x.double() for x in outputs]).cpu()
             if routers is not None and routed is not None and micro.cells is not None:
