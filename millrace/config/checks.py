@@ -32,6 +32,11 @@ def check(config: Config) -> None:
     _check_parts(rollout, trainer)
     _check_lengths(rollout, c.actor, c.context_size)
     _check_sequence(c.actor, trainer)
+    for name, optim in (("actor", c.actor.optim), ("critic", c.critic.optim)):
+        if optim.optimizer == "muon" and trainer.offload_policy:
+            rule = "with trainer.offload_policy no rank has a whole matrix on its device"
+            key = f"{name}.optim.optimizer"
+            raise bad_value(key, "muon", rule, f"{key}=adamw, or trainer.offload_policy=false")
     _check_batches(c)
     c.end(1)  # The data has a row at least. Its number decides only which key ends the run.
     _check_test_freq(trainer, rollout)

@@ -86,7 +86,6 @@ ABSENT: dict[str, Absent] = {
     "actor.freeze_vision_tower": _MM,
     "actor.megatron.virtual_pipeline_model_parallel_size": _STAGES,
     "actor.optim.num_cycles": Absent("several cosine cycles", "leave the key out", (0.5,)),
-    "actor.optim.optimizer": _OPTIMIZER,
     "actor.optim.optimizer_impl": _OPTIMIZER,
     "actor.optim.override_optimizer_config*": _OVERRIDES,
     **{
@@ -116,7 +115,6 @@ ABSENT: dict[str, Absent] = {
         "a config.json of the critic's own", _CHECK_MODEL, mapping=True
     ),
     "critic.optim.num_cycles": Absent("several cosine cycles", "leave the key out", (0.5,)),
-    "critic.optim.optimizer": _OPTIMIZER,
     "critic.optim.optimizer_impl": _OPTIMIZER,
     "critic.optim.override_optimizer_config*": _OVERRIDES,
     "critic.profiler.enable": _PROFILER,
