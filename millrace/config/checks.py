@@ -11,6 +11,7 @@ from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig
 from millrace.config.data_keys import RewardConfig
 from millrace.config.endpoint_keys import PlaceConfig
 from millrace.config.keys import Config
+from millrace.config.model_keys import SftConfig
 from millrace.config.plugins import Named, find, load_if_given
 from millrace.config.rollout_keys import RolloutConfig
 from millrace.config.schedule_keys import AsyncConfig
@@ -31,6 +32,11 @@ def check(config: Config) -> None:
     _check_parts(rollout, trainer)
     _check_lengths(rollout, c.actor, c.context_size)
     _check_sequence(c.actor, trainer)
+    for name, optim in (("actor", c.actor.optim), ("critic", c.critic.optim)):
+        if optim.optimizer == "muon" and trainer.offload_policy:
+            rule = "with trainer.offload_policy no rank has a whole matrix on its device"
+            key = f"{name}.optim.optimizer"
+            raise bad_value(key, "muon", rule, f"{key}=adamw, or trainer.offload_policy=false")
     _check_batches(c)
     c.end(1)  # The data has a row at least. Its number decides only which key ends the run.
     _check_test_freq(trainer, rollout)
@@ -160,6 +166,7 @@ def _check_placement(sides: Sides) -> None:
 
 def _check_teachers(c: Config) -> None:
     check_names(c.teachers)
+    _check_warm_up(c.sft, c.teachers)
     own, changed = c.distillation, sorted(c.distillation.model_fields_set)
     if not c.teachers and own != DistillationConfig():
         key = f"distillation.{changed[0]}"
@@ -199,6 +206,26 @@ def _check_teachers(c: Config) -> None:
             "it drops samples by their rewards, which are not trained on",
             "algorithm.filter_groups.enable=false, or distillation.use_task_rewards=true",
         )
+
+
+def _check_warm_up(sft: SftConfig, teachers: Mapping[str, TeacherConfig]) -> None:
+    changed = sorted(sft.model_fields_set & {"teacher_coef", "teacher_topk"})
+    defaults = SftConfig()
+    if not sft.teacher:
+        for name in changed:
+            if getattr(sft, name) != getattr(defaults, name):
+                rule, fix = "the warm-up has no teacher", "sft.teacher=NAME, one of teachers"
+                raise bad_value(f"sft.{name}", getattr(sft, name), rule, fix)
+        return
+    if not sft.steps:
+        raise bad_value("sft.teacher", sft.teacher, "there is no warm-up", "sft.steps=100")
+    if sft.teacher not in teachers:
+        known = ", ".join(teachers) or "teachers.NAME.path=FOLDER"
+        raise bad_value("sft.teacher", sft.teacher, "there is no such teacher", known)
+    if teachers[sft.teacher].outside:
+        rule = "it is outside of the trainer and gives log-probs of given tokens alone"
+        fix = f"teachers.{sft.teacher}.path=FOLDER with place=trainer"
+        raise bad_value("sft.teacher", sft.teacher, rule, fix)
 
 
 def _check_outside(

@@ -152,8 +152,19 @@ class Config(Section):
 
     @property
     def without_teachers(self) -> Self:
-        """The configuration of what does RL with no sample: a validation, a warm-up, an export."""
-        return self.model_copy(update={"teachers": {}, "distillation": DistillationConfig()})
+        """The configuration of what trains nothing, such as a validation and an export."""
+        names = ("teacher", "teacher_coef", "teacher_topk")
+        sft = {name: SftConfig.model_fields[name].default for name in names}
+        none = {"teachers": {}, "distillation": DistillationConfig()}
+        return self.model_copy(update=none | {"sft": self.sft.model_copy(update=sft)})
+
+    @property
+    def of_warm_up(self) -> Self:
+        """The configuration of a warm-up alone, with no teacher but its own."""
+        if not self.sft.teacher:
+            return self.without_teachers
+        one = {self.sft.teacher: self.teachers[self.sft.teacher]}
+        return self.model_copy(update={"teachers": one, "distillation": DistillationConfig()})
 
     @property
     def needs_critic(self) -> bool:

@@ -198,3 +198,9 @@ class SftConfig(Section):
 
     Empty uses data.train_files, whose rows then need an `answer` or a ground truth.
     """
+    teacher: Annotated[str, _COMPLETE] = ""
+    """Name of a teacher whose distributions the warm-up learns too: teachers.NAME, in the trainer."""
+    teacher_coef: Annotated[float, _COMPLETE] = Field(0.5, gt=0, le=1)
+    """With a teacher: share of the forward KL in the loss. 1 learns from its distributions alone."""
+    teacher_topk: Annotated[int, _COMPLETE] = Field(32, ge=1)
+    """With a teacher: tokens of each distribution. All others are one class."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from millrace.config.facts import Past
+from millrace.config.facts import Fixed, Past, ReadWith, Switch
 from millrace.config.section import Section
 from millrace.errors import bad_value
 
@@ -15,6 +15,15 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Section):
+    optimizer: Annotated[
+        Literal["adamw", "muon"], Switch(), Fixed("the checkpoint has its moments")
+    ] = "adamw"
+    """muon: Muon for the matrices inside the layers, and AdamW for all other weights.
+
+    Its steps have the rms of AdamW's, so a learning rate of AdamW fits.
+    """
+    muon_momentum: Annotated[Decay, ReadWith({".optimizer": ("muon",)})] = 0.95
+    """Decay rate of Muon's momentum."""
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate. With 0, nothing is trained: use it to measure speed."""
     lr_warmup_steps: int = Field(0, ge=0)

@@ -136,7 +136,8 @@ def load(
             repr((*decide, config.teachers, config.learns_from_rewards)),
         )
 
-    check, untaught = check_of(config), check_of(config.without_teachers)
+    untaught = check_of(config.without_teachers)
+    check = check_of(config) if scored else untaught
     cached = partial(
         load_sources, seed=seed, cache=RowCache(cache_folder() / "rows", note, progress)
     )
@@ -287,7 +288,7 @@ def prepare(
         new_model=not model.path,
         parts=config.reward.parts,
     )
-    idle = teachers.idle(config.teachers, train)
+    idle = teachers.idle(config.teachers if tries else {}, train)
     said = *_random_weights(model.path), *_repeats(sources.train), *idle, *notes
     return Problems(chat, train, val, demonstrations, said)
 
@@ -347,8 +348,10 @@ def prompts_of_an_epoch(
     on how prompts are read. The rows must be those of the checkpoint `resume_from`.
     """
     shown = shown_slowly(lambda work, done, total: note(_counted(work, done, total)), 5.0, 5.0)
-    if not (scored and trains):
+    if not trains:
         config = config.without_teachers
+    elif not scored:
+        config = config.of_warm_up
     sources = load(config, scored=scored, note=note, progress=shown)
     growth: rows.Growth = ()
     if resume_from is not None:

@@ -168,8 +168,10 @@ async def open_session(
     so that they can be checked on those.
     """
     trains, given = open_dir is open_run_dir, config
-    if not (trains and rollout):
+    if not trains:
         config = config.without_teachers
+    elif not rollout:
+        config = config.of_warm_up
     check_machine(config)
     run: RunDir | None = None
     if trains and rollout:

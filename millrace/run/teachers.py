@@ -68,10 +68,14 @@ def idle(teachers: Mapping[str, TeacherConfig], train: PromptStream) -> Iterator
 def check_models(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError if a teacher has no weights, or reads a token as another one."""
     own = tokenizer.get_vocab() if config.teachers else {}
-    if config.distillation.candidates > len(own) > 0:
-        key, topk = "distillation.topk", config.distillation.topk
-        rule = f"the vocabulary has {len(own)} tokens"
-        raise bad_value(key, topk, rule, f"{key}={len(own)} for whole distributions")
+    numbers = {
+        "distillation.topk": config.distillation.candidates,
+        "sft.teacher_topk": config.sft.teacher_topk if config.sft.teacher else 0,
+    }
+    for key, topk in numbers.items():
+        if topk > len(own) > 0:
+            rule = f"the vocabulary has {len(own)} tokens"
+            raise bad_value(key, topk, rule, f"{key}={len(own)} for whole distributions")
     for name, teacher in config.teachers.items():
         key, folder = f"teachers.{name}.path", Path(teacher.path)
         if not teacher.path:

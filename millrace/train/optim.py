@@ -50,6 +50,8 @@ def apply_settings(optimizer: torch.optim.AdamW, optim: OptimConfig) -> None:
     """Set weight decay, betas and epsilon. A loaded state has those of the run that saved it."""
     for group in optimizer.param_groups:
         matrices = any(p.ndim >= 2 for p in group["params"])
+        if "momentum" in group:
+            group["momentum"] = optim.muon_momentum
         group["weight_decay"] = optim.weight_decay if matrices else 0.0
         group["betas"], group["eps"] = optim.betas, optim.eps
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from millrace.algorithms.distillation import divergence
 from millrace.algorithms.kl import adapt
 from millrace.config import Config, OptimConfig
 from millrace.errors import MillraceError
@@ -33,6 +34,7 @@ from millrace.train.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, Pol
 from millrace.train.routing import router_metrics
 from millrace.train.rows import BatchArrays, arrays_of, rows_of_examples, rows_of_samples
 from millrace.train.state_writer import StateWriter
+from millrace.train.teachers import likeliest
 from millrace.train.timed import timed
 from millrace.types import Sample, Tokens
 from millrace.waits.registry import part
@@ -182,17 +184,26 @@ class TrainSteps(ABC):
 
         The loss, sft/loss, is the mean of -log p over all response tokens, at temperature 1. The
         response should end with the end-of-sequence token. sft/grad_norm, sft/lr,
-        sft/nonfinite_steps, sft/tokens and sft/pad_share are defined as in `step`.
+        sft/nonfinite_steps, sft/tokens and sft/pad_share are defined as in `step`. With sft.teacher,
+        the loss is (1 - coef) x that mean + coef x sft/teacher_kl, the mean of KL(teacher, policy).
         """
         rows = rows_of_examples(examples)
         members = np.arange(len(rows.starts))
-        tokens = max(int(rows.trained_tokens.sum()), 1)
+        tokens, sft = max(int(rows.trained_tokens.sum()), 1), self.config.sft
+        of_teacher: Tensor | None = None
+        if sft.teacher:
+            rows, of_teacher = likeliest(self.teachers[sft.teacher], rows, sft.teacher_topk)
 
         def loss_of(outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
             loss = -outputs[0].sum() / tokens
-            return loss, loss.detach().double().reshape(1)
+            kl = torch.zeros_like(loss)
+            if of_teacher is not None:
+                own = torch.stack(outputs[2:], -1)
+                kl = divergence(own, of_teacher[micro.source].to(own), forward=True).sum() / tokens
+                loss = (1 - sft.teacher_coef) * loss + sft.teacher_coef * kl
+            return loss, torch.stack([loss, kl]).detach().double()
 
-        meter = Meter(("loss",))
+        meter = Meter(("loss", "teacher_kl"))
         self.actor.accumulate(rows, members, 1.0, loss_of, meter)
         self.actor.optimizer_step(meter, first_pass=False)
         cells = self._sum_ranks(meter.cells()).cpu()
@@ -200,6 +211,8 @@ class TrainSteps(ABC):
             "sft/loss": meter.sums["loss"],
             "sft/pad_share": pad_share(cells),
         }
+        if of_teacher is not None:
+            metrics["sft/teacher_kl"] = meter.sums["teacher_kl"]
         totals = {
             "sft/tokens": float(rows.lengths.sum()),
             "sft/nonfinite_steps": float(meter.nonfinite),

@@ -86,6 +86,13 @@ class Taught:
         return advantages, losses
 
 
+def likeliest(teacher: Teacher, rows: Rows, topk: int) -> tuple[Rows, Tensor]:
+    """Return the rows with the likeliest tokens of a teacher, and their log-probs, [K, topk]."""
+    _, _, *more = teacher.tokens(rows, temperature=1.0)
+    candidates = torch.stack(more[:topk], -1).long().numpy()
+    return replace(rows, candidates=candidates), torch.stack(more[topk:], -1).float()
+
+
 def ask(
     teachers: Mapping[str, Teacher], batch: BatchArrays, rows: Rows, options: StepOptions
 ) -> tuple[Taught, Rows]:

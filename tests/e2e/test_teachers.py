@@ -83,6 +83,26 @@ def test_whole_distributions_teach_in_an_asynchronous_run_of_two_ranks(
     assert set(column(tmp_path / "run", "actor/pg_loss")) == {0.0}
 
 
+def test_a_warm_up_learns_a_teachers_distributions(
+    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    keys = [f"teachers.a.path={teacher}", "sft.teacher=a", "sft.steps=30"]
+    code, printed = command(monkeypatch, capfd, "train", "quickstart", *KEYS, *keys)
+    assert code == 2 and "sft.teacher_topk = 32: the vocabulary has 14 tokens" in printed, printed
+    losses = {}
+    for coef in (0.5, 1.0):
+        own = [
+            f"sft.teacher_coef={coef}",
+            "sft.teacher_topk=14",
+            f"trainer.run_dir={tmp_path}/{coef}",
+        ]
+        code, printed = command(monkeypatch, capfd, "sft", "quickstart", *KEYS[1:], *keys, *own)
+        assert code == 0, printed
+        losses[coef] = float(printed.rpartition("loss ")[2].split()[0])
+    # The KL to a teacher may reach 0, and the loss of messy demonstrations may not.
+    assert losses[1.0] < losses[0.5] < 2.6
+
+
 def rows_for(path: Path, *teachers: Any) -> Path:
     lines = []
     for i, named in enumerate(teachers):

@@ -42,6 +42,12 @@ def check_keys(
         ("model.lora_rank", model.lora_rank, bool(model.lora_rank), "model.lora_rank=0"),
         ("model.compile", True, model.compile, "model.compile=false"),
         (
+            "actor.optim.optimizer",
+            actor.optim.optimizer,
+            actor.optim.optimizer != "adamw",
+            "actor.optim.optimizer=adamw",
+        ),
+        (
             "model.gradient_checkpointing_share",
             model.gradient_checkpointing_share,
             model.gradient_checkpointing_share < 1,

@@ -86,7 +86,6 @@ ABSENT: dict[str, Absent] = {
     "actor.freeze_vision_tower": _MM,
     "actor.megatron.virtual_pipeline_model_parallel_size": _STAGES,
     "actor.optim.num_cycles": Absent("several cosine cycles", "leave the key out", (0.5,)),
-    "actor.optim.optimizer": _OPTIMIZER,
     "actor.optim.optimizer_impl": _OPTIMIZER,
     "actor.optim.override_optimizer_config*": _OVERRIDES,
     **{
@@ -116,7 +115,6 @@ ABSENT: dict[str, Absent] = {
         "a config.json of the critic's own", _CHECK_MODEL, mapping=True
     ),
     "critic.optim.num_cycles": Absent("several cosine cycles", "leave the key out", (0.5,)),
-    "critic.optim.optimizer": _OPTIMIZER,
     "critic.optim.optimizer_impl": _OPTIMIZER,
     "critic.optim.override_optimizer_config*": _OVERRIDES,
     "critic.profiler.enable": _PROFILER,
@@ -136,7 +134,10 @@ ABSENT: dict[str, Absent] = {
         "another column for the data source", "a column data_source", ("data_source",)
     ),
     "data.tokenizer": Absent("a tokenizer of its own", "a tokenizer in the model's folder"),
-    "distillation.enabled": Absent("distillation from a teacher", "leave the key out"),
+    "distillation.enabled": Absent(
+        "verl's keys of distillation",
+        "leave the key out, and set teachers.NAME.path=FOLDER: docs/teachers.md has its keys",
+    ),
     "global_profiler.tool": _PROFILER,
     "model.custom_chat_template": Absent(
         "a chat template in the configuration", "a chat template in the model's folder"

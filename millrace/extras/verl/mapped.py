@@ -28,6 +28,7 @@ from millrace.extras.verl.values import (
 )
 
 _DTYPE = one_of(bfloat16="bfloat16", bf16="bfloat16", float32="float32", fp32="float32")
+_OPTIMIZER = one_of(adamw="adamw", AdamW="adamw", adam="adamw", muon="muon", Muon="muon")
 _FORMAT = one_of(hermes="hermes", qwen3_coder="qwen")
 _SINKS = "metrics.jsonl is always written; millrace has no swanlab, vemlp_wandb and clearml"
 _UPDATES = "verl counts updates; here it is the same number of updates in optimizer steps"
@@ -43,6 +44,7 @@ MAPPED: dict[str, Mapped] = {
         )
         for side in _SIDES
     },
+    **{f"{side}.optim.optimizer": Mapped(f"{side}.optim.optimizer", _OPTIMIZER) for side in _SIDES},
     "actor.fsdp_config.dtype": Mapped("model.dtype", _DTYPE),
     "actor.fsdp_config.fsdp_size": Mapped("trainer.fsdp_size", never),
     "actor.fsdp_config.full_determinism": Mapped("trainer.deterministic"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +14,7 @@ from transformers import PreTrainedModel
 from millrace.config import Config, OptimConfig
 from millrace.models.device import pick
 from millrace.models.model import DTYPES
+from millrace.ports import Phase
 from millrace.train.fsdp import lora
 from millrace.train.fsdp import state as train_state
 from millrace.train.fsdp.critic import PackedCritic, copy_weights
@@ -69,6 +68,7 @@ class FsdpTrainEngine(TrainSteps):
         )
         if self.adapted and config.needs_reference:
             self.reference = StartPolicy(self.actor)
+        self._teachers = teachers
         self.teachers: dict[str, Trainable] = {
             name: trainable(name, module) for name, module in teachers.items()
         }
@@ -91,6 +91,13 @@ class FsdpTrainEngine(TrainSteps):
             self.reference.start()
         elif self.reference is not None:
             copy_weights(dict(self.policy.named_parameters()), self.reference.module)
+
+    async def begin(self, phase: Phase, horizon: int) -> None:
+        sft, rl = self.config.sft, self.config.distillation.candidates
+        for name, module in self._teachers.items():
+            module.topk = sft.teacher_topk * (name == sft.teacher) if phase == "sft" else rl
+            module.vocabulary = self.policy.model.config.get_text_config().vocab_size
+        await super().begin(phase, horizon)
 
     async def save(self, folder: str, staged: bool = False) -> None:
         """Write the train state to `folder`. If `staged`, write a copy of it after the return."""
@@ -202,8 +209,8 @@ def build(
             fused=config.model.compile,
         )
 
-    def frozen(model: PreTrainedModel, **of_teacher: Any) -> PackedPolicy:
-        own = PackedPolicy(model, fused=config.model.compile, replays=False, **of_teacher)
+    def frozen(model: PreTrainedModel) -> PackedPolicy:
+        own = PackedPolicy(model, fused=config.model.compile, replays=False)
         return own.requires_grad_(False)
 
     sections = (config.model, config.trainer)
@@ -213,16 +220,12 @@ def build(
     policy = load(policy_of, *source, on_host=adapted)
     critic = load(PackedCritic, *source) if config.needs_critic else None
     reference = load(frozen, *source) if config.needs_reference and not adapted else None
-    teachers, topk = {}, config.distillation.candidates
-    # k1 needs no token but the drawn one, wherever the teacher is.
-    vocabulary = policy.model.config.get_text_config().vocab_size if topk else None
+    teachers = {}
     for name, teacher in config.teachers.items():
         if teacher.outside:
             continue
         trusted = config.model.model_copy(update={"trust_remote_code": teacher.trust_remote_code})
-        teachers[name] = load(
-            partial(frozen, topk=topk, vocabulary=vocabulary), teacher.path, trusted, *source[2:]
-        )
+        teachers[name] = load(frozen, teacher.path, trusted, *source[2:])
     engine = kind(
         policy,
         config,

@@ -30,16 +30,12 @@ class PackedPolicy(nn.Module):
         checkpoint_share: float = 0.0,
         fused: bool = False,
         replays: bool = True,
-        topk: int = 0,
-        vocabulary: int | None = None,
     ) -> None:
         """Take over `model`. Raises ConfigError if its logits are not hidden x lm_head^T alone.
 
         `checkpoint_share` is the share of the decoder layers that recompute their activations in
         the backward pass. They are evenly spread. `fused` is the argument of
-        `log_probs_and_entropy`. A policy that `replays` uses the experts of a batch. One with
-        `topk`, a teacher, returns that number of its likeliest tokens. `vocabulary` leaves out the
-        tokens from there on: models of one family have unlike numbers of unused ones.
+        `log_probs_and_entropy`. A policy that `replays` uses the experts of a batch.
         """
         super().__init__()
         _check_head(model)
@@ -58,7 +54,10 @@ class PackedPolicy(nn.Module):
                 ) > math.ceil(i * checkpoint_share)
         self.model = model
         self._fused = fused
-        self.topk, self._vocabulary = topk, vocabulary
+        self.topk = 0
+        """The number of its likeliest tokens that a teacher returns."""
+        self.vocabulary: int | None = None
+        """The tokens of the policy. Models of one family have unlike numbers of unused ones."""
         self.routers = Routers(model) if replays else None
 
     def forward(
@@ -73,7 +72,9 @@ class PackedPolicy(nn.Module):
         if self.routers is not None:
             self.routers.begin(batch)
         states, mine = states_before_targets(self.model.base_model, batch)
-        weight = cast(Tensor, output_embeddings(self.model).weight)[: self._vocabulary]
+        weight = cast(Tensor, output_embeddings(self.model).weight)
+        if self.topk:  # a drawn token has its whole probability, wherever the teacher is
+            weight = weight[: self.vocabulary]
         targets = batch.targets
         if batch.candidates is not None:
             targets = torch.cat([targets.unsqueeze(-1), batch.candidates], -1)

@@ -22,6 +22,7 @@ from millrace.errors import CheckpointError
 from millrace.train.fsdp.lora import StartPolicy
 from millrace.train.fsdp.trainable import Trainable
 from millrace.train.hf_folder import write_model
+from millrace.train.muon import empty_state
 from millrace.train.optim import apply_settings
 from millrace.train.state_reader import load_state
 from millrace.train.state_writer import StateWriter, expect_one_process
@@ -180,12 +181,7 @@ def _with_moments(model: Trainable) -> torch.optim.AdamW:
     optimizer = _optimizer(model)
     if not optimizer.state:
         for p in model.parameters:
-            step = torch.zeros((), dtype=torch.float32, device=p.device)
-            optimizer.state[p] = {
-                "step": step,
-                "exp_avg": torch.zeros_like(p),
-                "exp_avg_sq": torch.zeros_like(p),
-            }
+            optimizer.state[p] = empty_state(optimizer, p)
     return optimizer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 import torch
@@ -14,11 +15,12 @@ from torch.distributed.tensor import DTensor
 from millrace.config import ActorConfig, OptimConfig
 from millrace.train.balance import num_sequences
 from millrace.train.fsdp.routers import Routers
-from millrace.train.fsdp.sharding import reshard
+from millrace.train.fsdp.sharding import Layered, reshard
 from millrace.train.layout import Ints
 from millrace.train.learner import Learner, LossOf
 from millrace.train.metrics import Meter
-from millrace.train.optim import adamw, clip_, gradient_norm, gradients_of
+from millrace.train.muon import make_optimizer
+from millrace.train.optim import clip_, gradient_norm, gradients_of
 from millrace.train.packing import MicroBatch, Outputs, pack, split
 from millrace.train.rows import Rows, rows_of_examples
 from millrace.train.ulysses import Division
@@ -73,7 +75,8 @@ class Trainable(Learner):
 
     def begin(self, optim: OptimConfig, horizon: int) -> None:
         super().begin(optim, horizon)
-        self.optimizer = adamw(self.parameters, optim)
+        layers = cast(Layered, self.module).layers()
+        self.optimizer = make_optimizer(self.parameters, layers, optim)
 
     def warm_up(self) -> None:
         """Let torch compile both passes, on a few rows. The weights stay, and no gradient is left."""
@@ -163,7 +166,7 @@ class Trainable(Learner):
         Each output is [K] float64 on the host, and 0 for the tokens of other rows. Every rank has
         the whole output.
         """
-        flats = torch.zeros(0, len(rows.versions), dtype=torch.float64)
+        flats = torch.zeros(0, int(rows.trained_tokens.sum()), dtype=torch.float64)
         routers = self.routers if record else None
         routed = None if routers is None else routers.empty(len(rows.tokens))
         for k, (micro, _) in enumerate(
@@ -173,7 +176,7 @@ class Trainable(Learner):
             with doing(f"log-probs of micro-batch {k}"):
                 outputs: Outputs = self.module(micro, temperature, **options)
             if not len(flats):
-                flats = flats.new_zeros(len(outputs), len(rows.versions))
+                flats = flats.new_zeros(len(outputs), flats.shape[1])
             if self.counts:
                 flats[:, micro.source] = torch.stack([x.double() for x in outputs]).cpu()
             if routers is not None and routed is not None and micro.cells is not None:
