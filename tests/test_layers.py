@@ -310,7 +310,7 @@ BUDGETS = {
     "report": 7100,
     "rewards": 3600,
     "rollout": 1750,
-    "run": 5750,
+    "run": 5780,
     "runtime": 3500,
     "schedule": 800,
     "simulate": 560,
