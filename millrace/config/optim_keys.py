@@ -15,15 +15,6 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Section):
-    optimizer: Annotated[
-        Literal["adamw", "muon"], Switch(), Fixed("the checkpoint has its moments")
-    ] = "adamw"
-    """muon: Muon for the matrices inside the layers, and AdamW for all other weights.
-
-    Its steps have the rms of AdamW's, so a learning rate of AdamW fits.
-    """
-    muon_momentum: Annotated[Decay, ReadWith({".optimizer": ("muon",)})] = 0.95
-    """Decay rate of Muon's momentum."""
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate. With 0, nothing is trained: use it to measure speed."""
     lr_warmup_steps: int = Field(0, ge=0)
@@ -44,6 +35,15 @@ class OptimConfig(Section):
     """Shape of the schedule after the warm-up. It ends at the run's last optimizer step."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Final learning rate of linear and cosine, as a share of lr."""
+    optimizer: Annotated[
+        Literal["adamw", "muon"], Switch(), Fixed("the checkpoint has its moments")
+    ] = "adamw"
+    """muon: Muon for the matrices inside the layers, and AdamW for all other weights.
+
+    Its steps have the rms of AdamW's, so a learning rate of AdamW fits.
+    """
+    muon_momentum: Annotated[Decay, ReadWith({".optimizer": ("muon",)})] = 0.95
+    """Decay rate of Muon's momentum."""
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay of AdamW. It applies to matrices only."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
