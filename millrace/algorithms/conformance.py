@@ -421,12 +421,15 @@ def check_signal(name: str, signal: Signal) -> Finding | None:
         g = torch.Generator().manual_seed(seed)
         own, teacher = (-5 * torch.rand(9, generator=g) for _ in range(2))
         for count in (9, 0):
-            found = signal(own[:count], teacher[:count])
-            if getattr(found, "shape", None) != (count,) or not bool(found.isfinite().all()):
-                raise ValueError(
-                    f"{name} returned {form(found)}. Fix: return a finite number for each drawn "
-                    f"token, [{count}]."
-                )
+            given = own[:count].clone(), teacher[:count].clone()
+            found = signal(*given)
+            fix = f"return a finite number for each drawn token, [{count}]"
+            if getattr(found, "shape", None) != (count,):
+                raise ValueError(f"{name} returned {form(found)}. Fix: {fix}.")
+            if not bool(found.isfinite().all()):
+                raise ValueError(f"{name} returned a number that is not finite. Fix: {fix}.")
+            if not (torch.equal(given[0], own[:count]) and torch.equal(given[1], teacher[:count])):
+                raise ValueError(f"{name} changes its input. Fix: no operation in place.")
         yield from ()
 
     return next((f for seed in range(BATCHES) for f in _run(check, signal, None, seed)), None)

@@ -12,6 +12,7 @@ from millrace.config.data_keys import RewardConfig
 from millrace.config.endpoint_keys import PlaceConfig
 from millrace.config.keys import Config
 from millrace.config.model_keys import SftConfig
+from millrace.config.optim_keys import OptimConfig
 from millrace.config.plugins import Named, find, load_if_given
 from millrace.config.rollout_keys import RolloutConfig
 from millrace.config.schedule_keys import AsyncConfig
@@ -32,11 +33,7 @@ def check(config: Config) -> None:
     _check_parts(rollout, trainer)
     _check_lengths(rollout, c.actor, c.context_size)
     _check_sequence(c.actor, trainer)
-    for name, optim in (("actor", c.actor.optim), ("critic", c.critic.optim)):
-        if optim.optimizer == "muon" and trainer.offload_policy:
-            rule = "with trainer.offload_policy no rank has a whole matrix on its device"
-            key = f"{name}.optim.optimizer"
-            raise bad_value(key, "muon", rule, f"{key}=adamw, or trainer.offload_policy=false")
+    _check_optimizers({"actor": c.actor.optim, "critic": c.critic.optim}, trainer)
     _check_batches(c)
     c.end(1)  # The data has a row at least. Its number decides only which key ends the run.
     _check_test_freq(trainer, rollout)
@@ -89,6 +86,14 @@ def _check_sequence(actor: ActorConfig, trainer: TrainerConfig) -> None:
             f"must divide the number of ranks, trainer.nnodes x n_gpus_per_node = {trainer.ranks}",
             f"trainer.n_gpus_per_node={size}, or a divisor of {trainer.ranks}",
         )
+
+
+def _check_optimizers(optims: Mapping[str, OptimConfig], trainer: TrainerConfig) -> None:
+    for name, optim in optims.items():
+        if optim.optimizer == "muon" and trainer.offload_policy:
+            rule = "with trainer.offload_policy no rank has a whole matrix on its device"
+            key = f"{name}.optim.optimizer"
+            raise bad_value(key, "muon", rule, f"{key}=adamw, or trainer.offload_policy=false")
 
 
 def _check_batches(c: Config) -> None:
@@ -174,12 +179,9 @@ def _check_teachers(c: Config) -> None:
         raise bad_value(key, getattr(own, changed[0]), rule, "teachers.NAME.path=FOLDER")
     if not c.teachers:
         return
-    first = f"teachers.{next(iter(c.teachers))}.path"
     if c.trainer.engine != "fsdp":
         rule = f"trainer.engine={c.trainer.engine} has no teachers"
-        raise bad_value(
-            first, c.value_of("teachers")[first.split(".")[1]].path, rule, "trainer.engine=fsdp"
-        )
+        raise bad_value("teachers", ", ".join(c.teachers), rule, "trainer.engine=fsdp")
     outside = {name: one for name, one in c.teachers.items() if one.outside}
     _check_outside(outside, own, c.rollout, c.trainer)
     loss = c.actor.policy_loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging
 
-from millrace.config import RewardModelConfig
+from millrace.config import RewardModelConfig, TeacherConfig
 from millrace.data.chat import Chat
 from millrace.data.rows import Problem
 from millrace.data.spec import nearest
@@ -130,9 +130,27 @@ def _load_classifier(key: str, config: RewardModelConfig) -> Any:
 
     transformers would give a causal model a classifier's head with random weights.
     """
+    return load_whole(
+        AutoModelForSequenceClassification,
+        config,
+        "sequence classifier",
+        lambda rule: _no_classifier(key, config, rule),
+    )
+
+
+def load_whole(
+    auto: Any,
+    config: RewardModelConfig | TeacherConfig,
+    kind: str,
+    refusal: Callable[[str], ConfigError],
+) -> Any:
+    """Return the model of a class of transformers, with all its weights, on the CPU.
+
+    Raise `refusal` of a rule if it has not all of them.
+    """
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the driver shows the progress
     try:
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
+        model, loading = auto.from_pretrained(
             config.path,
             dtype=DTYPES[config.dtype],
             trust_remote_code=config.trust_remote_code,
@@ -140,11 +158,11 @@ def _load_classifier(key: str, config: RewardModelConfig) -> Any:
         )
     except (OSError, ValueError, KeyError) as error:
         where = f" (from {Path.cwd()})" if not Path(config.path).exists() else ""
-        rule = f"no sequence classifier can be loaded from it{where}: {str(error).splitlines()[0]}"
-        raise _no_classifier(key, config, rule) from error
+        rule = f"no {kind} can be loaded from it{where}: {str(error).splitlines()[0]}"
+        raise refusal(rule) from error
     if missing := sorted(loading["missing_keys"]):
         rule = f"it has no weights for {', '.join(missing[:3])}, so their values would be random"
-        raise _no_classifier(key, config, rule)
+        raise refusal(rule)
     return model
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 from millrace.config import TeacherConfig
 from millrace.errors import RewardError, bad_value
-from millrace.models.model import DTYPES
+from millrace.rewards.model import load_whole
 from millrace.rewards.wire import Call
 from millrace.types import Floats, floats_of
 
@@ -36,21 +35,14 @@ class TeacherModel:
         config = TeacherConfig.model_validate(spec)
         # The driver gives a worker one GPU, or tells it to use the CPU.
         device = torch.device("cuda" if config.device == "cuda" else "cpu")
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        fix = "the folder or hub id of a Hugging Face causal language model"
-        try:
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                config.path,
-                dtype=DTYPES[config.dtype],
-                trust_remote_code=config.trust_remote_code,
-                output_loading_info=True,
-            )
-        except (OSError, ValueError, KeyError) as error:
-            rule = f"no causal language model can be loaded: {str(error).splitlines()[0]}"
-            raise bad_value(f"{key}.path", config.path, rule, fix) from error
-        if missing := sorted(loading["missing_keys"]):
-            rule = f"it has no weights for {', '.join(missing[:3])}, so they would be random"
-            raise bad_value(f"{key}.path", config.path, rule, fix)
+        kind = "causal language model"
+        fix = f"the folder or hub id of a Hugging Face {kind}"
+        model = load_whole(
+            AutoModelForCausalLM,
+            config,
+            kind,
+            lambda rule: bad_value(f"{key}.path", config.path, rule, fix),
+        )
         return cls(key, model.to(device).eval(), config.batch_size, temperature)
 
     def encode(self, call: Call, completion: str) -> list[int]:

@@ -1,8 +1,7 @@
 """One sample: n trajectories of one prompt, and an optional greedy one.
 
-Each trajectory is scored as soon as it finishes, and meanwhile its teachers outside of the trainer
-read it. A reward that compares the trajectories of a
-sample scores all of them at once, after the last one.
+Each trajectory is scored as soon as it finishes. Its teachers outside of the trainer read it at the
+same time. A reward that compares the trajectories of a sample scores all of them after the last one.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ class PolicyLoss:
         self.actor = options.actor
         self.token_losses = options.policy_loss
         self.options = options.loss
-        self.all_options, self.distillation = options, options.distillation
+        self.step_options = options
+        self.distillation_coef = options.distillation.distillation_loss_coef
         self.plan = options.correction
         self.interpolated = data.old is None and self.plan.proximal in ESTIMATES
 
@@ -66,12 +67,11 @@ class PolicyLoss:
         mask = at["mask"] > 0
         # The loss must not read other tokens: a log-prob of -inf times a factor of 0 is NaN.
         log_probs, entropy = (x.masked_fill(~mask, 0.0) for x in outputs[:2])
-        distilled = pg_distilled = None
+        signal = divergence = torch.zeros_like(log_probs)
         if self.data.taught is not None:
-            given = micro.source, outputs, mask, self.all_options
-            pg_distilled, distilled = self.data.taught.part(*given)
-            coef = self.distillation.distillation_loss_coef
-            at["advantages"] = at["advantages"] + coef * pg_distilled
+            given = micro.source, outputs, mask, self.step_options
+            signal, divergence = self.data.taught.part(*given)
+            at["advantages"] = at["advantages"] + self.distillation_coef * signal
         old = self._old(at, log_probs)
         losses, stats = self.token_losses(
             LossInput(
@@ -100,11 +100,8 @@ class PolicyLoss:
             loss = loss + self.actor.kl_loss_coef * kl_loss
         if self.actor.entropy_coeff:
             loss = loss - self.actor.entropy_coeff * (entropy * at["factors"]).sum()
-        divergence = loss.new_zeros(())
-        if distilled is not None and pg_distilled is not None:
-            own = (distilled * at["factors"]).sum()
-            loss = loss + self.distillation.distillation_loss_coef * own
-            divergence = own - (pg_distilled * at["factors"]).sum()
+        if self.data.taught is not None:
+            loss = loss + self.distillation_coef * (divergence * at["factors"]).sum()
         with torch.no_grad():
             per_token = (
                 at["mask"],
@@ -118,7 +115,7 @@ class PolicyLoss:
                 [
                     torch.stack([loss.detach(), pg_loss.detach(), kl_loss.detach()]).double(),
                     torch.stack(per_token).sum(-1, dtype=torch.float64),
-                    divergence.detach().double().reshape(1),
+                    ((divergence - signal) * at["factors"]).sum(dtype=torch.float64).reshape(1),
                 ]
             )
         return loss, sums

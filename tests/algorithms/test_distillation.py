@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.algorithms.conformance import check_signal
 from millrace.algorithms.distillation import divergence, k1
 
 SIZE = 9
@@ -93,3 +94,20 @@ def test_a_signal_is_limited_also_for_an_impossible_token() -> None:
     log_p, teacher = torch.tensor([-1.0, -30.0, -1.0]), torch.tensor([-torch.inf, -0.1, -2.0])
     found = k1(log_p, teacher, limit=10.0)
     assert found.tolist() == [-10.0, 10.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("signal", "rule"),
+    [
+        (lambda own, teacher: teacher - own, ""),
+        (lambda own, teacher: (teacher - own).mean(), "return a finite number for each drawn"),
+        (lambda own, teacher: (teacher - own) / 0, "returned a number that is not finite"),
+        (lambda own, teacher: teacher.sub_(own), "changes its input"),
+        (lambda own: own, "TypeError"),
+    ],
+    ids=["good", "a mean", "infinite", "in place", "one parameter"],
+)
+def test_a_signal_of_a_user_is_tried(signal: Any, rule: str) -> None:
+    found = check_signal("f", signal)
+    assert (found is None) == (not rule)
+    assert found is None or rule in str(found)
