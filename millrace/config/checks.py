@@ -46,6 +46,7 @@ def check(config: Config) -> None:
     _check_groups(algorithm, rollout, rewarded=c.learns_from_rewards)
     _check_filter(algorithm, trainer, c.async_training)
     _check_critic(algorithm, trainer)
+    _check_windows(c)
     _check_overlong(c.reward, rollout)
     _check_devices(placed(c.reward, c.teachers), c.sides)
     _check_components(c.reward, algorithm)
@@ -309,6 +310,32 @@ def _check_critic(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> None:
                 f"{algorithm.adv_estimator} has no critic",
                 "algorithm.adv_estimator=gae, or remove the key",
             )
+
+
+def _check_windows(c: Config) -> None:
+    """Refuse what a response that is trained in windows cannot have."""
+    algorithm, window = c.algorithm, c.algorithm.tppo.window
+    if not window:
+        return
+    scored = "a response has its score at its end, and its windows are trained before"
+    alone = "each response is a sample of its own"
+    kl, n, kind = algorithm.use_kl_in_reward, c.rollout.n, c.agents.agent_kind
+    name, sampler, filters = algorithm.adv_estimator, c.data.sampler, algorithm.filter_groups.enable
+    refused: dict[str, tuple[object, bool, str, str]] = {
+        "algorithm.adv_estimator": (name, name != "gae", scored, "gae"),
+        "rollout.n": (n, n > 1, alone, "1"),
+        "algorithm.filter_groups.enable": (True, filters, scored, "false"),
+        "algorithm.use_kl_in_reward": (True, kl, scored, "false"),
+        "agents": (kind, bool(kind), "a response is one turn", "{}"),
+        "data.sampler": (sampler, bool(sampler), scored, '""'),
+        "teachers": ([*c.teachers], bool(c.teachers), scored, "{}"),
+    }
+    for key, level in algorithm.reward_norm.levels.items():
+        refused[f"algorithm.reward_norm.{key}"] = (level, bool(level), scored, "null")
+    for key, (value, wrong, rule, fix) in refused.items():
+        if wrong:
+            rule = f"with algorithm.tppo.window={window}, {rule}"
+            raise bad_value(key, value, rule, f"{key}={fix}, or algorithm.tppo.window=0")
 
 
 def _check_overlong(reward: RewardConfig, rollout: RolloutConfig) -> None:

@@ -390,6 +390,7 @@ def make_rollouter(s: Session, queue: SampleQueue, pool: RolloutPool) -> Rollout
         whole_group=s.reward.whole_group,
         retries=c.agents.tries,
         teachers_of=s.teachers.of,
+        window=c.algorithm.tppo.window,
     )
     sampling = DynamicSampling(
         groups.metric, max_num_gen_batches=groups.max_num_gen_batches, window=c.schedule.window
