@@ -321,6 +321,11 @@ def _part(batch: AdvantageBatch, keep: Tensor, at: Tensor) -> AdvantageBatch:
             raise ValueError(f"{name} is not finite everywhere")
         return y
 
+    cut = {
+        "truncated": batch.truncated,
+        "goes_on": batch.goes_on,
+        "response_lengths": batch.response_lengths,
+    }
     tokens = {
         name: None
         if x is None
@@ -334,7 +339,7 @@ def _part(batch: AdvantageBatch, keep: Tensor, at: Tensor) -> AdvantageBatch:
         lengths=batch.lengths[keep],
         components=batch.components
         and {k: floats(f"component {k}", x, keep) for k, x in batch.components.items()},
-        truncated=None if batch.truncated is None else batch.truncated.bool()[keep],
+        **{name: None if x is None else x[keep] for name, x in cut.items()},
         greedy_scores=None
         if batch.greedy_scores is None
         else floats("greedy_scores", batch.greedy_scores, keep),

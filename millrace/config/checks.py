@@ -326,7 +326,7 @@ def _check_windows(c: Config) -> None:
         "rollout.n": (n, n > 1, alone, "1"),
         "algorithm.filter_groups.enable": (True, filters, scored, "false"),
         "algorithm.use_kl_in_reward": (True, kl, scored, "false"),
-        "agents": (kind, bool(kind), "a response is one turn", "{}"),
+        f"agents.{kind}": (kind and getattr(c.agents, kind), bool(kind), "no agent plays", '""'),
         "data.sampler": (sampler, bool(sampler), scored, '""'),
         "teachers": ([*c.teachers], bool(c.teachers), scored, "{}"),
     }

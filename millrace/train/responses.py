@@ -21,7 +21,7 @@ from millrace.schedule.continuation import whole_response
 from millrace.train.layout import Ints
 from millrace.train.options import StepOptions
 from millrace.train.rows import Rows, rows_of_samples
-from millrace.types import Floats, Sample, floats_of
+from millrace.types import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +60,28 @@ class Responses:
 
 
 def ended_responses(
-    samples: Sequence[Sample], scores: Tensor, values: Sequence[Floats], gamma: float
+    samples: Sequence[Sample], scores: Tensor, values: Sequence[Tensor], gamma: float
 ) -> Responses:
     """Return the responses of a batch that do not go on.
 
     scores  [N] of the batch's trajectories, one for each sample
-    values  of the tokens of each trajectory's own window
+    values  float64, of the tokens of each trajectory's own window
     """
     numbers = [i for i, sample in enumerate(samples) if not sample.goes_on]
-    ended, known = list[Sample](), floats_of()
+    ended, known = list[Sample](), [torch.zeros(0, dtype=torch.float64)]
     for i in numbers:
         prompt, response = whole_response(samples[i].prompt, samples[i].trajectories[0])
         ended.append(replace(samples[i], prompt=prompt, trajectories=(response,)))
         before = samples[i].prompt.continues
-        known += values[i] if before is None else before.values + values[i]
+        if before is not None:
+            known.append(torch.tensor(before.values, dtype=torch.float64))
+        known.append(values[i])
     rows = replace(rows_of_samples(ended), experts=None)
     lengths = torch.from_numpy(rows.trained_tokens)
     rewards = place_scores(scores[torch.tensor(numbers, dtype=torch.int64)], lengths)
     return Responses(
         rows=rows,
         numbers=np.array(numbers, dtype=np.int64),
-        values=torch.from_numpy(np.array(known, dtype=np.float64)),
+        values=torch.cat(known),
         returns=discounted_sums(rewards, lengths, gamma),
     )

@@ -7,7 +7,7 @@ compute in the calling thread and block it, so an engine needs its own process o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -37,7 +37,7 @@ from millrace.train.rows import BatchArrays, arrays_of, rows_of_examples, rows_o
 from millrace.train.state_writer import StateWriter
 from millrace.train.teachers import likeliest
 from millrace.train.timed import timed
-from millrace.types import Floats, Sample, Tokens, floats_of
+from millrace.types import Sample, Tokens, floats_of
 from millrace.waits.registry import part
 
 
@@ -113,14 +113,11 @@ class TrainSteps(ABC):
         self.actor.lr_scale = batch.lr_scale
         with part("adv"):
             data = make_experience(arrays, models, options, self.kl_coef)
-            values: list[Floats] = []
+            values: Sequence[Tensor] = ()
             if arrays.goes_on is not None and data.values is not None:
-                split = data.values.split(data.lengths.tolist())
-                values = [floats_of(v.tolist()) for v in split]
-                ended = ended_responses(
-                    batch.samples, arrays.scores, values, options.algorithm.gamma
-                )
-                data = replace(data, responses=ended)
+                values = data.values.split(data.lengths.tolist())
+                known = batch.samples, arrays.scores, values, options.algorithm.gamma
+                data = replace(data, responses=ended_responses(*known))
         meter, critic_meter = Meter(POLICY_SUMS), Meter(CRITIC_SUMS)
         learners: list[tuple[Learner, type[CriticLoss | PolicyLoss], Meter]] = [
             (self.actor, PolicyLoss, meter)
@@ -168,7 +165,11 @@ class TrainSteps(ABC):
             metrics,
             totals,
             meter.nonfinite + meter.empty,
-            values=tuple(v for v, s in zip(values, batch.samples, strict=False) if s.goes_on),
+            values=tuple(
+                floats_of(v.tolist())
+                for v, sample in zip(values, batch.samples, strict=False)
+                if sample.goes_on
+            ),
         )
 
     def _arrays(self, batch: TrainBatch) -> BatchArrays:
