@@ -247,6 +247,18 @@ class Prompt:
     """The response that this sample continues. Its tokens so far follow those of the prompt."""
 
     @property
+    def first(self) -> int:
+        """Return the sample that has the first window of the response."""
+        return self.index if self.continues is None else self.continues.first
+
+    @property
+    def response_before(self) -> Tokens:
+        """Return the tokens of the response that earlier samples drew."""
+        return self.tokens[
+            len(self.tokens) if self.continues is None else self.continues.prompt_tokens :
+        ]
+
+    @property
     def in_stream(self) -> int:
         """Return the position in the prompt stream."""
         return self.index if self.position is None else self.position

@@ -14,7 +14,6 @@ from functools import partial
 
 from millrace.observe.timing import ActorClock, Integral, LiveTime, seconds_of, share, timing_row
 from millrace.ports import RolloutStats, StepReport, TransferReport
-from millrace.schedule.continuation import response_before
 from millrace.types import Author, PolicyVersion, Sample, Stop
 from millrace.waits.stream import Event
 
@@ -159,7 +158,7 @@ class VersionMetrics:
         }
         whole = [s for s, _ in self._samples if s.prompt.continues is not None or s.goes_on]
         if whole:  # Responses are trained in windows: the other figures are of windows.
-            ended = [(response_before(s.prompt), s) for s, _ in self._samples if not s.goes_on]
+            ended = [(s.prompt.response_before, s) for s, _ in self._samples if not s.goes_on]
             of = [len(before) + sum(t.num_tokens for t in s.trajectories) for before, s in ended]
             numbers = [s.prompt.continues.number for _, s in ended if s.prompt.continues]
             row |= {

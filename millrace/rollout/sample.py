@@ -18,7 +18,7 @@ from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.scoring import scored
 from millrace.rollout.session import NO_LIMITS, Draw, Limits
 from millrace.rollout.shaping import OverlongBuffer
-from millrace.schedule.continuation import response_before, root_of, whole_response
+from millrace.schedule.continuation import whole_response
 from millrace.types import (
     WINDOW,
     PolicyVersion,
@@ -139,10 +139,10 @@ class SampleRoller:
 
     def _left(self, prompt: Prompt, i: int) -> int:
         """Return how many tokens the response may still have."""
-        most, first = self.params.max_tokens, root_of(prompt)
+        most, first = self.params.max_tokens, prompt.first
         if self.lengths is not None:
             most = self.lengths.of(request_seed(self.seed, first, i))
-        return most - len(response_before(prompt))
+        return most - len(prompt.response_before)
 
     def _in_window(self, prompt: Prompt, i: int, cut: Trajectory) -> Trajectory:
         """Return a cut trajectory, which goes on if its window ended before its response."""

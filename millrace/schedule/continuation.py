@@ -15,21 +15,9 @@ from millrace.types import (
     Sample,
     Segment,
     Thread,
-    Tokens,
     Trajectory,
     floats_of,
 )
-
-
-def root_of(prompt: Prompt) -> int:
-    """Return the sample that has the first window of the response."""
-    return prompt.index if prompt.continues is None else prompt.continues.first
-
-
-def response_before(prompt: Prompt) -> Tokens:
-    """Return the tokens of the response that earlier samples drew."""
-    before = prompt.continues
-    return prompt.tokens[len(prompt.tokens) if before is None else before.prompt_tokens :]
 
 
 def whole_response(prompt: Prompt, trajectory: Trajectory) -> tuple[Prompt, Trajectory]:
@@ -37,7 +25,7 @@ def whole_response(prompt: Prompt, trajectory: Trajectory) -> tuple[Prompt, Traj
     before = prompt.continues
     if before is None:
         return prompt, trajectory
-    tokens = response_before(prompt) + trajectory.tokens
+    tokens = prompt.response_before + trajectory.tokens
     segment = Segment(tokens, log_probs=floats_of([0.0] * len(tokens)), stop=trajectory.stop)
     own = replace(prompt, tokens=prompt.tokens[: before.prompt_tokens], continues=None)
     return own, replace(trajectory, threads=(Thread((segment,)),))

@@ -21,7 +21,6 @@ from millrace.config import AlgorithmConfig, TeacherConfig, TppoConfig
 from millrace.config.teacher_keys import weights_of
 from millrace.errors import MillraceError
 from millrace.ports import TrainBatch
-from millrace.schedule.continuation import response_before
 from millrace.train.layout import Ints
 from millrace.train.routing import Routed, experts_of
 from millrace.types import (
@@ -206,7 +205,7 @@ def _windows(
     if not tppo.window:
         return None, None
     goes_on = torch.tensor([t.goes_on for t, _ in pairs], dtype=torch.bool)
-    so_far = [len(response_before(s.prompt)) + t.num_policy_tokens for t, s in pairs]
+    so_far = [len(s.prompt.response_before) + t.num_policy_tokens for t, s in pairs]
     return goes_on, torch.tensor(so_far, dtype=torch.int64) + goes_on * (tppo.window // 2)
 
 

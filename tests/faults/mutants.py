@@ -31,7 +31,6 @@ from millrace.rollout.sample import SampleRoller
 from millrace.runtime.remote import RemoteTrainEngine
 from millrace.runtime.roster_sync import RosterSync
 from millrace.runtime.rpc import Peer
-from millrace.schedule.continuation import response_before
 from millrace.schedule.ledger import Ledger, State
 from tests.faults.planting import patched
 from tests.faults.recoveries import RECOVERIES
@@ -402,7 +401,7 @@ def window_with_values_of_another() -> Any:
     def make(after: Any) -> Any:
         def mutant(sample: Any, values: Any) -> Any:
             prompt = after(sample, values)
-            drawn = len(response_before(prompt))
+            drawn = len(prompt.response_before)
             wrong = (values * drawn)[:drawn]
             return replace(prompt, continues=replace(prompt.continues, values=wrong))
 

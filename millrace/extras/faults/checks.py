@@ -27,7 +27,6 @@ from millrace.pipeline.journal_file import Batch
 from millrace.rollout.dynamic_sampling import EQUAL_OUTCOMES
 from millrace.rollout.episode import request_seed
 from millrace.rollout.roster import Change, ReplicaState
-from millrace.schedule.continuation import response_before, root_of
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, State
 from millrace.schedule.schedule import OnSync, Schedule
 from millrace.simulate.engines import target_length
@@ -100,7 +99,7 @@ class Expected:
 
     def left(self, prompt: Prompt) -> int:
         """Return how many tokens the only response of a sample may still have."""
-        return self._params.max_tokens - len(response_before(prompt))
+        return self._params.max_tokens - len(prompt.response_before)
 
     def window(self, prompt: Prompt) -> list[int]:
         """Return the tokens that a sample draws of its only response."""
@@ -317,11 +316,11 @@ class Checks:
         own = prompt_at(prompt.in_stream).tokens
         if before is not None:
             earlier = [self._samples[i] for i in self._trained[:-1] if i in self._samples]
-            earlier = [one for one in earlier if root_of(one.prompt) == before.first]
+            earlier = [one for one in earlier if one.prompt.first == before.first]
             so_far = joined(one.trajectories[0].tokens for one in earlier)
             self._true("I11", len(earlier) == before.number, f"{prompt.index} lost a window")
             self._true("I11", all(one.goes_on for one in earlier), "a response ended before")
-            self._true("I11", response_before(prompt) == so_far, f"{prompt.index} lost tokens")
+            self._true("I11", prompt.response_before == so_far, f"{prompt.index} lost tokens")
             values = [float(token) for token in so_far]
             self._true("I11", [*before.values] == values, f"{prompt.index} has other values")
             own += so_far
@@ -432,7 +431,7 @@ class Checks:
         self._true("I1", not self._live, f"slots {self._live} are left at the end")
         missing = set(range(self._next)) - trained - self._ever_dropped
         self._true("I1", not missing, f"nothing happened to {missing}")
-        last = {root_of(self._samples[i].prompt): i for i in self._trained if i in self._samples}
+        last = {self._samples[i].prompt.first: i for i in self._trained if i in self._samples}
         going_on = sum(self._samples[i].goes_on for i in last.values())
         if not drops and len(lineage) == len(self._samples.keys() & trained):
             resting = self._ledger.resting
