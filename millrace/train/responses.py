@@ -14,14 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.algorithms.estimators.gae import gae
 from millrace.algorithms.ragged import sequence_ids
-from millrace.algorithms.returns import discounted_sums, place_scores
+from millrace.algorithms.returns import place_scores
 from millrace.algorithms.token_weights import token_weights
+from millrace.config import AlgorithmConfig
 from millrace.schedule.continuation import whole_response
 from millrace.train.layout import Ints
 from millrace.train.options import StepOptions
 from millrace.train.rows import Rows, rows_of_samples
-from millrace.types import Sample
+from millrace.types import Sample, Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +62,22 @@ class Responses:
 
 
 def ended_responses(
-    samples: Sequence[Sample], scores: Tensor, values: Sequence[Tensor], gamma: float
+    samples: Sequence[Sample],
+    scores: Tensor,
+    values: Sequence[Tensor],
+    algorithm: AlgorithmConfig,
 ) -> Responses:
     """Return the responses of a batch that do not go on.
+
+    The length limit's cut means here what it means for whole responses: `bootstrap_truncated` has
+    the last value in place of the score, and `overlong_filtering` leaves the response out.
 
     scores  [N] of the batch's trajectories, one for each sample
     values  float64, of the tokens of each trajectory's own window
     """
-    numbers = [i for i, sample in enumerate(samples) if not sample.goes_on]
+    stops = [sample.trajectories[0].stop for sample in samples]
+    left_out = {Stop.INTERRUPTED} | ({Stop.LENGTH} if algorithm.overlong_filtering else set())
+    numbers = [i for i, stop in enumerate(stops) if stop not in left_out]
     ended, known = list[Sample](), [torch.zeros(0, dtype=torch.float64)]
     for i in numbers:
         prompt, response = whole_response(samples[i].prompt, samples[i].trajectories[0])
@@ -78,10 +88,17 @@ def ended_responses(
         known.append(values[i])
     rows = replace(rows_of_samples(ended), experts=None)
     lengths = torch.from_numpy(rows.trained_tokens)
-    rewards = place_scores(scores[torch.tensor(numbers, dtype=torch.int64)], lengths)
+    cut = torch.tensor([stops[i] is Stop.LENGTH for i in numbers], dtype=torch.bool)
+    cut &= algorithm.bootstrap_truncated
+    own = scores[torch.tensor(numbers, dtype=torch.int64)].masked_fill(cut, 0.0)
+    before = torch.cat(known)
+    # With lambda 1, the targets of GAE are the rewards to go.
+    _, returns = gae(
+        place_scores(own, lengths), before, lengths, gamma=algorithm.gamma, lam=1.0, truncated=cut
+    )
     return Responses(
         rows=rows,
         numbers=np.array(numbers, dtype=np.int64),
-        values=torch.cat(known),
-        returns=discounted_sums(rewards, lengths, gamma),
+        values=before,
+        returns=returns,
     )

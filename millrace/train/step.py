@@ -116,7 +116,7 @@ class TrainSteps(ABC):
             values: Sequence[Tensor] = ()
             if arrays.goes_on is not None and data.values is not None:
                 values = data.values.split(data.lengths.tolist())
-                known = batch.samples, arrays.scores, values, options.algorithm.gamma
+                known = batch.samples, arrays.scores, values, options.algorithm
                 data = replace(data, responses=ended_responses(*known))
         meter, critic_meter = Meter(POLICY_SUMS), Meter(CRITIC_SUMS)
         learners: list[tuple[Learner, type[CriticLoss | PolicyLoss], Meter]] = [
