@@ -145,17 +145,20 @@ class Lines:
         row = state.row
         self.note(
             f"version {state.version}/{state.versions}  samples {state.samples}/{state.total}  "
-            f"reward {row['reward/mean']:.3f}  {_loss(row)}staleness {row['staleness/mean']:.2f}  "
+            f"{_learning(row)}staleness {row['staleness/mean']:.2f}  "
             f"idle trainer {row['trainer/idle_ratio']:.0%} "
             f"rollouter {row['rollouter/idle_ratio']:.0%}  "
             f"{row['rollouter/tokens_per_s']:,.0f} tokens/s  ETA {duration(state.left_s(now))}"
         )
 
 
-def _loss(row: dict[str, float]) -> str:
-    """Return the figures of the policy's steps. A critic's warm-up has none."""
+def _learning(row: dict[str, float]) -> str:
+    """Return the reward, which a version without a response that ended lacks, and the figures of
+    the policy's steps, which a critic's warm-up lacks.
+    """
+    reward = f"reward {row['reward/mean']:.3f}  " if "reward/mean" in row else ""
     names = {"loss": "actor/pg_loss", "ppo_kl": "actor/ppo_kl"}
-    return "".join(f"{name} {row[key]:.4g}  " for name, key in names.items() if key in row)
+    return reward + "".join(f"{name} {row[key]:.4g}  " for name, key in names.items() if key in row)
 
 
 class LiveView:

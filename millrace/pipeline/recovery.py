@@ -152,6 +152,9 @@ class JournalState:
         if prompt != checksum(slot.prompt.tokens) or too_old:
             self.lost += _tokens(trajectories)
             self.forget(sample_id)
+            if prompt != checksum(slot.prompt.tokens):
+                # Numbers of samples have moved, so a dropped one may be another response now.
+                self.dropped.clear()
             if planned:
                 self.void(live)
             return None

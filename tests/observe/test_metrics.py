@@ -9,10 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.config import GuardConfig
+from millrace.observe.guard import Guard
 from millrace.observe.metrics import RunCounts, Synced, VersionMetrics, percentile
 from millrace.observe.timing import LiveTime
 from millrace.ports import RolloutStats, StepReport, TransferReport
+from millrace.schedule.continuation import next_prompt
 from millrace.types import (
+    WINDOW,
     Author,
     Prompt,
     Sample,
@@ -178,6 +182,37 @@ def test_every_metric_of_a_toy_version_is_the_one_computed_by_hand() -> None:
 
 def test_the_engines_slots_bound_the_idle_ratio_where_the_schedule_could_fill_more() -> None:
     assert row(usable_slots=1000)["rollouter/idle_ratio"] == pytest.approx(1 - 40 / 160)
+
+
+def test_a_version_in_which_no_response_ended_has_no_reward_and_raises_no_alarm() -> None:
+    """With windows, the first versions train responses that go on. Their reward is not 0."""
+
+    def row_of(*samples: Sample) -> dict[str, float]:
+        metrics = VersionMetrics()
+        metrics.stepped(samples, 0, StepReport(1, {}))
+        return metrics.row(
+            timing={},
+            before=RolloutStats(),
+            after=RolloutStats(),
+            usable_slots=8,
+            synced=Synced(TransferReport(0, 0.0), 0.0),
+        )
+
+    first = sample(0, 4, 0, trajectory(said(0, 3, None), score=None))
+    goes_on = replace(first, trajectories=(replace(first.trajectories[0], ended=WINDOW),))
+    prompt = replace(next_prompt(goes_on, floats_of([0.0] * 3)), index=1)
+    guard = Guard(GuardConfig())
+    for version in range(1, 6):
+        row = row_of(goes_on)
+        assert guard.check(version, row) == []
+    assert row["windows/ended_share"] == 0
+    assert not {"reward/mean", "reward/std", "windows/mean"} & set(row)
+    row = row_of(goes_on, sample(1, 4, 0, trajectory(said(1, 2), score=0.5)))
+    assert (row["windows/ended_share"], row["windows/mean"]) == (0.5, 1)
+    ended = replace(sample(1, 4, 0, trajectory(said(1, 2), score=0.5)), prompt=prompt)
+    row = row_of(goes_on, ended)
+    assert (row["reward/mean"], row["windows/mean"]) == (0.5, 2)
+    assert row["windows/response_length/mean"] == row["windows/response_length/max"] == 5
 
 
 def test_fractions_stay_between_0_and_1_whatever_clocks_say() -> None:

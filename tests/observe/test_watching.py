@@ -194,15 +194,18 @@ def test_lines_show_each_version_if_asked(tmp_path: Path) -> None:
     row = dict.fromkeys(("reward/mean", "staleness/mean", "actor/pg_loss", "actor/ppo_kl"), 0.5)
     row |= {"trainer/idle_ratio": 0, "rollouter/idle_ratio": 0, "rollouter/tokens_per_s": 0}
     for each_version, lines in ((True, 4), (False, 1)):
+        row["reward/mean"] = 0.5
         with path.open("w") as file:
             progress = Progress(Lines(Console(file=file, width=300), every_s=60), "name", "mode")
             progress.training(0, 100, 0, 10, each_version=each_version)
             for version in (1, 2, 3):
                 progress.trained(10, 0.5)
                 progress.row(version, row)
+                row.pop("reward/mean", None)  # No response of a window ended.
         said = path.read_text().splitlines()
         assert len(said) == lines
         assert all("loss 0.5  ppo_kl 0.5  staleness" in line for line in said[1:])
+        assert [("reward 0.500" in line) for line in said[1:]] == [True, False, False][: lines - 1]
 
 
 def test_lines_say_what_a_version_came_to_and_when_the_run_ends(tmp_path: Path) -> None:

@@ -188,6 +188,16 @@ def test_other_settings_leave_the_tokens_of_the_checkpoint_and_older_ones() -> N
     assert not past.dropped, "the cause of the drop may be gone"
 
 
+def test_a_drop_is_not_recalled_once_numbers_have_moved() -> None:
+    """Windows continue responses under numbers that a drop moves. See docs/decisions/27-windows.md."""
+    past, ledger = past_of(*LATER, Batch(dropped=[(9, "timeout")])), ledger_at()
+    slot = ledger.start(4)
+    slot.prompt = Prompt(4, tokens_of([9]), "", "test")
+    assert past.dropped == {9: "timeout"}
+    assert past.recall(4, slot, 2) is None
+    assert past.recall(9, slot, 2) is None, "it may be another response"
+
+
 def test_another_prompt_under_the_same_number_is_drawn_anew() -> None:
     past, ledger = past_of(*LATER), ledger_at()
     slot = ledger.start(4)

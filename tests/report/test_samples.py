@@ -18,7 +18,18 @@ from millrace.report.page.samples import read_table
 from millrace.report.samples import store as samples
 from millrace.report.samples.rows import Rows
 from millrace.report.samples.store import SCHEMA, SampleStore, keeps
-from millrace.types import Author, Score, Segment, Thread, Tokens, Trajectory, tokens_of
+from millrace.types import (
+    WINDOW,
+    Author,
+    Continuation,
+    Score,
+    Segment,
+    Thread,
+    Tokens,
+    Trajectory,
+    floats_of,
+    tokens_of,
+)
 from tests.report.runs import Clock, Run, Watch, decode, life, sample, segment
 
 
@@ -46,6 +57,8 @@ def test_a_row_has_what_the_trajectory_had(tmp_path: Path) -> None:
         "ground_truth": "4",
         "prompt_tokens": 3,
         "admitted_version": 0,
+        "first": 0,
+        "windows_before": 0,
     }
     first, second = table.to_pylist()[:2]
     assert first == common | {
@@ -300,6 +313,29 @@ def test_the_threads_and_the_conversation_of_an_episode_are_in_its_row() -> None
     assert json.loads(row["messages"]) == list(messages) and row["response"] == "AFB"
     shown = [(s["author"], s["text"]) for s in row["segments"]]
     assert shown == [("policy", "A"), ("opening", "X"), ("environment", "F"), ("policy", "B")]
+
+
+def test_a_row_of_a_window_names_the_response_and_the_windows_before_it() -> None:
+    before = Continuation(4, 2, 3, floats_of([0.0] * 6))
+    one = sample(9)
+    prompt = replace(one.prompt, tokens=tokens_of([1] * 9), continues=before)
+    goes_on = replace(one.trajectories[0], score=None, ended=WINDOW)
+    rows = Rows(decode)
+    rows.add(replace(one, prompt=prompt, trajectories=(goes_on,)), 5, "trained")
+    (row,) = rows.take().to_pylist()
+    assert (row["sample"], row["first"], row["windows_before"], row["prompt_tokens"]) == (9, 4, 2, 9)
+    assert (row["ended"], row["reward"]) == ("window", None)
+
+
+def test_a_file_from_before_windows_is_read(tmp_path: Path) -> None:
+    Run(tmp_path, ["samples"]).go([1, 2])
+    old, notes = samples.files(tmp_path)[0], list[str]()
+    pq.write_table(pq.read_table(old, partitioning=None).drop_columns(["first", "windows_before"]), old)
+    assert old in samples.files(tmp_path, notes) and not notes
+    found = samples.dataset(tmp_path).to_table(columns=["version", "windows_before"]).to_pylist()
+    assert {row["windows_before"] for row in found if row["version"] == 1} == {None}
+    assert {row["windows_before"] for row in found if row["version"] == 2} == {0}
+    assert read_table(tmp_path).notes == []
 
 
 def test_a_file_without_newer_columns_is_left_out_and_named(tmp_path: Path) -> None:

@@ -391,8 +391,10 @@ class Checks:
         if (size := int(row["train/samples"])) and size <= len(self._steps):
             mine, self._steps = self._steps[:size], self._steps[size:]
             values = [t.score.value for s in mine for t in s.trajectories if t.score is not None]
-            mean = sum(values) / max(1, len(values))
-            self._near("reward/mean", row, mean)
+            if values:
+                self._near("reward/mean", row, sum(values) / len(values))
+            else:
+                self._true("I6", "reward/mean" not in row, "a reward without a score")
         dropped, kept = self._equal.pop(version - 1, 0), self._finished.pop(version - 1, 0)
         if self._filters:
             share = dropped / max(1, dropped + kept)

@@ -45,6 +45,8 @@ SCHEMA = pa.schema(
         ("threads", pa.int16()),
         ("messages", pa.string()),
         ("admitted_version", pa.int32()),
+        ("first", pa.int64()),
+        ("windows_before", pa.int32()),
         (
             "segments",
             pa.list_(
@@ -63,8 +65,9 @@ SCHEMA = pa.schema(
 """The columns. `version` is the version that the row trained. A dropped row has the live version.
 
 `reward` is the value that training used, and `raw` the value before any shaping. `messages` is the
-conversation by author as JSON. A segment of the author "opening" begins each thread but the first,
-and has the thread's own opening.
+conversation by author as JSON. `first` is the sample that began the response, and `windows_before`
+the number of its windows before this one: 0 if it is trained whole. A segment of the author
+"opening" begins each thread but the first, and has the thread's own opening.
 """
 
 
@@ -90,6 +93,7 @@ class Rows:
         prompt = sample.prompt
         source, text = _clean(prompt.data_source), _clean(prompt.text)
         truth, size = _text(prompt.ground_truth), len(prompt.tokens)
+        window = prompt.continues.number if prompt.continues is not None else 0
         for i, trajectory in enumerate(sample.trajectories):
             response, tokens = self._add_segments(trajectory)
             reward, raw, answer = self._add_score(trajectory.score)
@@ -100,7 +104,7 @@ class Rows:
                 (
                     *(version, prompt.index, i, outcome, source, text, response, truth),
                     *(reward, raw, answer, size, tokens, stop, *episode),
-                    sample.admitted_version,
+                    *(sample.admitted_version, prompt.first, window),
                 )
             )
 

@@ -30,6 +30,8 @@ from millrace.waits.stream import Event
 
 _OURS = re.compile(rf"(superseded-\d+-|\.writing-)?{SAMPLES.pattern}")
 
+_OLDER = pa.schema([field for field in SCHEMA if field.name not in ("first", "windows_before")])
+"""The columns of an older file. The others are null."""
 _ROWS = 1024
 """Rows that are in memory as texts at once."""
 _BYTES_OF_TRAJECTORY = 1000
@@ -252,7 +254,7 @@ def files(run_dir: Path, notes: list[str] | None = None) -> list[Path]:
     found, others, paths = [], list[str](), RunReader(run_dir).samples
     for path in paths:
         try:
-            if (schema := pq.read_schema(path)).equals(SCHEMA):
+            if (schema := pq.read_schema(path)).equals(SCHEMA) or schema.equals(_OLDER):
                 found.append(path)
                 continue
             lacks = ", ".join(name for name in SCHEMA.names if name not in schema.names)
