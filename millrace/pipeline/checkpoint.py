@@ -62,6 +62,13 @@ class Manifest(msgspec.Struct, frozen=True):
     files: dict[str, FileEntry]
     counts: dict[str, float] = {}
     """The counts of the run so far. An older checkpoint has none."""
+    continued: int = 0
+    """The admitted samples that continue a response. They took no prompt of the stream."""
+
+    @property
+    def begun(self) -> int:
+        """Return the position of the next prompt in the stream."""
+        return self.admitted - self.continued
 
 
 class Checkpoints:
@@ -151,7 +158,7 @@ class Checkpoints:
         }
         now = snapshot
         manifest = Manifest(
-            1, now.version, now.local_steps, now.admitted, now.retired, files, counts
+            1, now.version, now.local_steps, now.admitted, now.retired, files, counts, now.continued
         )
         (temporary / "manifest.json").write_bytes(
             msgspec.json.format(msgspec.json.encode(manifest), indent=1)

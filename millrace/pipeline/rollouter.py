@@ -235,7 +235,8 @@ class Rollouter:
 
     def _finish(self, sample_id: int, sample: Sample) -> None:
         ledger = self.queue.ledger
-        self._outcomes.append(True)
+        if not sample.goes_on:  # such a window needs no score
+            self._outcomes.append(True)
         self._note_outcome(sample_id, sample)
         self.queue.journal.finished(sample_id, sample)
         if self.dynamic_sampling is None or self.dynamic_sampling.keeps(sample, ledger.version):

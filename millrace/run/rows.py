@@ -81,8 +81,8 @@ def check(
         fix = f"data.appended_rows=use to train on them from the next epoch on, {_without(before)}"
         raise bad_value("data.train_files", data.train_files, rule, fix)
     begin, count = before.growth[-1]
-    admitted = read_manifest(checkpoint).admitted
-    ends = begin + -(-(admitted - begin) // count) * count
+    begun = read_manifest(checkpoint).begun
+    ends = begin + -(-(begun - begin) // count) * count
     kept = [pair for pair in before.growth if pair[0] < ends]
     notes.append(
         f"{more:,} rows were added to data.train_files. Prompts from {ends:,} on have them"

@@ -289,10 +289,10 @@ class _Opening:
         """Return the problems of rows that are those of the checkpoint, if there is one."""
         config, run, checkpoint = self.config, self.run, self.run.resume_from
         growth: rows.Growth = ()
-        admitted = 0
+        begun = 0
         if self.trains and checkpoint is not None:
             growth, notes = rows.check(config.data, checkpoint, sources.train, sources.val)
-            admitted = read_manifest(checkpoint).admitted
+            begun = read_manifest(checkpoint).begun
             for text in notes:
                 self.progress.note(text)
         problems = problems_.prepare(
@@ -300,7 +300,7 @@ class _Opening:
             sources,
             run.model,
             growth=growth,
-            use_from=admitted if self.trains else None,
+            use_from=begun if self.trains else None,
             tries=self.trains and self.rollout,
             note=self.progress.note,
             progress=problems_.shown_slowly(self.progress.phase),

@@ -68,7 +68,9 @@ class Run:
     rollouter: Rollouter
 
 
-async def train(mode: str, samples: int, reward: Reward, max_error_share: float = 1.0) -> Run:
+async def train(
+    mode: str, samples: int, reward: Reward, max_error_share: float = 1.0, window: int = 0
+) -> Run:
     ledger = Ledger(schedule_of(mode), samples)
     queue, rollout, engine, record = (
         SampleQueue(ledger, deadline_s=1e5),
@@ -81,8 +83,9 @@ async def train(mode: str, samples: int, reward: Reward, max_error_share: float 
         reward,
         lambda tokens: "",
         SamplingParams(max_tokens=1000),
-        N,
+        1 if window else N,
         seed=0,
+        window=window,
     )
     rollouter = Rollouter(
         queue, LongTail(), RolloutPool([rollout]), roller, max_error_share=max_error_share
@@ -149,6 +152,14 @@ def test_a_function_that_always_fails_ends_the_run_with_its_own_words() -> None:
         in str(cause)
     )
     assert "ValueError: bad answer to" in str(cause)
+
+
+def test_windows_that_need_no_reward_hide_no_error_of_a_reward() -> None:
+    """Each response has many windows, and its reward is asked at its end."""
+    reward = Reward(lambda index, call: True)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        clock.run(train("async_partial", 4000, reward, max_error_share=0.2, window=10))
+    assert "11 of the last 11 samples had no score" in str(leaf(caught.value))
 
 
 @pytest.mark.parametrize(("every", "survives"), [(6, True), (4, False)])

@@ -49,8 +49,10 @@ class Folder:
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return str(path)
 
-    def save(self, stream: PromptStream, admitted: int, val: Rows | None = None) -> None:
-        manifest = Manifest(1, 1, 1, admitted, admitted, {})
+    def save(
+        self, stream: PromptStream, admitted: int, val: Rows | None = None, continued: int = 0
+    ) -> None:
+        manifest = Manifest(1, 1, 1, admitted, admitted, {}, continued=continued)
         (self.folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
         of_run.write(self.folder, identity_of(stream, val))
 
@@ -70,6 +72,14 @@ def folder(tmp_path: Path) -> Folder:
     made = Folder(tmp_path)
     made.save(opened(load(made.file("train.jsonl", BEFORE))), admitted=5)
     return made
+
+
+def test_windows_that_continue_responses_take_no_prompt_of_an_epoch(folder: Folder) -> None:
+    """Of 20 samples, 15 continue a response. So the run is in its first epoch of 8 rows."""
+    stream = opened(load(folder.file("train.jsonl", BEFORE)))
+    folder.save(stream, admitted=20, continued=15)
+    growth, notes = folder.check([folder.file("more.jsonl", [*BEFORE, *lines(9)])], "use")
+    assert growth == [(0, 8), (8, 0)] and "Prompts from 8 on" in notes[-1]
 
 
 def test_the_same_rows_resume_whatever_their_file_is(folder: Folder) -> None:
