@@ -232,12 +232,13 @@ class TorchRolloutEngine:
         self._prefill_tokens += sum(len(r.tokens) - r.reused for r in arrived)
         self._reused_tokens += sum(r.reused for r in arrived)
         if self._table.with_stop:
-            by_token = {r for r, _ in ended}
-            ended += [
-                (r, Stop.STRING)
-                for r in self._table.with_stop
-                if r not in by_token and self._completes_stop(r)
+            # A string counts more than the limit: a window that ends with it does not go on.
+            by_token = {r for r, stop in ended if stop is Stop.EOS}
+            strings = [
+                r for r in self._table.with_stop if r not in by_token and self._completes_stop(r)
             ]
+            ended = [one for one in ended if one[0] not in strings]
+            ended += [(r, Stop.STRING) for r in strings]
         if ended:
             self._finish(ended)
             if not self._queue:

@@ -134,7 +134,9 @@ class SampleRoller:
             params = replace(params, ignore_eos=True)
         if self.lengths is not None or self.window:
             left = self._left(prompt, i)
-            params = replace(params, max_tokens=min(self.window or left, left))
+            # A stop string may begin in the window before.
+            offset = len(prompt.response_before) if params.stop else 0
+            params = replace(params, max_tokens=min(self.window or left, left), offset=offset)
         return params if i < self.n else replace(params, temperature=0.0)
 
     def _left(self, prompt: Prompt, i: int) -> int:

@@ -123,8 +123,9 @@ class Session:
                 if left < 1:  # Before a restart, other turns had left it more room.
                     segments = (*segments[:-1], replace(segments[-1], stop=Stop.LENGTH))
                 else:
-                    if left != params.max_tokens or drawn != params.offset:
-                        params = replace(params, max_tokens=left, offset=drawn)
+                    offset = self._params.offset + drawn
+                    if left != params.max_tokens or offset != params.offset:
+                        params = replace(params, max_tokens=left, offset=offset)
                     if params.experts_from is not None:
                         known = len(so_far) if drawn else len(whole) - len(context)
                         params = replace(params, experts_from=max(known - 1, 0))

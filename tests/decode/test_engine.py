@@ -180,6 +180,9 @@ def test_a_stop_string_ends_a_response_with_the_tokens_that_complete_it() -> Non
         rest = await eng.generate(
             prompt(0) + head, long(40, seed=0, stop=stops[0], offset=len(head)), "s"
         )
+        # With this limit, the string ends with the last token that the response may have.
+        (last,) = await eng.generate(prompt(0), long(end + 3, seed=0, stop=stops[0]), "s")
+        assert (last.stop, last.tokens) == (Stop.STRING, plain[0][0].tokens[: end + 3])
         assert not eng._table.with_stop
         # This prompt ends with a whole stop string. The response must continue to the next one.
         past = plain[0][0].tokens[: end + 3]

@@ -61,7 +61,7 @@ class Counting:
 
     def windows(self, **options: Any) -> list[Sample]:
         """Return the samples of a whole response, one for each window."""
-        params = SamplingParams(options.pop("most", 10), ignore_eos=False)
+        params = SamplingParams(options.pop("most", 10), stop=options.pop("stop", ()))
         roller = SampleRoller(
             SingleTurn(), self, lambda t: str([*t]), params, 1, seed=0, **{"window": 3} | options
         )
@@ -119,6 +119,13 @@ def test_an_interrupted_window_continues_up_to_its_end() -> None:
     engine = Counting(end=14, most=2)
     assert drawn(engine.windows()) == [[9, 10, 11], [12, 13, 14]]
     assert [(p.offset, p.max_tokens) for p in engine.asked] == [(0, 3), (2, 1), (0, 3), (2, 1)]
+
+
+def test_a_stop_string_may_begin_in_the_window_before() -> None:
+    """The offset says how many of the request's last tokens belong to the response."""
+    engine = Counting(end=14, most=2)
+    engine.windows(stop=("12, 13",))
+    assert [(p.offset, p.max_tokens) for p in engine.asked] == [(0, 3), (2, 1), (3, 3), (5, 1)]
 
 
 def test_a_penalty_for_long_responses_counts_all_windows() -> None:
