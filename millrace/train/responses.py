@@ -86,7 +86,7 @@ def ended_responses(
         if before is not None:
             known.append(torch.tensor(before.values, dtype=torch.float64))
         known.append(values[i])
-    rows = replace(rows_of_samples(ended), experts=None)
+    rows = rows_of_samples(ended, experts=False)  # no window has those of all tokens
     lengths = torch.from_numpy(rows.trained_tokens)
     cut = torch.tensor([stops[i] is Stop.LENGTH for i in numbers], dtype=torch.bool)
     cut &= algorithm.bootstrap_truncated

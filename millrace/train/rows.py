@@ -289,10 +289,10 @@ def _components(extras: list[dict[str, float]], wanted: Sequence[str]) -> dict[s
     return {name: _floats([extra[name] for extra in extras]) for name in names}
 
 
-def rows_of_samples(samples: Sequence[Sample]) -> Rows:
+def rows_of_samples(samples: Sequence[Sample], *, experts: bool = True) -> Rows:
     """Return one row for each thread of each trajectory, samples in order.
 
-    Raises ValueError if an opening has no tokens: nothing predicts the first token after it.
+    Without `experts`, the rows have none, and routers choose. Raises ValueError if an opening has no tokens: nothing predicts the first token after it.
     """
     tokens, log_probs = tokens_of(), floats_of()
     versions: list[tuple[int, int]] = []  # version and length of each policy segment
@@ -342,7 +342,7 @@ def rows_of_samples(samples: Sequence[Sample]) -> Rows:
         num_trajectories=len(threads),
         turn_rewards=_turn_rewards(rewards, len(log_probs)),
         old_kv=np.repeat(np.asarray(old_kv, dtype=bool), drawn[:, 1]) if any(old_kv) else None,
-        experts=experts_of(samples, rows.starts, len(rows.tokens)),
+        experts=experts_of(samples, rows.starts, len(rows.tokens)) if experts else None,
     )
 
 

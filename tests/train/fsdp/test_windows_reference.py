@@ -6,6 +6,7 @@ The reference follows T-PPO (arXiv 2506.15050, section 3). It reads lists, one t
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,17 @@ import pytest
 import torch
 
 from millrace.train.responses import ended_responses
-from millrace.types import WINDOW, Continuation, Sample, Stop, Trajectory, floats_of, tokens_of
+from millrace.train.rows import rows_of_samples
+from millrace.types import (
+    WINDOW,
+    Continuation,
+    Sample,
+    Score,
+    Stop,
+    Trajectory,
+    floats_of,
+    tokens_of,
+)
 from tests.train.algorithm_cases import config_of, engine_of, experience, sample, trajectory
 
 WINDOW_TOKENS, GAMMA, LAM = 4, 0.9, 0.7
@@ -146,3 +157,21 @@ def test_advantages_and_targets_are_those_of_the_reference(
     np.testing.assert_allclose(responses.returns, targets, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(responses.values, known, rtol=1e-6)
     assert responses.rows.trained_tokens.tolist() == [len(w.before) + w.size for w, _ in ended]
+
+
+def test_responses_of_several_windows_have_no_experts_to_replay() -> None:
+    """With R3, each window has the experts of its own pass. Other responses of the batch have all."""
+
+    def routed(one: Sample) -> Sample:
+        (segment,) = one.trajectories[0].segments
+        read = len(one.prompt.tokens) + len(segment.tokens) - 1
+        segment = replace(segment, experts=array("B", [1] * read))
+        return replace(one, trajectories=(Trajectory.of((segment,), Score(1.0)),))
+
+    windows = Window([], 3, 1.0), Window([0.5] * 4, 2, 1.0)
+    batch = tuple(routed(sample_of(i, w)) for i, w in enumerate(windows))
+    assert rows_of_samples(batch).experts is not None
+    scores, values = torch.ones(2, dtype=torch.float64), [torch.zeros(3), torch.zeros(2)]
+    algorithm = config_of(algorithm={"adv_estimator": "gae"}).algorithm
+    found = ended_responses(batch, scores, [v.double() for v in values], algorithm)
+    assert found.rows.experts is None and found.rows.trained_tokens.tolist() == [3, 6]
