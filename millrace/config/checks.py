@@ -43,7 +43,11 @@ def check(config: Config) -> None:
         checks.check_keys(trainer, c.model, c.actor, algorithm)
     _check_placement(c.sides)
     _check_teachers(c)
-    _check_windows(c)  # before those checks that ask for a group, which windows refuse
+    player = c.agents.agent_kind
+    owners = {"data.sampler": c.data.sampler, "teachers": ", ".join(c.teachers)}
+    owners |= {f"agents.{player}": player and str(getattr(c.agents, player))}
+    # This comes before those checks that ask for a group, which windows refuse.
+    _check_windows(algorithm, rollout, owners)
     _check_groups(algorithm, rollout, rewarded=c.learns_from_rewards)
     _check_filter(algorithm, trainer, c.async_training)
     _check_critic(algorithm, trainer)
@@ -312,11 +316,10 @@ def _check_critic(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> None:
             )
 
 
-def _check_windows(c: Config) -> None:
+def _check_windows(
+    algorithm: AlgorithmConfig, rollout: RolloutConfig, owners: Mapping[str, str]
+) -> None:
     """Refuse what a response that is trained in windows cannot have."""
-    algorithm, rollout, player = c.algorithm, c.rollout, c.agents.agent_kind
-    owners = {"data.sampler": c.data.sampler, "teachers": ", ".join(c.teachers)}
-    owners |= {f"agents.{player}": player and str(getattr(c.agents, player))}
     scored = "a response has its score at its end, and its windows are trained before"
     name, levels = algorithm.adv_estimator, algorithm.reward_norm.levels
     filters, kl = algorithm.filter_groups.enable, algorithm.use_kl_in_reward

@@ -296,6 +296,15 @@ class Config(Section):
             f"before {later}"
         )
 
+    @property
+    def window_note(self) -> str:
+        """Return a note on a window that cuts no response. Else ""."""
+        window, longest = self.algorithm.tppo.window, self.rollout.max_response_length
+        if window < longest:
+            return ""
+        why = f"the longest has rollout.max_response_length={longest} tokens"
+        return f"algorithm.tppo.window={window} cuts no response: {why}"
+
     def with_warm_up_of(self, counts: Mapping[str, float]) -> Config:
         """Return a copy whose warm-ups have the lengths of the run's first start, from `counts`.
 

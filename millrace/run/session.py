@@ -280,8 +280,9 @@ class _Opening:
             found = f"left out {problems.train.filtered} prompts that are longer than "
             note(f"{found}rollout.max_prompt_length")
         end = config.end_note(len(problems.train), trained_by(run.resume_from))
-        if end and self.trains and self.rollout:
-            note(end)
+        for text in (end, config.window_note):
+            if text and self.trains and self.rollout:
+                note(text)
         self.config = config
         return problems
 

@@ -323,14 +323,21 @@ def test_a_row_of_a_window_names_the_response_and_the_windows_before_it() -> Non
     rows = Rows(decode)
     rows.add(replace(one, prompt=prompt, trajectories=(goes_on,)), 5, "trained")
     (row,) = rows.take().to_pylist()
-    assert (row["sample"], row["first"], row["windows_before"], row["prompt_tokens"]) == (9, 4, 2, 9)
+    assert (row["sample"], row["first"], row["windows_before"], row["prompt_tokens"]) == (
+        9,
+        4,
+        2,
+        9,
+    )
     assert (row["ended"], row["reward"]) == ("window", None)
 
 
 def test_a_file_from_before_windows_is_read(tmp_path: Path) -> None:
     Run(tmp_path, ["samples"]).go([1, 2])
     old, notes = samples.files(tmp_path)[0], list[str]()
-    pq.write_table(pq.read_table(old, partitioning=None).drop_columns(["first", "windows_before"]), old)
+    pq.write_table(
+        pq.read_table(old, partitioning=None).drop_columns(["first", "windows_before"]), old
+    )
     assert old in samples.files(tmp_path, notes) and not notes
     found = samples.dataset(tmp_path).to_table(columns=["version", "windows_before"]).to_pylist()
     assert {row["windows_before"] for row in found if row["version"] == 1} == {None}

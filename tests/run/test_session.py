@@ -91,6 +91,13 @@ def test_a_run_with_several_limits_says_which_one_ends_it() -> None:
     assert config_of("rollout.total_rollout_steps=96").end_note(16) == ""
 
 
+@pytest.mark.parametrize(("window", "noted"), [(0, False), (511, False), (512, True), (900, True)])
+def test_a_window_that_cuts_no_response_is_noted(window: int, noted: bool) -> None:
+    keys = "algorithm.adv_estimator=gae", "rollout.n=1", "rollout.max_response_length=512"
+    note = config_of(*keys, f"algorithm.tppo.window={window}").window_note
+    assert bool(note) == noted and (not noted or "max_response_length=512" in note)
+
+
 @pytest.mark.parametrize("key", ["reward.function=no_file.py:f", "data.val_files=[no_file.jsonl]"])
 def test_a_refused_evaluation_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
