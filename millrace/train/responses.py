@@ -91,14 +91,14 @@ def ended_responses(
     cut = torch.tensor([stops[i] is Stop.LENGTH for i in numbers], dtype=torch.bool)
     cut &= algorithm.bootstrap_truncated
     own = scores[torch.tensor(numbers, dtype=torch.int64)].masked_fill(cut, 0.0)
-    before = torch.cat(known)
+    old = torch.cat(known)
     # With lambda 1, the targets of GAE are the rewards to go.
     _, returns = gae(
-        place_scores(own, lengths), before, lengths, gamma=algorithm.gamma, lam=1.0, truncated=cut
+        place_scores(own, lengths), old, lengths, gamma=algorithm.gamma, lam=1.0, truncated=cut
     )
     return Responses(
         rows=rows,
         numbers=np.array(numbers, dtype=np.int64),
-        values=before,
+        values=old,
         returns=returns,
     )
