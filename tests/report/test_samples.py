@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.report.page.samples import read_table
+from millrace.report.page.samples import choose, read_table, read_texts
 from millrace.report.samples import store as samples
 from millrace.report.samples.rows import Rows
 from millrace.report.samples.store import SCHEMA, SampleStore, keeps
@@ -315,13 +315,13 @@ def test_the_threads_and_the_conversation_of_an_episode_are_in_its_row() -> None
     assert shown == [("policy", "A"), ("opening", "X"), ("environment", "F"), ("policy", "B")]
 
 
-def test_a_row_of_a_window_names_the_response_and_the_windows_before_it() -> None:
+def test_a_row_of_a_window_names_the_response_and_the_windows_before_it(tmp_path: Path) -> None:
     before = Continuation(4, 2, 3, floats_of([0.0] * 6))
     one = sample(9)
     prompt = replace(one.prompt, tokens=tokens_of([1] * 9), continues=before)
     goes_on = replace(one.trajectories[0], score=None, ended=WINDOW)
-    rows = Rows(decode)
-    rows.add(replace(one, prompt=prompt, trajectories=(goes_on,)), 5, "trained")
+    rows, part = Rows(decode), replace(one, prompt=prompt, trajectories=(goes_on,))
+    rows.add(part, 5, "trained")
     (row,) = rows.take().to_pylist()
     assert (row["sample"], row["first"], row["windows_before"], row["prompt_tokens"]) == (
         9,
@@ -330,6 +330,16 @@ def test_a_row_of_a_window_names_the_response_and_the_windows_before_it() -> Non
         9,
     )
     assert (row["ended"], row["reward"]) == ("window", None)
+    (tmp_path / "samples").mkdir()
+    last = replace(part, trajectories=one.trajectories[:1])
+    last = replace(last, prompt=replace(prompt, index=10))
+    kept = [(part, 5, "trained"), (last, 5, "trained")]
+    samples.write(samples.path_of(tmp_path, 5, 1), kept, decode)
+    table = read_table(tmp_path)
+    shown = [s["responses"][0] for s in read_texts(table, choose(table)).values()]
+    of = "window 3 of the response that sample 4 began"
+    assert sorted(s["ended"] for s in shown) == [f"{of}, eos", f"{of}, goes on"]
+    assert {s["reward"] for s in shown} == {None, 1.0}
 
 
 def test_a_file_from_before_windows_is_read(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from millrace.report.page.figures import Array
 from millrace.report.samples import store as store
+from millrace.types import WINDOW
 
 _LIGHT = ("version", "sample", "reward", "tokens")
 _NEVER_NULL = ("version", "sample", "trajectory", "tokens", "outcome")
@@ -199,11 +200,24 @@ def _response(row: dict[str, Any]) -> dict[str, Any]:
         "answer": _cut(row.get("answer")),
         "stop": str(row.get("stop") or ""),
         "tokens": row["tokens"],
-        "ended": str(row.get("ended") or "") if spoken or (row.get("threads") or 1) > 1 else "",
+        "ended": _ended(row) if spoken or (row.get("threads") or 1) > 1 else _window(row),
         "threads": row.get("threads") or 1,
         "segments": parts,
         "messages": spoken,
     }
+
+
+def _ended(row: dict[str, Any]) -> str:
+    return str(row.get("ended") or "")
+
+
+def _window(row: dict[str, Any]) -> str:
+    """Return which part of a response a row is. Empty if it is the whole one."""
+    number, goes_on = 1 + (row.get("windows_before") or 0), _ended(row) == WINDOW
+    if number == 1 and not goes_on:
+        return ""
+    end = "goes on" if goes_on else str(row.get("stop") or "")
+    return f"window {number} of the response that sample {row.get('first')} began, {end}"
 
 
 def _messages(packed: object) -> list[list[str]]:
