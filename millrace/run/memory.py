@@ -116,8 +116,13 @@ def _size_of_shape(s: ModelShape) -> Size | None:
     if not s.vocab_size:
         return None
     kv = s.hidden_size // s.num_attention_heads * s.num_key_value_heads
-    attention = 2 * s.hidden_size**2 + 2 * s.hidden_size * kv + s.hidden_size + 2 * kv
-    layer = attention + 3 * s.hidden_size * s.intermediate_size + 2 * s.hidden_size
+    attention = 2 * s.hidden_size**2 + 2 * s.hidden_size * kv
+    if s.num_experts:  # Qwen3-MoE: a norm of queries and one of keys, no biases, and a router
+        attention += 2 * (s.hidden_size // s.num_attention_heads) + s.hidden_size * s.num_experts
+    else:
+        attention += s.hidden_size + 2 * kv
+    mlps = 3 * s.hidden_size * s.intermediate_size * max(s.num_experts, 1)
+    layer = attention + mlps + 2 * s.hidden_size
     embeddings = s.vocab_size * s.hidden_size * (1 if s.tie_word_embeddings else 2)
     return Size(
         parameters=embeddings + s.num_hidden_layers * layer + s.hidden_size,
@@ -128,6 +133,9 @@ def _size_of_shape(s: ModelShape) -> Size | None:
         width=s.hidden_size,
         vocabulary=s.vocab_size,
         tied=s.tie_word_embeddings,
+        experts=s.num_experts,
+        chosen=s.num_experts_per_tok if s.num_experts else 1,
+        head_norms=s.num_experts > 0,
     )
 
 
