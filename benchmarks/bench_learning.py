@@ -43,6 +43,8 @@ RECIPES = (
     "reinforce_plus_plus",
     "gspo",
     "cispo",
+    "gmpo",
+    "vespo",
     "decoupled_ppo",
 )
 ARMS = {

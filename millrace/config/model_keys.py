@@ -47,13 +47,13 @@ class ModelShape(Section):
     """
 
     def check(self) -> None:
-        if 0 < self.num_experts < self.num_experts_per_tok:
-            raise bad_value(
-                "model.shape.num_experts_per_tok",
-                self.num_experts_per_tok,
-                f"must be at most model.shape.num_experts = {self.num_experts}",
-                f"model.shape.num_experts_per_tok={self.num_experts}",
-            )
+        key, chosen = "model.shape.num_experts_per_tok", self.num_experts_per_tok
+        if 0 < self.num_experts < chosen:
+            rule = f"must be at most model.shape.num_experts = {self.num_experts}"
+            raise bad_value(key, chosen, rule, f"{key}={self.num_experts}")
+        if not self.num_experts and chosen != ModelShape.model_fields["num_experts_per_tok"].default:
+            rule = "model.shape.num_experts is 0, so the model is dense"
+            raise bad_value(key, chosen, rule, f"model.shape.num_experts={4 * chosen}")
         heads = self.num_attention_heads
         if self.hidden_size % heads:
             raise bad_value(

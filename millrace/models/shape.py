@@ -12,6 +12,16 @@ from typing import Any, Literal
 from millrace.config import ModelShape
 
 
+_WIDTHS = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")
+"""Names of the width of an MLP in config.json. GPT-2 without a width has 4 x the hidden size."""
+
+
+def mlp_width(hf: Any) -> int:
+    """Return the width of the MLP of a model with this config.json, or of one of its experts."""
+    given = (getattr(hf, name, None) for name in _WIDTHS)
+    return next((width for width in given if width), 4 * hf.hidden_size)
+
+
 def keys_of_shape(shape: ModelShape) -> dict[str, Any]:
     """Return the keys of config.json that the shape decides, without its vocabulary."""
     keys = shape.model_dump(exclude={"vocab_size", "num_experts", "num_experts_per_tok"})

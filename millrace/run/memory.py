@@ -17,6 +17,8 @@ from millrace.config import (
     RolloutConfig,
     TrainerConfig,
 )
+from millrace.models.mixtures import experts_of
+from millrace.models.shape import mlp_width
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _OPTIMIZER = 12
@@ -26,10 +28,6 @@ _CHUNK = {"cpu": 1 << 26, "cuda": 1 << 27}
 """Logits in one chunk, as in millrace.train.log_probs. A device that is not named counts as GPU."""
 _WHOLE_GRADIENTS = 1 << 30
 """Bytes of gradients that ranks of FSDP2 keep whole until the last micro-batch."""
-
-_WIDTHS = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")
-"""Names of the width of an MLP in config.json. GPT-2 without a width has 4 x the hidden size."""
-_EXPERTS = ("num_experts", "num_local_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,15 +90,11 @@ def size_of_model(hf: Any, parameters: int) -> Size:
     """Return the size of a model with this config.json and this number of parameters."""
     heads = hf.num_attention_heads
     head = getattr(hf, "head_dim", None) or hf.hidden_size // heads
-
-    def first(*names: str) -> int:
-        return next((value for name in names if (value := getattr(hf, name, None))), 0)
-
-    experts = first(*_EXPERTS)
+    experts = experts_of(hf)
     return Size(
         parameters=parameters,
         hidden=hf.hidden_size,
-        intermediate=first(*_WIDTHS) or 4 * hf.hidden_size,
+        intermediate=mlp_width(hf),
         layers=hf.num_hidden_layers,
         kv_width=head * (getattr(hf, "num_key_value_heads", None) or heads),
         width=heads * head,
