@@ -51,7 +51,10 @@ class ModelShape(Section):
         if 0 < self.num_experts < chosen:
             rule = f"must be at most model.shape.num_experts = {self.num_experts}"
             raise bad_value(key, chosen, rule, f"{key}={self.num_experts}")
-        if not self.num_experts and chosen != ModelShape.model_fields["num_experts_per_tok"].default:
+        if (
+            not self.num_experts
+            and chosen != ModelShape.model_fields["num_experts_per_tok"].default
+        ):
             rule = "model.shape.num_experts is 0, so the model is dense"
             raise bad_value(key, chosen, rule, f"model.shape.num_experts={4 * chosen}")
         heads = self.num_attention_heads

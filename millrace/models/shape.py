@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from millrace.config import ModelShape
 
-
 _WIDTHS = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")
 """Names of the width of an MLP in config.json. GPT-2 without a width has 4 x the hidden size."""
 

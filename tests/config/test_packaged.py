@@ -55,7 +55,9 @@ def test_a_copy_of_a_recipe_is_the_same_recipe(name: str, tmp_path: Path) -> Non
     assert recipe.load(copy) == recipe.load(packaged()[name])
 
 
-STALE = [mode for mode in MODES if recipe.load("quickstart", [f"mode={mode}"]).schedule.lag_bound > 1]
+STALE = [
+    mode for mode in MODES if recipe.load("quickstart", [f"mode={mode}"]).schedule.lag_bound > 1
+]
 
 
 @pytest.mark.parametrize("name", [name for name in packaged() if name.startswith("algorithms/")])

@@ -116,7 +116,7 @@ def test_ranks_of_a_micro_batch_get_rows_that_cost_about_the_same(world_size: in
     costs = rows.inputs + rows.inputs**2 / 1000
 
     def waiting(length: float) -> float:
-        keys = {"max_tokens": 4000, "world_size": world_size, "attention_length": length}
+        keys: Any = {"max_tokens": 4000, "world_size": world_size, "attention_length": length}
         loads = [[costs[s].sum() for s in ranks] for ranks in split(rows, np.arange(512), **keys)]
         return float(1 - costs.sum() / world_size / np.max(loads, 1).sum())
 
