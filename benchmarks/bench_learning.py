@@ -5,7 +5,7 @@ r"""The effect of asynchrony on the reward, and of losses and corrections on old
 
 | part | runs |
 |---|---|
-| recipes | every recipe of algorithms/ but gspo_moe, which needs vLLM, as colocate_sync and as async_partial with staleness 0.5 |
+| recipes | every recipe of RECIPES, as colocate_sync and as async_partial with staleness 0.5 |
 | stale | losses and corrections on the quickstart, with all samples 8 versions old |
 
 In `stale`, each version has one step and 9 windows are in flight in strict order. All its runs have

@@ -187,6 +187,13 @@ def draw(seed: int) -> Scenario:
     if random.Random(f"sampler {seed}").random() < 0.3:
         data = config.data.model_copy(update={"sampler": _SAMPLER})
         config = config.model_copy(update={"data": data})
+    window, algorithm = random.Random(f"window {seed}"), config.algorithm
+    plain = not (config.data.sampler or algorithm.filter_groups.enable)
+    if plain and window.random() < 0.3:
+        tppo = algorithm.tppo.model_copy(update={"window": window.choice((5, 16, 30))})
+        algorithm = algorithm.model_copy(update={"tppo": tppo})
+        alone = config.rollout.model_copy(update={"n": 1})
+        config = config.model_copy(update={"algorithm": algorithm, "rollout": alone})
     ranks, replicas = dice.choice((1, 1, 2)), dice.choice((1, 2, 2, 3))
     cost = CostModel(
         token_s=dice.choice((0.005, 0.01, 0.03)),
