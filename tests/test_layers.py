@@ -52,7 +52,7 @@ ARROWS: dict[str, set[str]] = {
     "rollout": {"ports", "schedule"},
     "persist": {"config", "observe", "schedule"},
     "pipeline": {"observe", "persist", "ports", "rollout", "schedule"},
-    "sync": {"config", "ports"},
+    "sync": {"ports"},
     "decode": {"config", "models", "ports", "rollout"},
     "vllm": {"config", "models", "ports", "rollout", "sync"},
     "train": {"algorithms", "config", "models", "observe", "ports", "schedule", "sync"},

@@ -129,7 +129,7 @@ def train(
         raise bad_value("--restarts", restarts, rule, f"--keep-going --restarts {restarts}")
     path, overrides = base_of(path, overrides, config_name, config_path)
     overrides = overrides_on(address, overrides)
-    config = configure(path, overrides, json_, dry_run, help_config, trains=True)
+    config = configure(path, overrides, json_, dry_run, help_config, work="train")
     if keep_going_:
         keep_going(config.trainer, restarts or RESTARTS, json_=json_)
     if config.trainer.val_only:
@@ -171,9 +171,7 @@ def sft(
     Example: millrace sft quickstart sft.steps=200
     """
     all_overrides = overrides_on(address, overrides)
-    config = configure(
-        path, all_overrides, json_, dry_run, help_config, keep_warm_up=True, trains=True
-    )
+    config = configure(path, all_overrides, json_, dry_run, help_config, work="sft")
     from millrace.run.sft import run_sft as work
 
     if not config.sft.steps:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -27,6 +27,9 @@ from millrace.config.trainer_keys import GuardConfig, SyncConfig, TrainerConfig
 from millrace.errors import bad_value
 from millrace.schedule.modes import ModeName, name_of, update_steps
 from millrace.schedule.schedule import Schedule
+
+Work = Literal["train", "sft", "eval"]
+"""The work of a command: a run, the warm-up alone, or the use of a policy that is not trained."""
 
 DEFAULT_SAMPLES = 100
 """The samples that a run trains if no key sets a limit."""
@@ -150,21 +153,16 @@ class Config(Section):
     def learns_from_rewards(self) -> bool:
         return not self.teachers or self.distillation.use_task_rewards
 
-    @property
-    def without_teachers(self) -> Self:
-        """The configuration of what trains nothing, such as a validation and an export."""
-        names = ("teacher", "teacher_coef", "teacher_topk")
-        sft = {name: SftConfig.model_fields[name].default for name in names}
-        none = {"teachers": {}, "distillation": DistillationConfig()}
-        return self.model_copy(update=none | {"sft": self.sft.model_copy(update=sft)})
-
-    @property
-    def of_warm_up(self) -> Self:
-        """The configuration of a warm-up alone, with no teacher but its own."""
-        if not self.sft.teacher:
-            return self.without_teachers
-        one = {self.sft.teacher: self.teachers[self.sft.teacher]}
-        return self.model_copy(update={"teachers": one, "distillation": DistillationConfig()})
+    def for_work(self, work: Work) -> Self:
+        """Return a copy with the teachers of this work alone: an eval has none."""
+        if work == "train":
+            return self
+        teacher = self.sft.teacher if work == "sft" else ""
+        names = () if teacher else ("teacher", "teacher_coef", "teacher_topk")
+        plain = {name: SftConfig.model_fields[name].default for name in names}
+        teachers = {teacher: self.teachers[teacher]} if teacher else {}
+        update = {"teachers": teachers, "distillation": DistillationConfig()}
+        return self.model_copy(update=update | {"sft": self.sft.model_copy(update=plain)})
 
     @property
     def needs_critic(self) -> bool:

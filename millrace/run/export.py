@@ -37,7 +37,7 @@ def export(checkpoint: Path, folder: Path, dtype: str = "") -> dict[str, Any]:
 
     logging.disable_progress_bar()
     tree = yaml.safe_load((checkpoint / "config.yaml").read_text())
-    config = Config.model_validate(without_own_algorithm(tree)).without_teachers
+    config = Config.model_validate(without_own_algorithm(tree)).for_work("eval")
     # One process without a GPU. The FSDP engine loads the states of every engine.
     alone = {"device": "cpu", "fsdp_size": 0, "engine": "fsdp"}
     on_cpu = config.trainer.model_copy(update=alone)

@@ -14,6 +14,7 @@ from millrace.config import (
     TrainerConfig,
     plugins,
 )
+from millrace.config.unused_keys import ENGINES
 from millrace.errors import INSTALL, MissingDependency, bad_value
 
 NVIDIA = Path("/dev/nvidiactl")
@@ -24,20 +25,13 @@ def check_machine(config: Config) -> None:
     """Raise ConfigError or MissingDependency if this machine lacks what the run needs."""
     _check_device(config.trainer)
     _check_judge(config.reward)
-    if not config.trainer.ray_address:  # other nodes of a cluster may have what this node lacks
-        _check_engine(config.rollout)
-        _check_factories(config)
-        _check_training(config.model, config.trainer)
-
-
-def _check_factories(config: Config) -> None:
-    """Raise ConfigError if an engine of another package cannot be built, before a worker tries."""
-    for section, engine, group in (
-        ("rollout", config.rollout.engine, "rollout_engines"),
-        ("trainer", config.trainer.engine, "train_engines"),
-    ):
-        if engine not in plugins.OWN[group]:
-            plugins.load(f"{section}.engine", engine, group)
+    if config.trainer.ray_address:  # other nodes of a cluster may have what this node lacks
+        return
+    _check_engine(config.rollout)
+    for key, group in ENGINES.items():
+        if (engine := config.value_of(key)) not in plugins.OWN[group]:  # of another package
+            plugins.load(key, engine, group)
+    _check_training(config.model, config.trainer)
 
 
 def _check_device(trainer: TrainerConfig) -> None:

@@ -19,8 +19,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from millrace import __version__
-from millrace.config import Config, ModelConfig
+from millrace.config import AgentConfig, Config, ModelConfig, TeacherConfig
 from millrace.config.cached import cache_folder
+from millrace.config.keys import Work
 from millrace.data.chat import Chat
 from millrace.data.curriculum import Curriculum
 from millrace.data.demonstrations import Demonstrations
@@ -59,6 +60,7 @@ from millrace.types import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+CheckRow = Callable[[Problem, str], None]
 Inspect = Callable[["PreTrainedTokenizerBase"], None] | None
 
 
@@ -127,17 +129,18 @@ def load(
     need_truth = any(name in NEEDS_TRUTH for name in functions.values())
     decide = (__version__, data.prompt_key, data.chat, need_truth, scored, functions, config.agents)
 
-    def check_of(config: Config) -> RowCheck:
+    def check_of(taught: Mapping[str, TeacherConfig], rewarded: bool) -> RowCheck:
+        of_teachers = partial(teachers.check_row, taught, rewarded) if taught else None
         return RowCheck(
             data.prompt_key,
             need_truth,
             refusal if scored and "" in functions.values() else None,
-            _row_check(data.chat, config, functions if scored else {}),
-            repr((*decide, config.teachers, config.learns_from_rewards)),
+            _row_check(data.chat, config.agents, functions if scored else {}, of_teachers),
+            repr((*decide, taught, rewarded)),
         )
 
-    untaught = check_of(config.without_teachers)
-    check = check_of(config) if scored else untaught
+    untaught = check_of({}, True)
+    check = check_of(config.teachers, config.learns_from_rewards) if scored else untaught
     cached = partial(
         load_sources, seed=seed, cache=RowCache(cache_folder() / "rows", note, progress)
     )
@@ -164,10 +167,10 @@ def load(
 
 
 def _row_check(
-    chat: str, config: Config, functions: Mapping[str, str]
-) -> Callable[[Problem, str], None]:
+    chat: str, agents: AgentConfig, functions: Mapping[str, str], of_teachers: CheckRow | None
+) -> CheckRow:
     """Return the check of each row's prompt, ground truth, teachers, and the columns of agents."""
-    agents, of_agents = config.agents, row_check(config.agents)
+    of_agents = row_check(agents)
 
     def check(row: Problem, where: str) -> None:
         if chat == "never" and not agents.agent_kind and not isinstance(row.prompt, str):
@@ -175,8 +178,8 @@ def _row_check(
             raise bad_row(where, row.prompt, rule, "data.chat=auto, or a prompt that is a string")
         if of_agents is not None:
             of_agents(row, where)
-        if config.teachers:
-            teachers.check_row(config, row, where)
+        if of_teachers is not None:
+            of_teachers(row, where)
         for section, function in functions.items():
             name = function or scorer_of(row.data_source, row.extra_info)
             if name == "last_number" and number(row.ground_truth) is None:
@@ -243,7 +246,7 @@ def prepare(
         if made
         else _tokenizer(model, sources, key, roles=bool(config.agents.agent_kind))
     )
-    teachers.check_models(config, tokenizer)
+    teachers.check_models(config.teachers, config.distillation, config.sft, tokenizer)
     player = config.agents.agent_kind
     chat = Chat(tokenizer, strings="never" if player else config.data.chat)
     if chat.strings == "always" and chat.template is None:
@@ -336,8 +339,7 @@ def _random_weights(path: str) -> Iterator[str]:
 def prompts_of_an_epoch(
     config: Config,
     *,
-    scored: bool = True,
-    trains: bool = True,
+    work: Work = "train",
     inspect: Inspect = None,
     note: Note = silent,
     resume_from: Path | None = None,
@@ -348,10 +350,7 @@ def prompts_of_an_epoch(
     on how prompts are read. The rows must be those of the checkpoint `resume_from`.
     """
     shown = shown_slowly(lambda work, done, total: note(_counted(work, done, total)), 5.0, 5.0)
-    if not trains:
-        config = config.without_teachers
-    elif not scored:
-        config = config.of_warm_up
+    scored, config = work != "sft", config.for_work(work)
     sources = load(config, scored=scored, note=note, progress=shown)
     growth: rows.Growth = ()
     if resume_from is not None:
@@ -366,7 +365,7 @@ def prompts_of_an_epoch(
         model = Path(folder) / "model"
         if resume_from is not None and (resume_from / "model" / "tokenizer_config.json").is_file():
             model = resume_from / "model"  # as in the run, which makes no tokenizer again
-        tries = scored and trains
+        tries = work == "train"
         prepared = prepare(config, sources, model, growth=growth, tries=tries, progress=shown)
     if resume_from is not None:
         rows.check_kept(resume_from, prepared.train)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from millrace.config import Config, RolloutConfig
+from millrace.config import Config, GuardConfig, RolloutConfig
 from millrace.observe import trackers
 from millrace.observe.guard import Guard
 from millrace.observe.metrics import RunCounts
@@ -161,6 +161,7 @@ async def run_training(
     s.checkpoints.supersede(ledger.version)
     history, counts = History(s.run.path, ledger.totals()), s.counts
     called = Callbacks(callbacks, s, counts, stop)
+    grouped = s.config.learns_from_rewards and s.config.rollout.n > 1
     complete = False
     user = user_metrics_of(s.config.observe.metrics, s.problems.chat, s.progress.note)
     outside = trackers.start(c.logger, about(s), s.progress.note)
@@ -178,7 +179,7 @@ async def run_training(
                 save_freq=c.save_freq,
                 async_save=c.async_save,
                 test_freq=s.config.test_freq,
-                guard=make_guard(s.config, rows),
+                guard=make_guard(s.config.guard, rows, grouped=grouped),
                 counts=counts,
                 deadline_s=c.wait_deadline_s,
                 tasks=tasks,
@@ -423,12 +424,13 @@ def drawn_lengths(rollout: RolloutConfig) -> DrawnLengths | None:
     )
 
 
-def make_guard(config: Config, rows: dict[int, dict[str, float]]) -> Guard | None:
+def make_guard(
+    section: GuardConfig, rows: dict[int, dict[str, float]], *, grouped: bool
+) -> Guard | None:
     """Return the guard, after it has read the rows of earlier attempts."""
-    section = config.guard
     if not section.enable:
         return None
-    if not config.learns_from_rewards or config.rollout.n == 1:  # equal rewards do not stop it
+    if not grouped:  # equal rewards do not stop it
         section = section.model_copy(update={"max_zero_variance_share": 1.0})
     guard = Guard(section)
     for version, row in rows.items():
