@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from millrace.config import Config
 from millrace.config.checks import placed
+from millrace.config.explain import facts
+from millrace.config.facts import Fixed, NoEffectOnWeights
 from millrace.config.keys import NO_PROGRESS, Derived, ResumeProgress, Work
+from millrace.config.teacher_keys import CLIENT_KEYS
 from millrace.data.curriculum import FILE, Curriculum
 from millrace.data.identity import identity_of
 from millrace.errors import MillraceError, bad_value
 from millrace.observe import trackers
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
+from millrace.persist.config_file import flat
 from millrace.pipeline import journal, journal_file
 from millrace.pipeline.checkpoint import Checkpoints, read_manifest
 from millrace.pipeline.journal import NullJournal
@@ -30,7 +37,6 @@ from millrace.run import problems as problems_
 from millrace.run import rows
 from millrace.run.agents import open_agent
 from millrace.run.algorithms import tried
-from millrace.run.digests import digests
 from millrace.run.engines import Engines, build_engines, open_runtime, start_workers
 from millrace.run.folder import RunDir, open_eval_dir, open_run_dir, release
 from millrace.run.machine import check_machine, check_shape
@@ -316,6 +322,32 @@ class _Opening:
             rows.write(run.path, identity_of(problems.train, sources.val))
             self.rows = rows.training_key(problems.train)
         return problems
+
+
+def digests(values: dict[str, Any], rows: str = "") -> tuple[str, str]:
+    """Return digests of the settings that shape samples, and of those that shape weights too.
+
+    `values` is a configuration as plain data, and `rows` names the rows of the training data. The
+    journal has both digests.
+    """
+    keys = dict(flat(values))
+    teachers = values.get("teachers") or {}
+    free = tuple(f"{key}." for key, _ in facts(NoEffectOnWeights))
+    free += tuple(f"teachers.{name}.{key}." for name in teachers for key in CLIENT_KEYS)
+    samples = {key: keys.get(key) for key, _ in facts(Fixed)} | {"rows": rows}
+    outside = {
+        name: (one["model"] if one["base_url"] else one["path"], one["data_sources"])
+        for name, one in teachers.items()
+        if one["base_url"] or one["place"] == "own"
+    }
+    if outside:  # a finished sample has their log-probs
+        samples["teachers"] = outside
+    training = {key: value for key, value in keys.items() if not f"{key}.".startswith(free)}
+    first, second = (
+        hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        for part in (samples, training)
+    )
+    return first, second
 
 
 def trained_by(checkpoint: Path | None) -> ResumeProgress:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -27,11 +27,13 @@ from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.validation import Result
+from millrace.rollout import replica_wait
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.retry import RetryingReward
+from millrace.rollout.roster import Change, Roster
 from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
 from millrace.run import starts, supervised
@@ -40,7 +42,6 @@ from millrace.run.callbacks import Callback, Callbacks
 from millrace.run.evaluate import make_validator
 from millrace.run.problems import user_metrics_of
 from millrace.run.proof import make_proof, of_version, refuse
-from millrace.run.replicas import saved_without_replicas, validate_now
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
@@ -347,6 +348,36 @@ async def train_to_end(
     if stop.error is not None:
         raise stop.error
     return complete, started, seconds
+
+
+@contextmanager
+def saved_without_replicas(roster: Roster, stop: StopRequest) -> Iterator[None]:
+    """Stop and save the run once every replica is given up, and then raise ReplicaLost.
+
+    Every change of a replica is an event on its track.
+    """
+    replica_wait.check(roster)
+    stream = current().registry
+
+    def changed(change: Change) -> None:
+        stream.at(f"rollout-{change.replica}", f"replica_{change.to}", why=change.why)
+        if roster.over:
+            stop.request()
+
+    roster.saves = True
+    try:
+        with roster.subscribe(changed):
+            yield
+    finally:
+        roster.saves = False
+    replica_wait.check(roster)
+
+
+async def validate_now(trainer: Trainer, record: RunRecord, phase: str) -> None:
+    """Validate the live weights. Send them again if the replicas that had them are lost."""
+    while not await record.validate_now(trainer.queue.ledger.version, phase):
+        await trainer.republish_live()
+        replica_wait.check(trainer.rollouter.pool.roster)
 
 
 async def finish_run(

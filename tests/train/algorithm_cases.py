@@ -17,6 +17,7 @@ from millrace.train.experience import Experience, Models, make_experience
 from millrace.train.fsdp.critic import PackedCritic
 from millrace.train.fsdp.engine import FsdpTrainEngine
 from millrace.train.fsdp.policy import PackedPolicy
+from millrace.train.options import step_options
 from millrace.train.rows import arrays_of
 from millrace.types import (
     Author,
@@ -72,7 +73,7 @@ def engine_of(folder: str, config: Config) -> FsdpTrainEngine:
 
     engine = FsdpTrainEngine(
         model(),
-        config,
+        step_options(config),
         model_folder=f"{folder}/tied",
         rank=0,
         world_size=1,

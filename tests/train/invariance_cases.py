@@ -223,7 +223,7 @@ def engine_of(
 
     engine = FsdpTrainEngine(
         shard(model(), *sections, mesh, CPU),
-        config,
+        step_options(config),
         model_folder=folder,
         rank=rank,
         world_size=world_size,
