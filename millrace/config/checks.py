@@ -197,7 +197,7 @@ def _check_teachers(c: Config) -> None:
         )
     if c.learns_from_rewards:
         return
-    if c.needs_critic:
+    if c.algorithm.needs_critic:
         raise bad_value(
             "distillation.use_task_rewards",
             False,

@@ -165,10 +165,6 @@ class Config(Section):
         return self.model_copy(update=update | {"sft": self.sft.model_copy(update=plain)})
 
     @property
-    def needs_critic(self) -> bool:
-        return self.algorithm.needs_critic
-
-    @property
     def critic_warmup_steps(self) -> int:
         """Optimizer steps at the start of the run that train only the critic."""
         a, epochs = self.async_training, self.actor.ppo_epochs
@@ -178,15 +174,6 @@ class Config(Section):
     @property
     def test_freq(self) -> int:
         return self.trainer.test_freq or self.rollout.test_freq
-
-    @property
-    def trainer_ranks(self) -> int:
-        return self.trainer.ranks
-
-    @property
-    def shard_size(self) -> int:
-        """Number of trainer ranks that share one copy of the model."""
-        return self.trainer.shard_size
 
     @property
     def context_size(self) -> int:
@@ -202,7 +189,7 @@ class Config(Section):
         if self.trainer.engine == "megatron":
             own = self.trainer.megatron
             parts *= own.tensor_model_parallel_size * own.pipeline_model_parallel_size
-        return self.trainer_ranks // parts
+        return self.trainer.ranks // parts
 
     @property
     def max_tokens(self) -> int:
@@ -223,15 +210,6 @@ class Config(Section):
             return {"tokens": actor.ppo_max_token_len_per_gpu, "micro_batches": 2}
         read = rollout.max_prompt_length + rollout.n * rollout.max_response_length
         return {"tokens": -(-samples * read // self.context_size), "micro_batches": 1}
-
-    @property
-    def rollout_devices(self) -> int:
-        return self.rollout.devices
-
-    @property
-    def replicas(self) -> int:
-        """Number of rollout engines."""
-        return self.rollout.replicas
 
     @property
     def sides(self) -> Sides:

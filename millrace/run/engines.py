@@ -167,14 +167,11 @@ class Workers:
     async def end(self, peer: Peer) -> None:
         self._met.pop(peer, None)
         if peer.name.startswith("trainer-"):
-            self._forget_ranks()
+            # A dead address would cost a minute for each try to meet the ranks.
+            self._address = None
+            for meeting in self._meeting:
+                meeting.mark_dead(f"the trainer was lost while {meeting.name} met it")
         await self._runtime.end(peer)
-
-    def _forget_ranks(self) -> None:
-        """Forget where replicas meet the ranks. A dead address would cost a minute for each try."""
-        self._address = None
-        for peer in self._meeting:
-            peer.mark_dead(f"the trainer was lost while {peer.name} met it")
 
     def release(self, replica: int) -> None:
         self._runtime.release(replica)

@@ -154,7 +154,7 @@ def estimate(
     rollout = _rollout(config.rollout, size, width)
     if config.async_training.colocated:  # both sides have one copy of the next weights
         rollout["staged weights"] = 0
-    trainer, models = config.trainer, (config.needs_reference, config.needs_critic)
+    trainer, models = config.trainer, (config.needs_reference, config.algorithm.needs_critic)
     if trainer.engine == "megatron":
         parts = _megatron(config.model, tokens, trainer, size, reference=models[0])
     else:

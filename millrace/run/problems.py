@@ -300,8 +300,18 @@ def prepare(
         parts=config.reward.parts,
     )
     idle = teachers.idle(config.teachers if tries else {}, train)
-    said = *_random_weights(model.path), *_repeats(sources.train), *idle, *notes
-    return Problems(chat, train, val, demonstrations, said)
+    lines = []
+    if model.path and Path(model.path).is_dir() and not model_checks.has_weights(Path(model.path)):
+        rule = "the folder has no weights, so they are random, except those of a checkpoint"
+        fix = "*.safetensors in the folder; for a run's model, `millrace export RUN FOLDER`"
+        lines.append(f"warning: model.path = {model.path!r}: {rule}. Fix: {fix}.")
+    if repeated := sources.train.repeated:
+        count = len(sources.train)
+        lines.append(
+            f"{repeated:,} of {count:,} training rows repeat another one, and each is trained: "
+            f"{count - repeated:,} are distinct"
+        )
+    return Problems(chat, train, val, demonstrations, (*lines, *idle, *notes))
 
 
 def curriculum_of(spec: str, schedule: Schedule, train: PromptStream) -> Curriculum | None:
@@ -326,22 +336,6 @@ def _made_up(prompt: Prompt, n: int, *, plays: bool) -> Sample:
     one = replace(Trajectory.of((drawn,)), messages=said)
     scores = (Score(float(k % 2), extra=defaultdict(float)) for k in range(n))
     return Sample(prompt, tuple(map(one.with_score, scores)))
-
-
-def _repeats(rows: Rows) -> Iterator[str]:
-    if repeated := rows.repeated:
-        yield (
-            f"{repeated:,} of {len(rows):,} training rows repeat another one, and each is trained: "
-            f"{len(rows) - repeated:,} are distinct"
-        )
-
-
-def _random_weights(path: str) -> Iterator[str]:
-    """Yield a warning if the user's folder has no weights, so that they are drawn."""
-    if path and Path(path).is_dir() and not model_checks.has_weights(Path(path)):
-        rule = "the folder has no weights, so they are random, except those of a checkpoint"
-        fix = "*.safetensors in the folder; for a run's model, `millrace export RUN FOLDER`"
-        yield f"warning: model.path = {path!r}: {rule}. Fix: {fix}."
 
 
 def first_prompts(chat: Chat, stream: PromptStream) -> Iterator[str]:

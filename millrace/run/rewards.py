@@ -52,7 +52,9 @@ def make_reward(given: RewardConfig, agents: AgentConfig, sides: Sides) -> RunRe
     launchers: dict[str, Launcher] = {}
     for section, part in given.parts.items():
         if part.sandbox:
-            launchers[section] = _isolated(section, part.function)
+            from millrace.run.reward_sandbox import SandboxLauncher
+
+            launchers[section] = SandboxLauncher(section, part.function)
         elif is_in_driver(part.function):
             launchers[section] = DriverLauncher()
     reward = RunReward(_with_models(given, models), environments, launchers)
@@ -78,12 +80,6 @@ def devices_of(
             names = _gpus_for(key, model, sides, gpus, free)
             found[key] = "cuda", [{"CUDA_VISIBLE_DEVICES": name} for name in names]
     return found
-
-
-def _isolated(section: str, function: str) -> Launcher:
-    from millrace.run.reward_sandbox import SandboxLauncher
-
-    return SandboxLauncher(section, function)
 
 
 def scorer_line(agents: AgentConfig, reward: RewardConfig, prompt: Prompt) -> str:

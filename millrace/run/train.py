@@ -249,10 +249,10 @@ def make_event_recorder(s: Session, ledger: Ledger, attempt: int) -> EventRecord
     from millrace.runtime.local import visible_gpus
 
     c, checkpoint = s.config, s.run.resume_from
-    tracks = (f"rollout-{i}" for i in range(c.replicas))
+    tracks = (f"rollout-{i}" for i in range(c.rollout.replicas))
     on_cpu = c.trainer.device == "cpu" or not visible_gpus()
     devices = Devices(
-        c.trainer_ranks,
+        c.trainer.ranks,
         dict.fromkeys(tracks, c.rollout.tensor_model_parallel_size),
         share_cores=on_cpu and c.trainer.runtime == "local",
         tools=not isinstance(s.agent, SingleTurn),

@@ -78,7 +78,7 @@ def engine_of(folder: str, config: Config) -> FsdpTrainEngine:
         rank=0,
         world_size=1,
         device=CPU,
-        critic=PackedCritic(model().model) if config.needs_critic else None,
+        critic=PackedCritic(model().model) if config.algorithm.needs_critic else None,
         reference=model().requires_grad_(False) if config.needs_reference else None,
     )
     engine.restart(OPTIM, HORIZON)

@@ -178,15 +178,8 @@ def bench_modes(
         run_async(json_, config.name, "bench modes", measure, lambda: False)
     finally:
         if figures:  # after an error or a stop, report the runs that are complete
-            _report_modes(json_, folder, figures, planned=len(arms) * repeats)
-
-
-def _report_modes(
-    json_: bool, folder: Path, figures: list[dict[str, Any]], *, planned: int
-) -> None:
-    from millrace.extras.bench.modes import remarks, table
-
-    _report_runs(json_, folder, figures, [table(figures), *remarks(figures)], planned=planned)
+            lines = [work.table(figures), *work.remarks(figures)]
+            _report_runs(json_, folder, figures, lines, planned=len(arms) * repeats)
 
 
 def _report_runs(

@@ -219,7 +219,7 @@ def build(
     # A checkpoint has only the adapters, so every machine must draw the same base, with or without
     # a GPU. The base is therefore drawn on the host.
     policy = load(policy_of, *source, on_host=adapted)
-    critic = load(PackedCritic, *source) if config.needs_critic else None
+    critic = load(PackedCritic, *source) if config.algorithm.needs_critic else None
     reference = load(frozen, *source) if config.needs_reference and not adapted else None
     teachers = {}
     for name, teacher in config.teachers.items():
