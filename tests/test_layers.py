@@ -337,14 +337,22 @@ def test_rooms_keep_their_budgets() -> None:
 
 
 def test_few_functions_take_the_whole_configuration() -> None:
-    """Most code takes its own section: at most 56 functions take a Config."""
+    """`run/` takes a Config apart: 5 functions below it take a whole one, and 29 in all.
+
+    The 5 are `build` of both train engines, the options of a train engine, and two readers of a
+    run's Config in `report/`.
+    """
 
     def takes_config(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
         arguments = [*function.args.args, *function.args.kwonlyargs]
         return any(a.annotation and ast.unparse(a.annotation) == "Config" for a in arguments)
 
-    taking = [f"{p}: {f.name}" for p in FILES for f in functions(p) if takes_config(f)]
-    assert len(taking) <= 56, taking
+    taking = [
+        (room_of(p), f"{p}: {f.name}") for p in FILES for f in functions(p) if takes_config(f)
+    ]
+    below = [name for room, name in taking if room not in ("run", "config", "cli")]
+    assert len(below) <= 5, below
+    assert len(taking) <= 29, taking
 
 
 def test_nobody_knows_a_train_engine() -> None:

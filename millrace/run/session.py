@@ -287,9 +287,6 @@ class _Opening:
             check_end(config, len(problems.train), run.resume_from)
         for text in problems.notes:
             note(text)
-        if problems.train.filtered:
-            found = f"left out {problems.train.filtered} prompts that are longer than "
-            note(f"{found}rollout.max_prompt_length")
         end = config.end_note(len(problems.train), trained_by(run.resume_from))
         if end and self.work == "train":
             note(end)

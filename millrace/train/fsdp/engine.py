@@ -194,27 +194,19 @@ def build(
     With model.lora_rank, the policy's weights are frozen and adapters are trained. A critic has no
     adapters: all its weights are trained.
     """
-    device = pick(config.trainer.device)
-    alone = not dist.is_initialized()
-
-    share = (
-        config.model.gradient_checkpointing_share if config.model.gradient_checkpointing else 0.0
-    )
-
-    adapted = config.model.lora_rank > 0
+    section, trainer = sections = config.model, config.trainer
+    device, alone = pick(trainer.device), not dist.is_initialized()
+    share = section.gradient_checkpointing_share if section.gradient_checkpointing else 0.0
+    adapted = section.lora_rank > 0
 
     def policy_of(model: PreTrainedModel) -> PackedPolicy:
-        return PackedPolicy(
-            lora.inject(model, config.model, config.trainer.seed) if adapted else model,
-            checkpoint_share=share,
-            fused=config.model.compile,
-        )
+        model = lora.inject(model, section, trainer.seed) if adapted else model
+        return PackedPolicy(model, checkpoint_share=share, fused=section.compile)
 
     def frozen(model: PreTrainedModel) -> PackedPolicy:
-        own = PackedPolicy(model, fused=config.model.compile, replays=False)
+        own = PackedPolicy(model, fused=section.compile, replays=False)
         return own.requires_grad_(False)
 
-    sections = (config.model, config.trainer)
     source = (model_folder, *sections, rank, mesh_of(*sections, world_size, device), device)
     # A checkpoint has only the adapters, so every machine must draw the same base, with or without
     # a GPU. The base is therefore drawn on the host.
@@ -225,7 +217,7 @@ def build(
     for name, teacher in config.teachers.items():
         if teacher.outside:
             continue
-        trusted = config.model.model_copy(update={"trust_remote_code": teacher.trust_remote_code})
+        trusted = section.model_copy(update={"trust_remote_code": teacher.trust_remote_code})
         teachers[name] = load(frozen, teacher.path, trusted, *source[2:])
     engine = kind(
         policy,
@@ -239,7 +231,7 @@ def build(
         teachers=teachers,
     )
     engine.owns_group = alone and dist.is_initialized()
-    if config.model.compile:  # while the rollout engines start
+    if section.compile:  # while the rollout engines start
         for model in (engine.actor, engine.critic, engine.reference, *engine.teachers.values()):
             if isinstance(model, Trainable):
                 model.warm_up()

@@ -32,43 +32,19 @@ class Restorable(Protocol):
     """The parts of a train engine that are saved, loaded and exported."""
 
     kl_coef: float
-
-    @property
-    def actor(self) -> Trainable: ...
-
-    @property
-    def critic(self) -> Trainable | None: ...
-
-    @property
-    def reference(self) -> Trainable | StartPolicy | None: ...
-
-    @property
-    def adapted(self) -> bool:
-        """Whether adapters are trained and the base is frozen."""
-        ...
-
-    @property
-    def base_sum(self) -> int | None:
-        """Sum over the bits of a frozen base."""
-        ...
-
-    @property
-    def options(self) -> StepOptions: ...
-
-    @property
-    def model_folder(self) -> str: ...
-
-    @property
-    def policy(self) -> Any: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def writer(self) -> StateWriter: ...
+    actor: Trainable
+    critic: Trainable | None
+    reference: Trainable | StartPolicy | None
+    adapted: bool
+    """Whether adapters are trained and the base is frozen."""
+    base_sum: int | None
+    """Sum over the bits of a frozen base."""
+    options: StepOptions
+    model_folder: str
+    policy: Any
+    rank: int
+    world_size: int
+    writer: StateWriter
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
