@@ -143,8 +143,7 @@ class Workers:
         starts = (self._start_rank(rank, started) for rank in range(self._agreed.ranks))
         peers = await all_ended(starts)
         address = await peers[0].call("listen", (), Address)
-        where = self._tree, self._folder
-        await first_error(peers, [_build(p, *where, r, address) for r, p in enumerate(peers)])
+        await first_error(peers, self.build_ranks(peers, address))
         await first_error(peers, self.join_ranks(peers, address))
         self._address = address
         return peers
@@ -153,6 +152,10 @@ class Workers:
         peer = await self._runtime.start(f"trainer-{rank}", "trainer", rank)
         started(peer)
         return peer
+
+    def build_ranks(self, peers: list[Peer], address: Address) -> list[Coroutine[Any, Any, None]]:
+        where = self._tree, self._folder
+        return [_build(p, *where, r, address) for r, p in enumerate(peers)]
 
     def join_ranks(self, peers: list[Peer], address: Address) -> list[Coroutine[Any, Any, None]]:
         return [p.call("connect", (self._agreed, r, address)) for r, p in enumerate(peers)]
@@ -238,17 +241,12 @@ async def build_engines(
         sides, trainers, rollouts, restarts=restarts, trains=trains, starter=starter
     )
 
-    def build_trainers() -> list[Coroutine[Any, Any, None]]:
-        return [_build(p, tree, folder, r, address) for r, p in enumerate(trainers)]
-
-    def build_rollouts() -> list[Coroutine[Any, Any, None]]:
-        return [_build(p, tree, folder) for p in rollouts]
-
+    builds = (_build(p, tree, folder) for p in rollouts)
     if sides.colocated and rollouts and sides.rollout.engine == "vllm":
-        await first_error(trainers, build_trainers())
-        await engines.turns.run_while_asleep(first_error(rollouts, build_rollouts()))
+        await first_error(trainers, starter.build_ranks(trainers, address))
+        await engines.turns.run_while_asleep(first_error(rollouts, [*builds]))
     else:
-        await first_error(peers, [*build_trainers(), *build_rollouts()])
+        await first_error(peers, [*starter.build_ranks(trainers, address), *builds])
     if rollouts:
         ends = starter.join_ranks(trainers, address)
         ends += [starter.meet(r, p) for r, p in enumerate(rollouts)]
