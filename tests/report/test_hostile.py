@@ -14,8 +14,7 @@ from millrace.persist.run_reader import RunReader, load
 from millrace.report import query
 from millrace.report.advice.measure import advise_run
 from millrace.report.live.look import look_at
-from millrace.report.page import sections
-from millrace.report.page.write import write_report
+from millrace.report.page.write import of_run, write_report
 from tests.report.run_folders import write_run
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -78,7 +77,7 @@ def test_a_bad_configuration_is_named(whole: Path, tmp_path: Path, name: str) ->
     folder = copied(whole, tmp_path / "run")
     (folder / "config.yaml").write_text(CONFIGS[name])
     read_all(folder)
-    assert "Not readable: config.yaml: " in json.dumps(sections.of_run(load(folder))[0])
+    assert "Not readable: config.yaml: " in json.dumps(of_run(load(folder))[0])
 
 
 def test_a_pipe_is_not_read(whole: Path, tmp_path: Path) -> None:
@@ -94,7 +93,7 @@ def test_a_report_does_not_show_a_file_outside_of_the_folder(whole: Path, tmp_pa
     secret.write_text("key: SECRET\n")
     (folder / "config.yaml").unlink()
     (folder / "config.yaml").symlink_to(secret)
-    assert "SECRET" not in json.dumps(sections.of_run(load(folder))[0])
+    assert "SECRET" not in json.dumps(of_run(load(folder))[0])
 
 
 @pytest.mark.parametrize("name", LINES)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from millrace.persist.run_reader import RunReader, load
-from millrace.report.page import agents
+from millrace.report.page import curves
 from millrace.report.page.lanes import NAMES, columns, lanes
 from millrace.report.page.samples import choose, read_table, read_texts
 from millrace.report.page.states import STATES, state_of
@@ -48,7 +48,7 @@ def test_the_timeline_of_agents_agrees_with_the_accounts(tmp_path: Path, mode: s
 
 def test_a_run_without_agents_has_no_section_of_agents(tmp_path: Path) -> None:
     run = load(write_run(tmp_path / "run", samples=16))
-    assert not run.agents and not agents.agents(run)
+    assert not run.agents and not curves.agents(run)
 
 
 def test_the_section_of_agents_sums_dead_turns_and_counts(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_the_section_of_agents_sums_dead_turns_and_counts(tmp_path: Path) -> Non
     run = load(folder)
     for row in run.rows.values():
         row["agents/tool_calls"] = 3.0
-    turns, ended, sessions, counts = agents.agents(run)
+    turns, ended, sessions, counts = curves.agents(run)
     dead = sum(row["agents/dead_turns"] for row in run.rows.values())
     assert dead and f"{dead:,.0f} turns were dead" in turns["how"]
     assert [line["name"] for line in turns["data"]][2:] == ["threads, mean", "threads, most"]

@@ -21,17 +21,16 @@ from millrace.errors import ConfigError
 from millrace.persist import accounts, ownership
 from millrace.persist.run_reader import RunReader, load
 from millrace.report.advice.advise import Advice
-from millrace.report.page import compare, curves, head, sections
+from millrace.report.page import compare, curves, head
 from millrace.report.page import timeline as timelines
 from millrace.report.page.figures import rounded
 from millrace.report.page.head import state_of as whether_complete
 from millrace.report.page.lanes import NAMES, columns, lanes
 from millrace.report.page.samples import choose, count, read_table
 from millrace.report.page.states import STATES, state_of
-from millrace.report.page.timeline import timeline
+from millrace.report.page.timeline import timeline, windows
 from millrace.report.page.totals import devices
-from millrace.report.page.window import windows
-from millrace.report.page.write import LIMIT, MARK, write_report
+from millrace.report.page.write import LIMIT, MARK, of_run, write_report
 from millrace.report.trace import spans
 from millrace.report.trace.spans import Span
 from tests.pipeline.simulated import RUNS
@@ -197,7 +196,7 @@ def test_a_comparison_says_what_could_not_be_read(tmp_path: Path) -> None:
 
 
 def test_every_chart_is_a_valid_figure_of_plotly(tmp_path: Path) -> None:
-    page, _ = sections.of_run(load(write_run(tmp_path / "run")))
+    page, _ = of_run(load(write_run(tmp_path / "run")))
     figures = [b for s in page["sections"] for b in s["blocks"] if b["type"] == "figure"]
     assert len(figures) >= 8
     for block in figures:
@@ -206,7 +205,7 @@ def test_every_chart_is_a_valid_figure_of_plotly(tmp_path: Path) -> None:
 
 
 def test_sentences_name_keys_that_exist(tmp_path: Path) -> None:
-    page, _ = sections.of_run(load(write_run(tmp_path / "run")))
+    page, _ = of_run(load(write_run(tmp_path / "run")))
     texts = json.dumps(page["sections"])
     looks = " ".join(look.lifts for look in STATES.values())
     named = re.findall(r"`([a-z_]+\.[a-z_.]+)[`=]", texts + looks)
@@ -238,7 +237,7 @@ def test_damaged_accounts_are_counted_and_named_where_advice_is_missing(tmp_path
     folder = load(run)
     note = f"accounts.jsonl: {len(whole) - 1} lines are not readable"
     assert note in folder.notes and len(folder.accounts) == 1
-    page, _ = sections.of_run(folder)
+    page, _ = of_run(folder)
     assert f"No advice, perhaps because of damaged files: {note}" in json.dumps(page["sections"])
 
 

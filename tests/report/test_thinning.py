@@ -19,7 +19,7 @@ from millrace.report.accounts.devices import DeviceAccount
 from millrace.report.accounts.flow import FlowAccount
 from millrace.report.page.curves import lengths
 from millrace.report.page.lanes import columns, lanes
-from millrace.report.page.timeline import _some_samples
+from millrace.report.page.timeline import timeline
 from millrace.report.query import query
 from millrace.report.trace import writer as writing
 from millrace.report.trace.choice import SampleChoice
@@ -238,7 +238,8 @@ def test_a_thread_that_takes_too_much_draws_fewer_and_says_so_once(
     assert "some samples only" in " ".join(reader.notes)
     found = columns(read(tmp_path))
     found.replicas["rollout-0"] = np.array([[0.0, 1.0, 0.0]])
-    assert "does not show" in _some_samples(found) and found.every() == 8
+    (chart, *_) = timeline(reader, found)
+    assert "does not show" in chart["note"] and found.every() == 8
     at = [span.start for span in thinned]
     assert found.every(0, at[0]) == 1 and found.every(at[0], at[1]) == 2 == found.every(0, at[1])
 
