@@ -246,7 +246,7 @@ def test_dropped_samples_are_named_with_a_bound_of_what_they_cost() -> None:
 def test_responses_that_are_read_again_at_each_sync_are_named() -> None:
     case = FLAT.but(slots=128, staleness=3.0, cost=replace(COST, prefill_token_s=0.005))
     before = run(case)
-    (about,) = [one for one in advise(before) if one.key == "mode" and one.value == "async_swap"]
+    (about,) = [one for one in advise(before) if one.overrides[:1] == ("mode=async_swap",)]
     assert "because syncs interrupt responses" in about.text and about.gain is None
     assert run(followed(case, about)).rate > 1.1 * before.rate
 

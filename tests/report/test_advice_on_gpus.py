@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from millrace.persist.run_reader import RunReader
-from millrace.report.advice.measure import advise_run, measure
+from millrace.report.advice.advise import advise_run
+from millrace.report.advice.measure import measure
 
 RUNS = Path(__file__).parent / "h200"
 FEW, MANY = (RunReader(RUNS / name).read() for name in ("run-0", "run-1"))

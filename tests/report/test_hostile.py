@@ -12,7 +12,7 @@ import pytest
 from millrace.errors import MillraceError
 from millrace.persist.run_reader import RunReader, load
 from millrace.report import query
-from millrace.report.advice.measure import advise_run
+from millrace.report.advice.advise import advise_run
 from millrace.report.live.look import look_at
 from millrace.report.page.write import of_run, write_report
 from tests.report.run_folders import write_run

@@ -56,7 +56,7 @@ def of_calls(calls: Sequence[Call]) -> list[Event]:
 
 def draw(events: Sequence[Event], thin: dict[int, int] | None = None, batch: int = 5) -> list[Line]:
     """Return the lines of events. `thin` has the new number of each batch that changes it."""
-    translator, out, queue = Translator(0.0), list[Line](), list[Event]()
+    translator, queue = Translator(0.0), list[Event]()
     choice, end = SampleChoice(), events[-1].time if events else 0.0
     for i, event in enumerate(events):
         if thin and i % batch == 0 and i // batch in thin:
@@ -64,17 +64,13 @@ def draw(events: Sequence[Event], thin: dict[int, int] | None = None, batch: int
         if choice.calls_for(event.phase, event.key):
             queue.append(event)
         if i % batch == 0:
-            drain(queue, translator, out)
-            translator.write_begun(event.time, out)
-    drain(queue, translator, out)
-    translator.end_all(end, out, GAP)
-    return out
-
-
-def drain(queue: list[Event], translator: Translator, out: list[Line]) -> None:
+            while queue:
+                translator.add(queue.pop(0))
+            translator.write_begun(event.time)
     for event in queue:
-        translator.add(event, out)
-    queue.clear()
+        translator.add(event)
+    translator.end_all(end, GAP)
+    return translator.take()
 
 
 def slices(out: Sequence[Line]) -> list[tuple[str, str, str, float, float, dict[str, Any]]]:

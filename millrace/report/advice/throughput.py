@@ -48,7 +48,7 @@ from dataclasses import dataclass
 
 from millrace.observe.timing import GEN, IDLE
 from millrace.report.accounts.pace import StepCost
-from millrace.report.advice.measured import Measured
+from millrace.report.advice.measure import Measured
 from millrace.schedule.schedule import OnSync
 
 PLACES = 16

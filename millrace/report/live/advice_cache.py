@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from millrace.persist.run_reader import RunReader
-from millrace.report.advice.measure import advise_run
+from millrace.report.advice.advise import advise_run
 from millrace.report.live.look import RunSnapshot
 
 REST_S = 10.0

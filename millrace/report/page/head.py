@@ -10,7 +10,7 @@ from millrace import __version__
 from millrace.errors import MillraceError
 from millrace.observe.guard import CAUSES, PREFIX
 from millrace.persist.run_reader import RunReader
-from millrace.report.advice.measure import advise_run
+from millrace.report.advice.advise import advise_run
 from millrace.report.page.figures import Block, box, number, seconds, table, text
 
 _KEY = re.compile(
