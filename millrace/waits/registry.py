@@ -23,8 +23,8 @@ A span and a part take a cause too: `waits_for` somebody, or the work `what`, `b
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
@@ -85,10 +85,7 @@ class Actor:
     __slots__ = ("_before", "name", "parent", "registry", "since")
 
     def __init__(self, name: str, parent: Actor | None, registry: Registry) -> None:
-        self.name = name
-        self.parent = parent
-        self.registry = registry
-        self.since = 0.0
+        self.name, self.parent, self.registry, self.since = name, parent, registry, 0.0
 
     def __enter__(self) -> Actor:
         self.since = self.registry.clock()
@@ -110,11 +107,8 @@ class Wait:
     def __init__(
         self, whom: str, what: str, meeting: str = "", number: int = 0, work: bool = False
     ) -> None:
-        self.whom = whom
-        self.what = what
-        self.meeting = meeting
-        self.number = number
-        self.work = work
+        self.whom, self.what, self.work = whom, what, work
+        self.meeting, self.number = meeting, number
 
     def __enter__(self) -> Wait:
         actor = self.actor = _current.get()
@@ -290,20 +284,15 @@ async def as_actor(name: str, work: Awaitable[T]) -> T:
         return await work
 
 
-class measuring:  # noqa: N801 - a verb of this module, like the others
+@contextmanager
+def measuring(name: str, read: Callable[[], float]) -> Iterator[None]:
     """Register a counter for a block, such as the CPU time of a start."""
-
-    __slots__ = ("_name", "_read", "_registry")
-
-    def __init__(self, name: str, read: Callable[[], float]) -> None:
-        self._name, self._read = name, read
-
-    def __enter__(self) -> None:
-        self._registry = _current.get().registry
-        self._registry.gauges[self._name] = self._read
-
-    def __exit__(self, *error: object) -> None:
-        self._registry.gauges.pop(self._name, None)
+    gauges = _current.get().registry.gauges
+    gauges[name] = read
+    try:
+        yield
+    finally:
+        gauges.pop(name, None)
 
 
 class within:  # noqa: N801 - a verb of this module, like the others

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from millrace.persist.run_reader import RunReader
-from millrace.report.live.advice_cache import AdviceCache
-from millrace.report.live.look import RunSnapshot
+from millrace.report.live.look import AdviceCache, RunSnapshot
 
 LOOK = RunSnapshot(
     "run", "quick", "async_partial", "running", "process 1", 0.0, attempt=1, version=1

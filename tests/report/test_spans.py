@@ -111,17 +111,6 @@ def test_a_span_continues_from_file_to_file(tmp_path: Path) -> None:
     assert plain(parts.folder) == plain(whole.folder)
 
 
-def test_a_reader_of_some_tracks_reads_no_others(tmp_path: Path) -> None:
-    Run(tmp_path, ["trace"]).go([1, 2])
-    everything = spans.read(tmp_path)
-    for tracks in ({"trainer", "sync"}, {"rollout-"}, {"samples"}, set[str]()):
-        wanted = tuple(tracks)
-        expected = [
-            s for s in everything if s.track in wanted or (wanted == ("rollout-",) and s.track == "rollout-0")
-        ]  # fmt: skip
-        assert spans.read(tmp_path, tracks) == expected
-
-
 def test_a_wait_has_the_name_that_was_found_at_its_end(tmp_path: Path) -> None:
     def work(watch: Watch) -> None:
         for seconds in (5.0, 1.0, 2.0):

@@ -8,8 +8,7 @@ import pytest
 
 from millrace.schedule.modes import MODES
 from millrace.waits.answer import ProcessStatus
-from millrace.waits.stall import MOST_FILES, StallWatch, save
-from millrace.waits.verdict import Verdict
+from millrace.waits.verdict import MOST_FILES, StallWatch, Verdict, save
 from tests.why import enact as enacting
 from tests.why.enact import enact, scenario
 from tests.why.hangs import HANGS

@@ -153,10 +153,8 @@ class DeviceAccount:
         elif name == "score":
             if not self._tools and not self._flow.reading.level:
                 return  # Else it may change what idle replicas wait for.
-        elif name == "log_probs":
-            pass  # It may change the same.
-        elif event.track == "samples":
-            pass  # Samples say nothing of devices.
+        elif name == "log_probs" or event.track == "samples":
+            pass  # They may change the same.
         elif event.track == "trainer" and (event.phase == "state" or name == "relabelled"):
             self._trainer(event)
         elif name == "replica_stale" and event.track not in self._replicas:

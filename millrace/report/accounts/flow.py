@@ -28,21 +28,20 @@ class FlowAccount:
 
     def __call__(self, event: Event) -> None:
         now, track, name, phase, key, facts = event
+        by = 1 if phase == "begin" else -1
         if track == "samples":
             self._move(event)
         elif key.startswith(VALIDATION):
             return
         elif name == "request":
-            if phase == "begin":
-                self.drawing.change(now, 1)
-            else:
-                self.drawing.change(now, -1)
+            self.drawing.change(now, by)
+            if phase == "end":
                 self.requests += 1
                 self.tokens += facts.get("tokens", 0)
         elif name == "log_probs":
-            self.reading.change(now, 1 if phase == "begin" else -1)
+            self.reading.change(now, by)
         elif name == "score":
-            self.scoring.change(now, 1 if phase == "begin" else -1)
+            self.scoring.change(now, by)
             if (self.scoring.level > 0) != self.any_score.level:
                 self.any_score.change(now, 1 if self.scoring.level > 0 else -1)
             self.scores += phase == "end"

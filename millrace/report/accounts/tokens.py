@@ -47,13 +47,10 @@ class TokenAccount:
         `counts` has its counts, `slots` its samples. `generated` is the total that earlier attempts
         have recorded. What they drew after the checkpoint is lost.
         """
-        self.buckets: Counter[str] = Counter(
-            {
-                name.removeprefix(PREFIX): int(count)
-                for name, count in (counts or {}).items()
-                if name.startswith(PREFIX)
-            }
-        )
+        self.buckets: Counter[str] = Counter()
+        for name, count in (counts or {}).items():
+            if name.startswith(PREFIX):
+                self.buckets[name.removeprefix(PREFIX)] = int(count)
         self._in_slots = {sample_id: tokens_of_slot(slot) for sample_id, slot in slots}
         self._dropped: dict[int, tuple[str, int]] = {}
         """Reason and tokens of every sample that was dropped since the last version."""
@@ -69,8 +66,14 @@ class TokenAccount:
 
     def __call__(self, event: Event) -> None:
         if event.name == "request":
-            if event.phase == "end":
-                self._count(event.key, event.facts.get("tokens", 0))
+            if event.phase == "begin":
+                return
+            tokens, sample = event.facts.get("tokens", 0), event.key.partition("/")[0]
+            self._returned += tokens
+            if event.key.startswith(VALIDATION):
+                self.buckets["evaluated"] += tokens
+            else:
+                self._in_slots[int(sample)] = self._in_slots.get(int(sample), 0) + tokens
         elif event.name == "stats":
             new: RolloutStats = event.facts["stats"]
             self._start.setdefault(event.track, new)
@@ -89,14 +92,6 @@ class TokenAccount:
             self._add_step(event)
         elif event.name == "published":
             self._publish(set(event.facts["ids"]))
-
-    def _count(self, session: str, tokens: int) -> None:
-        self._returned += tokens
-        if session.startswith(VALIDATION):
-            self.buckets["evaluated"] += tokens
-            return
-        sample_id = int(session.partition("/")[0])
-        self._in_slots[sample_id] = self._in_slots.get(sample_id, 0) + tokens
 
     def _recall(self, sample_id: int, tokens: int) -> None:
         """Count what the journal has of a sample. It may be more than earlier lines recorded."""
@@ -141,10 +136,8 @@ class TokenAccount:
 
     def read(self) -> int:
         """Return the tokens that this attempt has read into KV caches."""
-        return sum(
-            now.prefill_tokens - self._start[track].prefill_tokens
-            for track, now in self._now.items()
-        )
+        now = self._now.items()
+        return sum(n.prefill_tokens - self._start[track].prefill_tokens for track, n in now)
 
     def totals(self) -> dict[str, int]:
         """Return every bucket that has tokens. They add up to `generated`."""

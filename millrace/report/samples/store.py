@@ -93,7 +93,10 @@ class SampleStore:
                 if keeps(sample.prompt.index, self._share):
                     self._trained[sample.prompt.index] = sample
         elif event.track == "run" and event.name == "published":
-            self._published(event.facts["version"], event.facts["ids"])
+            ids, version = event.facts["ids"], event.facts["version"]
+            trained = [s for i in ids if (s := self._trained.pop(i, None)) is not None]
+            self._hand_over(version, trained)
+            self._version = version
         elif event.track == "samples" and event.name == "equal_outcomes":
             self._drop(event.facts["sample"], event.name)
 
@@ -121,12 +124,6 @@ class SampleStore:
                 return
             self._dropped.append((sample, self._version, f"dropped/{reason}"))
             self._dropped_bytes += bytes_
-
-    def _published(self, version: PolicyVersion, ids: Sequence[int]) -> None:
-        """Hand the samples of a live version to the thread."""
-        trained = [s for i in ids if (s := self._trained.pop(i, None)) is not None]
-        self._hand_over(version, trained)
-        self._version = version
 
     def _hand_over(self, version: PolicyVersion, trained: list[Sample]) -> None:
         kept: list[Kept] = [(sample, version, "trained") for sample in trained]
@@ -172,13 +169,11 @@ class SampleStore:
 
     def _prepare(self) -> None:
         """Supersede the versions that this attempt makes again, and remove unfinished files."""
-        if self._ended:
-            supersede(self._folder, self._start)
-            return
-        make_folder(self._folder)
+        if not self._ended:
+            make_folder(self._folder)
         supersede(self._folder, self._start)
         for path in files_in(self._folder, _OURS):
-            if path.name.startswith(".writing-"):
+            if path.name.startswith(".writing-") and not self._ended:
                 path.unlink()
         self._total = size_of(files_in(self._folder, _OURS))
 
@@ -226,10 +221,8 @@ def path_of(run_dir: Path, version: PolicyVersion, attempt: int) -> Path:
 
 def keeps(sample: int, share: float) -> bool:
     """Whether a sample belongs to the share that is kept. It depends on these two numbers alone."""
-    if share >= 1:
-        return True
     digest = hashlib.blake2b(str(sample).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < share * 2**64
+    return share >= 1 or int.from_bytes(digest, "big") < share * 2**64
 
 
 def supersede(folder: Path, version: PolicyVersion) -> None:
@@ -244,7 +237,7 @@ def supersede(folder: Path, version: PolicyVersion) -> None:
             path.rename(folder / f"superseded-{number}-{path.name}")
 
 
-def files(run_dir: Path, notes: list[str] | None = None) -> list[Path]:
+def files(run_dir: Path, notes: list[str]) -> list[Path]:
     """Return the readable files of the surviving history, by version.
 
     `notes` gets a line if others are left out.
@@ -256,24 +249,20 @@ def files(run_dir: Path, notes: list[str] | None = None) -> list[Path]:
                 found.append(path)
                 continue
             lacks = ", ".join(name for name in SCHEMA.names if name not in schema.names)
-            others.append(
-                f"{path.name} has no {lacks}" if lacks else f"{path.name} has other types"
-            )
+            others.append(f"{path.name} has {f'no {lacks}' if lacks else 'other types'}")
         except (OSError, pa.ArrowException):
             others.append(f"{path.name} is damaged")
-    if others and notes is not None:
-        notes.append(
-            f"RUN/samples: {len(others)} of {len(paths)} files are left out, first: {others[0]}"
-        )
+    if others:
+        left = f"{len(others)} of {len(paths)} files are left out, first: {others[0]}"
+        notes.append(f"RUN/samples: {left}")
     return found
 
 
-def dataset(run_dir: Path, notes: list[str] | None = None) -> ds.Dataset:
+def dataset(run_dir: Path, notes: list[str]) -> ds.Dataset:
     """Return the rows of the surviving history, by version. A query reads what it needs of them."""
-    paths = [str(path) for path in files(run_dir, notes)]
-    if not paths:
-        return ds.dataset(SCHEMA.empty_table())
-    return ds.dataset(paths, schema=SCHEMA, format="parquet")
+    if paths := [str(path) for path in files(run_dir, notes)]:
+        return ds.dataset(paths, schema=SCHEMA, format="parquet")
+    return ds.dataset(SCHEMA.empty_table())
 
 
 def _bytes(sample: Sample) -> int:

@@ -86,7 +86,7 @@ OPEN, GAP, CONTINUES, CONTINUED = (
 
 
 class Line(msgspec.Struct, omit_defaults=True, gc=False):
-    """One line of a trace. `pid` comes first, so that a reader can skip a track unread."""
+    """One line of a trace."""
 
     pid: int
     tid: int
