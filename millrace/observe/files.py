@@ -10,7 +10,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import msgspec
 
@@ -192,3 +192,12 @@ def size_of(paths: Iterable[Path]) -> int:
         except OSError:
             continue
     return total
+
+
+def flat(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a configuration by their dotted names, with their values."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value

@@ -25,6 +25,7 @@ from millrace.config import plugins
 from millrace.config.trainer_keys import LOGGERS
 from millrace.errors import INSTALL, MissingDependency, bad_value
 from millrace.observe.background import Background, Row, Tracker, text_of
+from millrace.observe.files import flat
 from millrace.process.files import replace_file
 
 
@@ -135,7 +136,7 @@ class MLflow:
         self._run = self._open(about)
         data = self._client.get_run(self._run).data
         known = data.params | data.tags  # a tag is newer
-        given = {_mlflow_name(key): str(v)[:500] for key, v in _flat(about.config).items()}
+        given = {_mlflow_name(key): str(v)[:500] for key, v in flat(about.config)}
         new = [Param(key, value) for key, value in given.items() if key not in data.params]
         changed = [RunTag(k, v) for k, v in given.items() if known.get(k, v) != v]
         for i in range(0, len(new), 100):  # a server takes no more at once
@@ -179,15 +180,6 @@ def _mlflow_name(name: str) -> str:
     known = name.replace("@", "_at_")
     kept = re.sub(r"[^\w\-. :/]", "_", known)
     return kept if kept == known else f"{kept}_{zlib.crc32(name.encode()):08x}"
-
-
-def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Return the values of a tree by their dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = isinstance(value, dict) and value
-        flat |= _flat(value, f"{above}{key}.") if inner else {f"{above}{key}": value}
-    return flat
 
 
 class Trackio:

@@ -9,7 +9,7 @@ from typing import Any
 from millrace.config.explain import facts
 from millrace.config.facts import Fixed, NoEffectOnWeights
 from millrace.config.teacher_keys import CLIENT_KEYS
-from millrace.persist.config_file import flat
+from millrace.observe.files import flat
 
 
 def digests(values: dict[str, Any], rows: str = "") -> tuple[str, str]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.observe.metrics import RunCounts, Synced, VersionMetrics, percentile
-from millrace.observe.timing import LiveTime
+from millrace.observe.timing import live_row
 from millrace.ports import RolloutStats, StepReport, TransferReport
 from millrace.types import (
     Author,
@@ -114,7 +114,7 @@ def row(**changes: object) -> dict[str, float]:
         "before": RolloutStats(tokens=100, prefill_tokens=50, busy_slot_s=7.0, slots=16),
         "after": RolloutStats(tokens=160, prefill_tokens=75, busy_slot_s=47.0, slots=16),
         "usable_slots": 8,
-        "synced": Synced(TransferReport(4096, 1.25), 0.125, 0.25, LiveTime(8.0, 6.0)),
+        "synced": Synced(TransferReport(4096, 1.25), 0.125, 0.25, live_row(8.0, 6.0)),
     }
     return collected().row(**(given | changes))  # type: ignore[arg-type]
 

@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.observe.timing import (
-    IDLE,
-    SYNC,
-    TOTALS,
-    ActorClock,
-    LiveTime,
-    seconds_of,
-    timing_row,
-)
+from millrace.observe.timing import IDLE, SYNC, TOTALS, ActorClock, live_row, seconds_of, timing_row
 from millrace.waits.registry import Registry, acting, part, within
 
 seconds = st.floats(0, 1e4)
@@ -83,5 +75,5 @@ def test_a_wait_moves_to_its_name_and_no_second_is_lost() -> None:
 
 
 def test_rollouts_without_time_are_not_idle() -> None:
-    assert LiveTime(0.0, 0.0).row()["fully_async/rollouter/idle_ratio"] == 0.0
-    assert LiveTime(4.0, 0.0).row()["fully_async/rollouter/idle_ratio"] == 1.0
+    assert live_row(0.0, 0.0)["fully_async/rollouter/idle_ratio"] == 0.0
+    assert live_row(4.0, 0.0)["fully_async/rollouter/idle_ratio"] == 1.0

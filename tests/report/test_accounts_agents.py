@@ -11,12 +11,9 @@ from millrace.errors import EpisodeError, LimitReached
 from millrace.ports import PolicySession
 from millrace.report.accounts.tokens import tokens_of_slot
 from millrace.schedule.ledger import LedgerSnapshot
-from millrace.simulate.cost import CostModel
 from millrace.types import Author, Ending, Score, Turn, tokens_of
 from tests.pipeline.simulated import RUNS, mixed, schedule_of
-from tests.report.accounts_cases import Accounts, run
-
-COST = CostModel(reward_s=0.3, log_prob_token_s=0.0001)
+from tests.report.accounts_cases import Accounts, check_a_stop_and_a_kill, run
 
 
 class Tools:
@@ -42,7 +39,7 @@ class Tools:
 @pytest.mark.parametrize("mode", RUNS)
 def test_every_token_of_agents_is_trained_dead_or_dropped(mode: str) -> None:
     accounts = Accounts(replicas=2)
-    outcome = run(schedule_of(mode), 24, accounts, cost=COST, agent=Tools())
+    outcome = run(schedule_of(mode), 24, accounts, agent=Tools())
     totals = accounts.tokens.totals()
     trained = [t for _, s in outcome.trained for t in s.trajectories]
     assert totals["trained"] == sum(t.num_policy_tokens for t in trained)
@@ -58,16 +55,8 @@ def test_every_token_of_agents_is_trained_dead_or_dropped(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["async_partial", "async_staleness", "colocate_partial"])
 def test_the_accounts_of_agents_add_up_over_a_stop_and_a_resume(mode: str) -> None:
-    schedule, first = schedule_of(mode), Accounts()
-    stopped = run(schedule, 40, first, cost=COST, agent=Tools(), stop_at=4.0)
-    snapshot = stopped.record.saved or stopped.ledger.snapshot()
-    first.tokens.end(snapshot)
-    totals = first.tokens.totals()
-    assert sum(totals.values()) == first.tokens.generated
-    second = Accounts(counts=first.tokens.counts(snapshot), before=first.tokens.generated)
-    run(schedule, 40, second, cost=COST, agent=Tools(), start=snapshot)
-    totals = second.tokens.totals()
-    assert sum(totals.values()) == second.tokens.generated and "held" not in totals
+    schedule, agent = schedule_of(mode), Tools()
+    check_a_stop_and_a_kill(schedule, 40, 4.0, lambda cuts: 0, _held, agent=agent)
 
 
 class Wild:
@@ -118,44 +107,16 @@ def _held(snapshot: LedgerSnapshot) -> int:
 
 @pytest.mark.parametrize("seed", range(16))
 def test_the_accounts_of_wild_agents_add_up_over_a_stop_and_a_kill(seed: int) -> None:
-    """One attempt stops. A second one resumes, is killed after some version, and a third resumes.
-
-    The identities hold at each event: see `Accounts.check`.
-    """
+    """The identities hold at each event: see `Accounts.check`."""
     chance = random.Random(seed)
     schedule = schedule_of(RUNS[seed % len(RUNS)], staleness=chance.choice([0.5, 1.0, 2.7]))
     options = {
-        "cost": COST,
         "agent": Wild(seed),
         "chance": chance.choice([mixed, None]),
         "greedy": chance.random() < 0.3,
         "retries": chance.choice([0, 2]),
         "validation_s": chance.choice([0.0, 2.0]),
+        "replicas": 2,
     }
-    first = Accounts(replicas=2)
-    stopped = run(schedule, 30, first, stop_at=chance.uniform(0.5, 30.0), **options)
-    first.check_time()
-    snapshot = stopped.record.saved or stopped.ledger.snapshot()
-    first.tokens.end(snapshot)
-    assert first.tokens.totals().get("held", 0) == _held(snapshot)
-    second = Accounts(2, first.tokens.counts(snapshot), first.tokens.generated)
-    resumed = run(schedule, 30, second, start=snapshot, **options)
-    second.check_time()
-    totals = second.tokens.totals()
-    assert "held" not in totals and "lost" not in totals
-    done = [s for o in (stopped, resumed) for _, s in o.trained]
-    assert totals["trained"] == sum(t.num_policy_tokens for s in done for t in s.trajectories)
-    greedy = [s.greedy for s in done if s.greedy]
-    every = [t for s in done for t in s.trajectories] + greedy
-    assert totals.get("dead", 0) == sum(t.dead_tokens for t in every)
-    if not second.cuts:
-        return
-    at, kept, _ = chance.choice(second.cuts)
-    third = Accounts(2, kept, second.tokens.generated)
-    repeated = run(schedule, 30, third, start=at, **options)
-    third.check_time()
-    totals = third.tokens.totals()
-    trained = [*done[: at.retired], *(s for _, s in repeated.trained)]
-    assert totals["trained"] == sum(t.num_policy_tokens for s in trained for t in s.trajectories)
-    survives = sum(int(n) for n in kept.values()) + _held(at)
-    assert totals.get("lost", 0) == second.tokens.generated - survives and "held" not in totals
+    stop_at = chance.uniform(0.5, 30.0)
+    check_a_stop_and_a_kill(schedule, 30, stop_at, chance.randrange, _held, **options)

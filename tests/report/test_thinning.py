@@ -1,8 +1,12 @@
-"""A trace with some samples only: each is drawn whole or not at all, and the times of devices stay exact."""
+"""A trace with some samples only, or with a gap.
+
+Each sample is drawn whole or not at all, the times of devices stay exact, and the load decides.
+"""
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -26,7 +30,7 @@ from millrace.report.trace.choice import SampleChoice
 from millrace.report.trace.chrome import Translator
 from millrace.report.trace.lanes import GAP, Line
 from millrace.report.trace.spans import Span, read
-from millrace.report.trace.writer import TraceWriter
+from millrace.report.trace.writer import TraceSampler, TraceWriter
 from millrace.schedule.schedule import Placement, Schedule
 from millrace.waits.stream import Event
 from tests.report.runs import Clock, Run, Watch, life
@@ -246,3 +250,95 @@ def test_few_lengths_of_a_trace_give_no_verdict() -> None:
     assert "prefers some lengths" in said
     said = lengths(many, few, "")["how"]
     assert "too few for a verdict" in said and "prefers" not in said and "%" not in said
+
+
+class Load:
+    """A thread with a load, and what its pace says."""
+
+    def __init__(self, most: float) -> None:
+        self.pace, self.now, self.used, self.calls = TraceSampler(most), 0.0, 0.0, 0
+        assert self(0.5) is None, "the first look begins a window"
+
+    def __call__(self, load: float, seconds: float = 2.5, calls: int = 1) -> int | None:
+        self.now, self.used = self.now + seconds, self.used + load * seconds
+        self.calls += calls
+        return self.pace.choose(self.now, self.used, self.calls)
+
+
+def test_a_pace_follows_the_load() -> None:
+    after = Load(0.01)
+    assert [after(0.5), after(0.5), after(0.009), after(0.5, 1.0)] == [2, 4, None, None]
+    assert after(0.5) == 8
+    assert [after(0.002) for _ in range(11)] == [None] * 4 + [4] + [None] * 4 + [2] + [None]
+    assert [after(1.0) for _ in range(7)] == [4, 8, 16, 32, 64, None, None]
+
+
+def test_a_time_without_calls_says_nothing() -> None:
+    """On shared devices the trainer has turns, in which nothing is drawn."""
+    after, numbers = Load(0.015), []
+    for _ in range(50):
+        numbers += [after(0.05), after(0.05), after(0.0, calls=0), after(0.0, 30, calls=0)]
+    assert [n for n in numbers if n] == [2, 4, 8, 16, 32, 64]
+
+
+def test_a_thread_that_never_rests_is_thinned_to_the_end() -> None:
+    """Events come faster than they are drawn. So it looks at its pace after each batch."""
+    after, numbers = Load(0.015), []
+    for _ in range(2000):
+        numbers.append(after(1.0, 0.01))
+    assert [n for n in numbers if n] == [2, 4, 8, 16, 32, 64]
+
+
+def test_a_pace_of_a_whole_core_never_thins() -> None:
+    after = Load(1.0)
+    assert not any(after(1.0001) for _ in range(50))
+
+
+@pytest.mark.parametrize("to_the_end", [False, True])
+def test_a_state_ends_where_the_trace_lost_events(tmp_path: Path, to_the_end: bool) -> None:
+    clock, released = Clock(0.0), threading.Event()
+
+    class Held(TraceWriter):
+        def _work(self) -> None:
+            released.wait()
+            super()._work()
+
+    writer = Held(tmp_path, 1, clock, lambda note: None, most_events=2)
+    watch = Watch(clock, [writer])
+    for clock.now, state in ((0.0, "idle"), (1.0, "generate"), (2.0, "idle")):
+        watch.state("rollout-0", state)  # the queue has no place for the last one
+    released.set()
+    while writer._events:
+        time.sleep(0.001)
+    if not to_the_end:
+        clock.now = 100.0
+        watch.state("rollout-0", "generate")
+    clock.now = 101.0
+    writer.close()
+    found = [(s.name, s.start, s.end) for s in read(tmp_path) if s.track in ("run", "rollout-0")]
+    assert found[:3] == [("idle", 0.0, 1.0), ("generate", 1.0, 2.0), ("gap", 2.0, 2.0)]
+    assert found[3:] == ([] if to_the_end else [("generate", 100.0, 101.0)])
+
+
+def test_a_trace_that_has_ended_keeps_no_states(tmp_path: Path) -> None:
+    notes, replicas = list[str](), {"rollout-0": 1}
+    account = DeviceAccount(
+        0.0, Schedule(ppo_mini_batch_size=1), FlowAccount(0.0), trainers=1, replicas=replicas
+    )
+    writer = TraceWriter(
+        *(tmp_path, 1, lambda: 0.0, notes.append),
+        limit_mb=0,
+        every_s=0.01,
+        most_events=100,
+        states=account.states,  # type: ignore[arg-type]
+    )
+    account.tell(0.0, writer.put)
+    while not writer._ended:
+        time.sleep(0.01)
+    watch = Watch(lambda: 0.0, [account, writer])
+    for i in range(200):
+        with watch.span("rollout-0", "request", f"{i}/0"):
+            pass
+    assert not writer._events
+    writer.close()
+    assert len(notes) == 1 and "report.trace_mb" in notes[0]
