@@ -9,6 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
@@ -187,10 +188,8 @@ def size_of(paths: Iterable[Path]) -> int:
     """Return the bytes of all of `paths` that still exist."""
     total = 0
     for path in paths:
-        try:
+        with suppress(OSError):
             total += path.stat().st_size
-        except OSError:
-            continue
     return total
 
 

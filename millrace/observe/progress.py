@@ -39,13 +39,15 @@ class State(RunSnapshot):
 
 
 class View(Protocol):
-    def open(self) -> None: ...
+    def open(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
 
     def update(self, state: State, event: str) -> None: ...
 
     def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Progress:

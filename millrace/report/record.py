@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from errno import EEXIST
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,13 +25,8 @@ from millrace.schedule.ledger import Ledger, LedgerSnapshot, Slot, State
 from millrace.types import Tokens
 from millrace.waits.stream import Event, Watcher
 
-
-class File(Protocol):
-    """A watcher that writes files in a thread."""
-
-    def __call__(self, event: Event) -> None: ...
-
-    def close(self) -> None: ...
+if TYPE_CHECKING:
+    from millrace.report.samples.store import SampleStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +186,7 @@ class EventRecorder:
             *(run_dir / FILE, attempt, ledger.version, clock, now, tokens, account, flow, note),
             *(options.price, ledger.limit, loads, devices.share_cores),
         )
-        self._files: list[File] = []
+        self._files: list[TraceWriter | SampleStore] = []
         if options.trace:
             limit, load, states = options.trace_mb, options.trace_load, account.states
             trace = TraceWriter(

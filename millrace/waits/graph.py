@@ -15,6 +15,8 @@ from millrace.waits.answer import ProcessStatus, Waited, collective_in
 DRIVER = "driver"
 NETWORK = "the network"
 NOBODY = "nobody"
+LATE_S = 1.0
+"""How late an event loop may be before its tasks count as held up by it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,12 +66,10 @@ class Root:
 class Graph:
     """The nodes and edges of some answers."""
 
-    def __init__(self, answers: Sequence[ProcessStatus], late_s: float = 1.0) -> None:
-        """`late_s` is how late an event loop may be before its tasks count as held up by it."""
+    def __init__(self, answers: Sequence[ProcessStatus]) -> None:
         self.answers = {a.name: a for a in answers}
         self.nodes: dict[str, Node] = {}
         self.edges: list[Edge] = []
-        self._late_s = late_s
         for answer in answers:
             self._add_nodes(answer)
         for node in list(self.nodes.values()):
@@ -105,7 +105,7 @@ class Graph:
         answer = node.answer
         if answer is None:
             return
-        late = answer.late_s >= self._late_s
+        late = answer.late_s >= LATE_S
         if late and answer.name == DRIVER:
             # What its tasks wait for may be there: they have not run since.
             if not node.is_process:
@@ -175,7 +175,7 @@ class Graph:
         role = node.name.partition("/")[2]
         roles = (role, role.replace("receiver.", "sender."), role.replace("sender.", "receiver."))
         alike = [n for n in inside if n.name.partition("/")[2] in roles]
-        busy = [n for n in inside if n.work or n.waits] if answer.late_s >= self._late_s else []
+        busy = [n for n in inside if n.work or n.waits] if answer.late_s >= LATE_S else []
         return next((n.name for n in (*same, *alike, *busy)), process)
 
 

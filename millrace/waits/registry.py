@@ -17,7 +17,7 @@ read. Nothing here waits, and nothing imports torch. A registered wait costs les
 | `with starting("imports")` | the body is a part of this process's start; its times are kept |
 | `count("buckets")`, `gauge("tokens", f)` | something moves: slow is not stuck |
 
-A span and a part take a cause too: `waits_for` somebody, or the work `what`, `by` somebody outside.
+A part takes a cause too: it `waits_for` somebody. A span takes the work `what`, `by` somebody outside.
 """
 
 from __future__ import annotations
@@ -222,20 +222,21 @@ def doing(what: str, by: str = "") -> Wait:
     return Wait(by, what, "", 0, True)
 
 
-def span(track: str, name: str, key: str = "", /, *, part: str = "", waits_for: str = "",
-         what: str = "", by: str = "", **facts: Any) -> Span | Part:  # fmt: skip
+def span(track: str, name: str, key: str = "", /, *, part: str = "", what: str = "", by: str = "",
+         **facts: Any) -> Span | Part:  # fmt: skip
     """Make a `with` block a span of a track, and the state `part` of the current actor.
 
-    With `what`, it is also an open wait: for `waits_for`, or for work which `by` does.
+    With `what`, it is also open work, which `by` does.
     """
     made = Span(_current.get().registry, track, name, key, facts)
-    if part or what:
-        return Part(part, waits_for or by, what, not waits_for, made)
-    return made
+    return Part(part, by, what, True, made) if part or what else made
 
 
 def part(name: str, waits_for: str = "", what: str = "") -> Part:
-    """Put the current actor into the state `name` for a `with` block. An inner one suspends it."""
+    """Put the current actor into the state `name` for a `with` block. An inner one suspends it.
+
+    With `what`, it is also an open wait for `waits_for`, or without anybody open work.
+    """
     return Part(name, waits_for, what, not waits_for, None)
 
 

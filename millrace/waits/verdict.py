@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from millrace.waits.answer import ProcessStatus
-from millrace.waits.graph import DRIVER, NETWORK, NOBODY, Edge, Graph, Node, Root, roots
+from millrace.waits.graph import DRIVER, LATE_S, NETWORK, NOBODY, Edge, Graph, Node, Root, roots
 
 PATIENCE_S = 10.0
 """Seconds without progress after which something stands still."""
@@ -115,7 +115,7 @@ def kind_of(root: Root) -> str:
         return states.get(process.state, LOCKED if process.computes else SILENT)
     if answer.silent:
         return SILENT
-    if answer.name == DRIVER and node.is_process and answer.late_s >= 1:
+    if answer.name == DRIVER and node.is_process and answer.late_s >= LATE_S:
         return LOOP
     return IDLE if node.is_process else WORK
 

@@ -75,8 +75,8 @@ class WaitServer:
         asked = self._asked_at
         return 0.0 if asked is None else self.pulse.registry.clock() - asked
 
-    def answer(self, *, stacks: bool = True) -> ProcessStatus:
-        answer = answer_of(self.pulse, stacks=stacks)
+    def answer(self) -> ProcessStatus:
+        answer = answer_of(self.pulse)
         answer.late_s = self.late_s
         return answer
 

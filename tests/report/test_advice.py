@@ -11,6 +11,7 @@ from millrace.report.accounts.flow import FlowAccount
 from millrace.report.accounts.pace import StepCost
 from millrace.report.advice.advise import Advice, advise
 from millrace.report.advice.balance import nothing
+from millrace.report.advice.measure import Measured
 from millrace.report.advice.throughput import Throughput
 from millrace.simulate.cost import CostModel
 from millrace.types import Prompt
@@ -178,6 +179,15 @@ def followed(case: Case, advice: Advice) -> Case:
     return case
 
 
+def said(measured: Measured) -> str:
+    return str([str(one) for one in advise(measured)])
+
+
+def on_one_cpu(measured: Measured) -> Measured:
+    """Return the figures as those of devices that are processes on the cores of one CPU."""
+    return replace(measured, setup=replace(measured.setup, share_cores=True))
+
+
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_the_first_sentence_names_the_constraint_and_its_number_gives_the_gain(name: str) -> None:
     situation = SITUATIONS[name]
@@ -268,51 +278,36 @@ def test_a_worker_that_rests_between_bursts_of_calls_is_not_busy() -> None:
 
 def test_seconds_with_a_call_of_the_reward_count_once() -> None:
     account = FlowAccount(now=0.0)
-    phases: tuple[tuple[float, Phase], ...] = (
-        (1.0, "begin"),
-        (2.0, "begin"),
-        (3.0, "end"),
-        (5.0, "end"),
-        (8.0, "begin"),
-    )
-    for time, phase in phases:
+    phases: list[Phase] = ["begin", "begin", "end", "end", "begin"]
+    for time, phase in zip((1.0, 2.0, 3.0, 5.0, 8.0), phases, strict=True):
         account(Event(time, "rewards", "score", phase, "1/0"))
     assert account.scoring.until(10.0) == 7.0 and account.any_score.until(10.0) == 6.0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "rollouts are the bound",
-        "training is the bound",
-        "asynchrony gains nothing",
-        "turns on shared devices",
-    ],
-)
+MOVES = ("rollouts are the bound", "training is the bound")
+
+
+@pytest.mark.parametrize("name", [*MOVES, "asynchrony gains nothing", "turns on shared devices"])
 def test_devices_on_the_cores_of_one_cpu_are_not_moved_or_added(name: str) -> None:
     """Two processes on the same cores compute no more than one."""
     measured = run(SITUATIONS[name].case)
-    on_cpu = replace(measured, setup=replace(measured.setup, share_cores=True))
-    words = str([str(one) for one in advise(measured)]), str([str(one) for one in advise(on_cpu)])
+    words = said(measured), said(on_one_cpu(measured))
     assert "n_gpus_per_node" in words[0] and "n_gpus_per_node" not in words[1]
 
 
 def test_turns_are_no_advice_if_small_steps_may_take_as_long_as_large_ones() -> None:
     measured = run(SITUATIONS["asynchrony gains nothing"].case)
     assert measured.step_cost and advise(measured)[0].overrides[0] == "mode=colocate_sync"
-    flat = replace(
-        measured, flat_cost=StepCost(measured.step_cost.step_s(measured.busy_slots), 0.0)
-    )
-    assert "colocate_sync" not in str([str(one) for one in advise(flat)])
+    step_s = measured.step_cost.step_s(measured.busy_slots)
+    assert "colocate_sync" not in said(replace(measured, flat_cost=StepCost(step_s, 0.0)))
 
 
 def test_syncs_on_the_cores_of_one_cpu_are_not_overlapped() -> None:
     """The sync takes the cores from the steps that it overlaps."""
     measured = run(FLAT.but(slots=256, staleness=3.0, cost=replace(SLOW_TRAINER, transfer_s=3.0)))
-    on_cpu = replace(measured, setup=replace(measured.setup, share_cores=True))
-    words = str([str(one) for one in advise(measured)]), str([str(one) for one in advise(on_cpu)])
+    words = said(measured), said(on_one_cpu(measured))
     assert "overlap_sync" in words[0] and "overlap_sync" not in words[1]
-    assert all(one.at_most for one in advise(on_cpu) if one.gain is not None)
+    assert all(one.at_most for one in advise(on_one_cpu(measured)) if one.gain is not None)
 
 
 def test_samples_that_a_failing_reward_dropped_ask_for_another_reward() -> None:
@@ -324,8 +319,7 @@ def test_samples_that_a_failing_reward_dropped_ask_for_another_reward() -> None:
 
 def test_turns_on_one_cpu_ask_for_a_measurement() -> None:
     measured = run(SITUATIONS["turns on shared devices"].case)
-    on_cpu = replace(measured, setup=replace(measured.setup, share_cores=True))
-    assert nothing(Throughput(on_cpu)).text.endswith("millrace bench modes")
+    assert nothing(Throughput(on_one_cpu(measured))).text.endswith("millrace bench modes")
 
 
 def test_a_full_ledger_before_a_slow_trainer_does_not_promise_full_engines() -> None:

@@ -88,7 +88,8 @@ def test_the_seconds_of_a_replica_count_from_its_join_until_it_leaves() -> None:
         (10.0, "rollout-3", "replica_left", "at"),
         (11.0, "rollout-2", "request", "begin"),
     )
-    found = account_of(moves, devices=2)[0].seconds(12.0)
+    tracks = account_of(moves, devices=2)[0].seconds(12.0).items()
+    found: dict[str, Any] = {track: (n, dict(spent)) for track, (n, spent) in tracks}
     assert found["rollout-0"] == (2, {"generate": 12.0})
     assert found["rollout-1"] == (2, {"generate": 2.0, "other": 5.0})
     assert found["rollout-2"] == (2, {"generate": 1.0}), "it joined before the watch"

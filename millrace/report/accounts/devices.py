@@ -159,8 +159,13 @@ class DeviceAccount:
             self._trainer(event)
         elif name == "replica_stale" and event.track not in self._replicas:
             self._join(event)
-        elif name == "replica_left" and event.track in self._replicas:
-            self._leave(event)
+        elif name == "replica_left" and event.track in self._replicas:  # its seconds stay
+            replica, track = self._replicas.pop(event.track), event.track
+            spent = replica.until(event.time, self._idle.until(event.time))
+            self._left[track] = self._left.get(track, Seconds()) + spent
+            self._number_idle -= replica.state == IDLE
+            self._lost.discard(track)
+            self._show(event.time, track, LEFT)
         elif name in ("replica_lost", "replica_retired") and event.track in self._replicas:
             self._lost.add(event.track)
         elif name == "replica_live":
@@ -187,15 +192,6 @@ class DeviceAccount:
         self._number_idle += 1
         self._show(event.time, event.track, IDLE)
         return joined
-
-    def _leave(self, event: Event) -> None:
-        """Keep the seconds of a replica that leaves."""
-        replica, track = self._replicas.pop(event.track), event.track
-        seconds = replica.until(event.time, self._idle.until(event.time))
-        self._left[track] = self._left.get(track, Seconds()) + seconds
-        self._number_idle -= replica.state == IDLE
-        self._lost.discard(track)
-        self._show(event.time, track, LEFT)
 
     def _idle_state(self) -> str:
         """Return the state of every replica that has no request."""

@@ -87,19 +87,17 @@ class TokenAccount:
             self._dropped[sample_id] = reason, tokens
             self.buckets[f"dropped/{reason}"] += tokens
         elif event.name == "recalled":
-            self._recall(int(event.key), event.facts["tokens"])
+            # What the journal has of a sample. It may be more than earlier lines recorded.
+            sample_id, tokens = int(event.key), event.facts["tokens"]
+            found = max(0, tokens - self._in_slots.get(sample_id, 0))
+            self._in_slots[sample_id] = self._in_slots.get(sample_id, 0) + found
+            recorded = min(found, self.buckets["lost"])
+            self.buckets["lost"] -= recorded
+            self._earlier += found - recorded
         elif event.name == "stepped":
             self._add_step(event)
         elif event.name == "published":
             self._publish(set(event.facts["ids"]))
-
-    def _recall(self, sample_id: int, tokens: int) -> None:
-        """Count what the journal has of a sample. It may be more than earlier lines recorded."""
-        found = max(0, tokens - self._in_slots.get(sample_id, 0))
-        self._in_slots[sample_id] = self._in_slots.get(sample_id, 0) + found
-        recorded = min(found, self.buckets["lost"])
-        self.buckets["lost"] -= recorded
-        self._earlier += found - recorded
 
     def _add_step(self, event: Event) -> None:
         samples, totals = event.facts["samples"], event.facts["report"].totals

@@ -122,13 +122,12 @@ def missing(what: str, why: str) -> Block:
     return {"type": "text", "text": f"No {what}: {why}", "kind": "none"}
 
 
-def number(value: float, digits: int = 4) -> str:
-    """Return a number for people: whole ones with commas, others with `digits` digits."""
+def number(value: float) -> str:
+    """Return a number for people: whole ones with commas, others with four digits."""
     if not math.isfinite(value):
         return str(value)
-    if value == int(value) or abs(value) >= 10**digits:
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
+    whole = value == int(value) or abs(value) >= 10_000
+    return f"{value:,.0f}" if whole else f"{value:.4g}"
 
 
 def seconds(value: float) -> str:

@@ -88,6 +88,9 @@ def of_run(run: RunReader) -> tuple[dict[str, Any], Table]:
     table, found = read_table(run.path), _spans(run)
     run.notes += table.notes
     played = curves.agents(run)
+    without = "No samples: the folder has no samples/. Runs of older versions have none."
+    if run.key("report.samples") == 0:
+        without = "No samples: `report.samples=0`."
     return {
         "title": f"{run.key('name', run.name)}: report of {run.name}",
         "keys": run.keys(),
@@ -103,7 +106,7 @@ def of_run(run: RunReader) -> tuple[dict[str, Any], Table]:
             section("lengths", "Lengths", _lengths(run, found, table)),
             section("tokens", "Where the tokens went", [*totals.tokens(run), *head.errors(run)]),
             section("sync", "Weight syncs", [curves.syncs(run)]),
-            section("samples", "Samples", [_samples(run, table)]),
+            section("samples", "Samples", [{"type": "browser"} if len(table) else text(without)]),
         ],
     }, table
 
@@ -133,14 +136,6 @@ def _lengths(run: RunReader, found: Spans, table: Table) -> list[dict[str, Any]]
         why = "the folder has no trace/ and no samples/."
         chart = missing("lengths of all finished responses", why)
     return [chart, curves.length_curves(run)]
-
-
-def _samples(run: RunReader, table: Table) -> dict[str, Any]:
-    if len(table):
-        return {"type": "browser"}
-    if run.key("report.samples") == 0:
-        return text("No samples: `report.samples=0`.")
-    return text("No samples: the folder has no samples/. Runs of older versions have none.")
 
 
 def _page(page: dict[str, Any], table: Table | None) -> str:

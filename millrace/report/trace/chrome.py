@@ -90,13 +90,24 @@ class Translator:
         if phase == "begin":
             self._begin(track, name, key, ts, args)
         elif phase == "end":
-            self._end((track, name, key), ts, args)
+            # The oldest span of these: scores of one sample share a key.
+            if lanes := self._begun.get((track, name, key)):
+                lane = lanes.pop(0)
+                if not lanes:
+                    del self._begun[track, name, key]
+                self._lanes.end(lane, ts, args)
+                self._lanes.free(lane)
         elif track == SAMPLES:
             self._move(name, key, ts, args)
         elif phase == "state":
             self._state(track, name, ts, args)
         elif name == "stepped":
-            self._step(ts, args)
+            # It has just ended, and began when the trainer began to train.
+            begin, self._step_from = ts if self._step_from is None else self._step_from, None
+            lane, about = self._passing("trainer", "steps"), ("step", f"step {self._steps}", args)
+            slice_ = lane.pid, lane.tid, "X", begin, ts - begin, *about
+            self._lanes.lines.append(Line(*slice_, arrow(STEP, self._steps), True))
+            self._steps += 1
         elif name == "row":
             row, lane = facts.get("row", {}), self._passing(track, "events")
             for name in COUNTERS:
@@ -150,15 +161,6 @@ class Translator:
             return None, arrow(STEP, self._sealed)
         return None, None
 
-    def _end(self, begun: tuple[str, str, str], ts: float, args: Args) -> None:
-        """End the oldest span of a track, name and key. Scores of one sample share a key."""
-        if lanes := self._begun.get(begun):
-            lane = lanes.pop(0)
-            if not lanes:
-                del self._begun[begun]
-            self._lanes.end(lane, ts, args)
-            self._lanes.free(lane)
-
     def _state(self, track: str, name: str, ts: float, args: Args) -> None:
         lane = self._states.get(track)
         if lane is None:
@@ -191,14 +193,6 @@ class Translator:
             known = name == "retired" and self._version
             self._lanes.end(lane, ts, as_json({"version": self._version}) if known else None)
             self._lanes.free(lane)
-
-    def _step(self, ts: float, args: Args) -> None:
-        """Draw a local step, which has just ended. It began when the trainer began to train."""
-        begin, self._step_from = ts if self._step_from is None else self._step_from, None
-        lane, about = self._passing("trainer", "steps"), ("step", f"step {self._steps}", args)
-        slice_ = lane.pid, lane.tid, "X", begin, ts - begin, *about
-        self._lanes.lines.append(Line(*slice_, arrow(STEP, self._steps), True))
-        self._steps += 1
 
     def _instant(self, track: str, name: str, key: str, ts: float, args: Args) -> None:
         lane, shown = self._passing(track, "events"), f"{name} {key}" if key else name
