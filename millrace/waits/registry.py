@@ -23,8 +23,8 @@ A part takes a cause too: it `waits_for` somebody. A span takes the work `what`,
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
@@ -285,15 +285,20 @@ async def as_actor(name: str, work: Awaitable[T]) -> T:
         return await work
 
 
-@contextmanager
-def measuring(name: str, read: Callable[[], float]) -> Iterator[None]:
+class measuring:  # noqa: N801 - a verb of this module, like the others
     """Register a counter for a block, such as the CPU time of a start."""
-    gauges = _current.get().registry.gauges
-    gauges[name] = read
-    try:
-        yield
-    finally:
-        gauges.pop(name, None)
+
+    __slots__ = ("_name", "_read", "_registry")
+
+    def __init__(self, name: str, read: Callable[[], float]) -> None:
+        self._name, self._read = name, read
+
+    def __enter__(self) -> None:
+        self._registry = _current.get().registry
+        self._registry.gauges[self._name] = self._read
+
+    def __exit__(self, *error: object) -> None:
+        self._registry.gauges.pop(self._name, None)
 
 
 class within:  # noqa: N801 - a verb of this module, like the others

@@ -89,8 +89,8 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
                 lengths.add(span)
         elif name == "thinned":  # anybody may have written the file
             every = span.facts.get("every")
-            sane = type(every) is int and 0 < every < 2**31
-            found.thinned.append((start, every if sane else 1))
+            known = type(every) is int and 0 < every < 2**31
+            found.thinned.append((start, int(every or 1) if known else 1))
         elif track == SAMPLES:
             if name == "sealed":
                 lengths.trained.add(span.key)

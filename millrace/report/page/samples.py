@@ -34,13 +34,13 @@ class Table:
     """The columns without texts of all kept trajectories."""
 
     files: list[Path]
+    notes: list[str]
     file: Array
     version: Array
     sample: Array
     reward: Array
     tokens: Array
     trained: Array
-    notes: list[str]
 
     def __len__(self) -> int:
         return len(self.version)
@@ -73,7 +73,7 @@ def read_table(run_dir: Path) -> Table:
     empty = [np.empty(0)] * 6
     whole = map(np.concatenate, zip(*columns, strict=True)) if columns else empty
     types = np.int64, np.int64, np.int64, float, float, bool
-    return Table(files, *(part.astype(t) for part, t in zip(whole, types, strict=True)), notes)
+    return Table(files, notes, *(p.astype(t) for p, t in zip(whole, types, strict=True)))
 
 
 def count(table: Table) -> int:
