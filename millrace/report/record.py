@@ -16,8 +16,7 @@ from millrace.config import ReportConfig
 from millrace.observe.files import drop_unfinished_line
 from millrace.persist.accounts import FILE, Device, Line, Work
 from millrace.persist.run_reader import RunReader
-from millrace.report.accounts.devices import DeviceAccount
-from millrace.report.accounts.flow import FlowAccount
+from millrace.report.accounts.devices import DeviceAccount, FlowAccount
 from millrace.report.accounts.pace import LoadAccount
 from millrace.report.accounts.tokens import PREFIX, TokenAccount, tokens_of_slot
 from millrace.report.trace.writer import TraceWriter

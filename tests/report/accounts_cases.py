@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.report.accounts.devices import DeviceAccount
-from millrace.report.accounts.flow import FlowAccount
+from millrace.report.accounts.devices import DeviceAccount, FlowAccount
 from millrace.report.accounts.tokens import TokenAccount
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, State
 from millrace.schedule.schedule import Schedule

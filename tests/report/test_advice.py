@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millrace.report.accounts.flow import FlowAccount
+from millrace.report.accounts.devices import FlowAccount
 from millrace.report.accounts.pace import StepCost
 from millrace.report.advice.advise import Advice, advise
 from millrace.report.advice.balance import nothing

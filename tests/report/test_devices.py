@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.report.accounts.devices import DeviceAccount
-from millrace.report.accounts.flow import FlowAccount
+from millrace.report.accounts.devices import DeviceAccount, FlowAccount
 from millrace.schedule.schedule import Schedule
 from millrace.waits.stream import Event
 

@@ -19,8 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.persist.run_reader import RunReader
-from millrace.report.accounts.devices import DeviceAccount
-from millrace.report.accounts.flow import FlowAccount
+from millrace.report.accounts.devices import DeviceAccount, FlowAccount
 from millrace.report.page.curves import lengths
 from millrace.report.page.lanes import columns, lanes
 from millrace.report.page.timeline import timeline

@@ -10,7 +10,7 @@ from millrace.persist.run_reader import RunReader
 from millrace.report.page import figures as fig
 from millrace.report.page import head, totals
 from millrace.report.page.figures import Block, axes, by_version, number, section, share, table
-from millrace.report.page.states import STATES, state_of
+from millrace.report.page.states import STATES
 
 _MOST_METRICS = 4
 
@@ -203,17 +203,16 @@ def _devices(runs: list[RunReader], names: list[str]) -> Block:
 
 def _shares(run: RunReader) -> dict[str, float]:
     """Return the share of the time of each side's devices by state."""
-    sides: dict[str, dict[str, float]] = {}
+    sides: dict[str, totals.Seconds] = {}
     for name, track in totals.device_seconds(run.accounts).items():
-        states = sides.setdefault(name.partition("-")[0], {})
+        side = sides.setdefault(name.partition("-")[0], totals.Seconds(float))
         for part, value in track.all.items():
-            words = STATES[state_of(part)].words
-            states[words] = states.get(words, 0.0) + value
+            side[part] += value
     return {
-        f"{side} {words}": value / whole
-        for side, states in sides.items()
-        if (whole := sum(states.values()))
-        for words, value in states.items()
+        f"{side} {STATES[state].words}": value / whole
+        for side, parts in sides.items()
+        if (whole := sum(parts.values()))
+        for state, value in totals.by_state(parts).items()
         if value > 1e-6 * whole
     }
 

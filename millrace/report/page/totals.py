@@ -100,21 +100,26 @@ def device_seconds(lines: list[Line]) -> dict[str, Track]:
     return found
 
 
+def by_state(parts: Seconds) -> Seconds:
+    """Return the seconds of the states of charts."""
+    states = Seconds(float)
+    for part, value in parts.items():
+        states[state_of(part)] += value
+    return states
+
+
 def devices(run: RunReader) -> list[Block]:
     """Return the seconds of every device by state, and the money if there is a price."""
     found = device_seconds(run.accounts)
     if not any(track.length > 0 for track in found.values()):
         return [_without_accounts(run)]
-    spent = {name: Seconds(float) for name in found}
-    for name, track in found.items():
-        for part, value in track.each.items():
-            spent[name][state_of(part)] += value
+    spent = {name: by_state(track.each) for name, track in found.items()}
     states = [state for state in STATES if any(s[state] for s in spent.values())]
     rows = []
     for name, track in found.items():
         many = f" ({track.count} devices)" if track.count > 1 else ""
         times = (spent[name][state] for state in states)
-        waits = sum(v for part, v in track.each.items() if STATES[state_of(part)].waits)
+        waits = sum(value for state, value in spent[name].items() if STATES[state].waits)
         cells = (share(time, track.length) if time else "" for time in times)
         rows.append([f"{name}{many}", *cells, share(waits, track.length)])
     how = (

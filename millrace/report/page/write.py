@@ -51,12 +51,10 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Path:
     if not run_dirs:
         raise bad_value("RUN", "", "names no run", "millrace report runs/quickstart-1")
     runs = [load(path) for path in run_dirs]
-    one = runs[0] if len(runs) == 1 else None
-    path = output or (one.path / DEFAULT if one else Path(DEFAULT))
+    path = output or (runs[0].path / DEFAULT if len(runs) == 1 else Path(DEFAULT))
     check_output(path)
-    page, table = (compare.of_runs(runs), None) if one is None else of_run(one)
     try:
-        replace_file(path, _page(page, table))
+        replace_file(path, page_of(runs))
     except OSError as error:
         raise _unwritable(path, error) from None
     return path
@@ -138,8 +136,9 @@ def _lengths(run: RunReader, found: Spans, table: Table) -> list[dict[str, Any]]
     return [chart, curves.length_curves(run)]
 
 
-def _page(page: dict[str, Any], table: Table | None) -> str:
-    """Return the HTML, with as many samples as fit."""
+def page_of(runs: list[RunReader]) -> str:
+    """Return the page of a run, with as many samples as fit, or of the comparison of several."""
+    page, table = of_run(runs[0]) if len(runs) == 1 else (compare.of_runs(runs), None)
     parts = {"plotly": _plotly(), "page": _packed(msgspec.json.encode(page))}
     shell = _shell(page["title"], parts | {"samples": ""})
     if table is None:
