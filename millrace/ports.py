@@ -87,6 +87,11 @@ class StepReport:
     update_actor. A part that did not run is missing. Time of no part is in no name. Equal reports
     may differ in it.
     """
+    values: tuple[Floats, ...] = ()
+    """V of the state before each token of the trajectories that go on, in order.
+
+    They are those of the critic at the batch's arrival.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,9 @@ class Stop(StrEnum):
     """New weights are about to arrive. The response continues later from its tokens so far."""
 
 
+WINDOW = "window"
+"""The ending of a trajectory whose response another sample continues."""
+
 UNFINISHED = (None, Stop.INTERRUPTED)
 """The stops of a turn that is still drawn."""
 
@@ -209,11 +212,27 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
+class Continuation:
+    """The response that a sample continues, where responses are trained in windows."""
+
+    first: int
+    """The sample that has the first window of the response."""
+    number: int
+    """The number of this window, from 1."""
+    prompt_tokens: int
+    """The first tokens of `Prompt.tokens` that are the prompt. The others are the response so far."""
+    values: Floats
+    """V of the state before each token of the response so far, when its window was trained."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One row of data, ready to roll out."""
 
     index: int
-    """Position in the prompt stream, from 0. It identifies the sample that this prompt starts."""
+    """The sample that this prompt starts. It is also the position in the prompt stream, from 0,
+    unless `position` is set.
+    """
     tokens: Tokens
     text: str
     """The text of the tokens, for transcripts."""
@@ -222,6 +241,27 @@ class Prompt:
     extra_info: dict[str, Any] = field(default_factory=dict)
     columns: dict[str, Any] = field(default_factory=dict)
     """Every other column of the row, for reward functions in TRL's signature."""
+    position: int | None = None
+    """Position in the prompt stream, if samples that continue responses came before it."""
+    continues: Continuation | None = None
+    """The response that this sample continues. Its tokens so far follow those of the prompt."""
+
+    @property
+    def first(self) -> int:
+        """Return the sample that has the first window of the response."""
+        return self.index if self.continues is None else self.continues.first
+
+    @property
+    def response_before(self) -> Tokens:
+        """Return the tokens of the response that earlier samples drew."""
+        return self.tokens[
+            len(self.tokens) if self.continues is None else self.continues.prompt_tokens :
+        ]
+
+    @property
+    def in_stream(self) -> int:
+        """Return the position in the prompt stream."""
+        return self.index if self.position is None else self.position
 
 
 TURN_REWARDS = "turn_rewards"
@@ -282,7 +322,7 @@ class Trajectory:
     """In the order of their last turns. Each drawn turn is trained in exactly one of them."""
     score: Score | None = None
     ended: str = ""
-    """The reason of its `Ending`. Empty if it is unfinished."""
+    """The reason of its `Ending`, or "window". Empty if it is unfinished."""
     messages: tuple[Message, ...] = ()
     """The conversation by author. Empty if the episode is one prompt and one response."""
     dead_tokens: int = 0
@@ -322,6 +362,8 @@ class Trajectory:
 
         LENGTH means that a limit of the episode or of its last turn cut it.
         """
+        if self.goes_on:
+            return Stop.INTERRUPTED
         if self.ended not in ("", "done"):
             return Stop.LENGTH
         segments = self.threads[-1].segments if self.threads else ()
@@ -330,6 +372,11 @@ class Trajectory:
     @property
     def finished(self) -> bool:
         return bool(self.ended)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another sample continues the response. This one has no score."""
+        return self.ended == WINDOW
 
     @property
     def num_tokens(self) -> int:
@@ -380,3 +427,8 @@ class Sample:
 
     It is never trained and is not one of the n.
     """
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another sample continues its response."""
+        return any(t.goes_on for t in self.trajectories)

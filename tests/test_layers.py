@@ -55,7 +55,7 @@ ARROWS: dict[str, set[str]] = {
     "sync": {"config", "ports"},
     "decode": {"config", "models", "ports", "rollout"},
     "vllm": {"config", "models", "ports", "rollout", "sync"},
-    "train": {"algorithms", "config", "models", "observe", "ports", "sync"},
+    "train": {"algorithms", "config", "models", "observe", "ports", "schedule", "sync"},
     "runtime": {"config", "decode", "models", "ports", "rollout", "sync", "vllm"},
     "report": {"config", "observe", "persist", "ports", "schedule"},
     "run": {
@@ -292,7 +292,7 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 BUDGETS = {
     "agents": 4350,
-    "algorithms": 3350,
+    "algorithms": 3370,
     "api": 760,
     "cli": 2100,
     "config": 4650,
@@ -312,12 +312,12 @@ BUDGETS = {
     "rollout": 1750,
     "run": 5780,
     "runtime": 3500,
-    "schedule": 800,
+    "schedule": 830,
     "simulate": 560,
     "sync": 2250,
     "testing": 750,
     "tools": 950,
-    "train": 5000,
+    "train": 5030,
     "types": 400,
     "vllm": 1950,
     "waits": 1600,

@@ -50,6 +50,10 @@ class AdvantageBatch:
     """[T] gae: the critic's value of the state before each token."""
     truncated: Tensor | None = None
     """[N] bool, gae with bootstrap_truncated: cut by the length limit."""
+    goes_on: Tensor | None = None
+    """[N] bool, gae: another sample continues the response, which has no score yet."""
+    response_lengths: Tensor | None = None
+    """[N] int64, gae with adaptive_lam: tokens of the response so far, with those of other samples."""
     greedy_scores: Tensor | None = None
     """[N] remax: the score of the greedy response to the same prompt."""
     log_probs: Tensor | None = None
@@ -85,7 +89,8 @@ class AdvantageBatch:
             "greedy_scores": self.greedy_scores,
         }
         parts = {f"components[{name!r}]": x for name, x in (self.components or {}).items()}
-        return {**own, "truncated": self.truncated, "keep": self.keep, **parts}
+        cut = {"goes_on": self.goes_on, "response_lengths": self.response_lengths}
+        return {**own, **cut, "truncated": self.truncated, "keep": self.keep, **parts}
 
     def per_token(self) -> dict[str, Tensor | None]:
         """Return the fields that are [T], by name."""
@@ -136,6 +141,8 @@ class AdvantageOptions:
     """gdpo: weight of each component, 1 if its name is missing."""
     bootstrap_truncated: bool
     """gae: end a truncated trajectory with the value of its last state, and ignore its score."""
+    adaptive_lam: bool = False
+    """gae: lambda grows with the length of the response, from `lam`."""
     whiten: bool
     """gae, gdpo, reinforce_plus_plus[_baseline]: whiten the advantages over the trained tokens."""
     eps: float
@@ -314,6 +321,11 @@ def _part(batch: AdvantageBatch, keep: Tensor, at: Tensor) -> AdvantageBatch:
             raise ValueError(f"{name} is not finite everywhere")
         return y
 
+    cut = {
+        "truncated": batch.truncated,
+        "goes_on": batch.goes_on,
+        "response_lengths": batch.response_lengths,
+    }
     tokens = {
         name: None
         if x is None
@@ -327,7 +339,7 @@ def _part(batch: AdvantageBatch, keep: Tensor, at: Tensor) -> AdvantageBatch:
         lengths=batch.lengths[keep],
         components=batch.components
         and {k: floats(f"component {k}", x, keep) for k, x in batch.components.items()},
-        truncated=None if batch.truncated is None else batch.truncated.bool()[keep],
+        **{name: None if x is None else x[keep] for name, x in cut.items()},
         greedy_scores=None
         if batch.greedy_scores is None
         else floats("greedy_scores", batch.greedy_scores, keep),

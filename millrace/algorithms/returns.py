@@ -30,8 +30,10 @@ def place_scores(scores: Tensor, lengths: Tensor, token_rewards: Tensor | None =
     return base.index_add(0, at, score[has]).to(result_dtype(scores))
 
 
-def discounted_sums(rewards: Tensor, lengths: Tensor, discount: float) -> Tensor:
+def discounted_sums(rewards: Tensor, lengths: Tensor, discount: float | Tensor) -> Tensor:
     """Compute the reward to go, G_t = r_t + discount G_{t+1} within each trajectory, [T] from [T].
+
+    `discount` is a number, or [T] with one number for each trajectory.
 
     Each step doubles the range of the sum: after step k, G_t contains 2^k rewards, from r_t on. The
     number of steps is log2 of the longest length. To the last bit, a token's sum depends only on

@@ -13,6 +13,7 @@ from millrace.config.algorithm_keys import (
     KlCtrlConfig,
     KlType,
     PolicyLossConfig,
+    TppoConfig,
 )
 from millrace.config.correction_keys import CorrectionConfig
 from millrace.config.data_keys import DataConfig, OverlongBufferConfig, RewardConfig
@@ -64,6 +65,7 @@ __all__ = [
     "Sides",
     "SyncConfig",
     "TeacherConfig",
+    "TppoConfig",
     "TrainerConfig",
     "ValidationConfig",
 ]

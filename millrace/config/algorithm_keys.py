@@ -20,7 +20,7 @@ from millrace.algorithms.losses import POLICY_LOSSES
 from millrace.algorithms.norm_options import Level, NormOptions
 from millrace.algorithms.policy_loss import AggMode, LossOptions, PolicyLoss, as_policy_loss
 from millrace.config.correction_keys import CorrectionConfig
-from millrace.config.facts import Choice, Choices, Compared, Past, ReadWith, Switch
+from millrace.config.facts import Choice, Choices, Compared, Fixed, Past, ReadWith, Switch
 from millrace.config.optim_keys import OptimConfig
 from millrace.config.plugins import load as load_part
 from millrace.config.plugins import names
@@ -388,6 +388,36 @@ class FilterGroupsConfig(Section):
     """
 
 
+class TppoConfig(Section):
+    window: Annotated[
+        int, Fixed("samples in flight continue responses that were cut into such windows")
+    ] = Field(0, ge=0)
+    """Tokens of a response that one sample draws and trains (T-PPO). 0 trains whole responses.
+
+    The response continues in another sample, with the version that this one helped to make.
+    """
+    ignore_last_k: int = Field(0, ge=0)
+    """Train no policy on the last k tokens of a window whose response goes on."""
+    adaptive_lam: bool = False
+    """lambda of a response is 1 - 1 / (0.05 x its length), and at least algorithm.lam (VAPO)."""
+
+    def check(self) -> None:
+        if self.ignore_last_k and self.ignore_last_k >= self.window:
+            raise bad_value(
+                "algorithm.tppo.ignore_last_k",
+                self.ignore_last_k,
+                f"must be less than algorithm.tppo.window = {self.window}, or nothing is trained",
+                "algorithm.tppo.ignore_last_k=0, or a larger algorithm.tppo.window",
+            )
+        if self.adaptive_lam and not self.window:
+            raise bad_value(
+                "algorithm.tppo.adaptive_lam",
+                True,
+                "whole responses are trained with algorithm.lam alone",
+                "algorithm.tppo.window=TOKENS, or algorithm.tppo.adaptive_lam=false",
+            )
+
+
 class AlgorithmConfig(Section):
     adv_estimator: Annotated[
         str,
@@ -434,6 +464,8 @@ class AlgorithmConfig(Section):
 
     Their return ends with the critic's value in place of their score.
     """
+    tppo: TppoConfig = TppoConfig()
+    """gae: train responses in windows, as they are drawn."""
     gdpo_reward_keys: Annotated[tuple[str, ...], ReadWith(_readers("component_weights"))] = ()
     """gdpo: names of the reward's components. Empty means all components."""
     gdpo_reward_weights: Annotated[tuple[float, ...], ReadWith(_readers("component_weights"))] = ()
@@ -493,6 +525,7 @@ class AlgorithmConfig(Section):
             lam=self.lam,
             component_weights=weights or None,
             bootstrap_truncated=self.bootstrap_truncated,
+            adaptive_lam=self.tppo.adaptive_lam,
             whiten=not self.adv_norm.options().active,  # adv_norm replaces it
             eps=self.epsilon,
             f_norm=self.f_norm,

@@ -46,6 +46,10 @@ def check(config: Config) -> None:
     _check_groups(algorithm, rollout, rewarded=c.learns_from_rewards)
     _check_filter(algorithm, trainer, c.async_training)
     _check_critic(algorithm, trainer)
+    player = c.agents.agent_kind
+    owners = {"data.sampler": c.data.sampler, "teachers": ", ".join(c.teachers)}
+    owners |= {f"agents.{player}": player and str(getattr(c.agents, player))}
+    _check_windows(algorithm, rollout, owners)
     _check_overlong(c.reward, rollout)
     _check_devices(placed(c.reward, c.teachers), c.sides)
     _check_components(c.reward, algorithm)
@@ -309,6 +313,33 @@ def _check_critic(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> None:
                 f"{algorithm.adv_estimator} has no critic",
                 "algorithm.adv_estimator=gae, or remove the key",
             )
+
+
+def _check_windows(
+    algorithm: AlgorithmConfig, rollout: RolloutConfig, owners: Mapping[str, str]
+) -> None:
+    """Refuse what a response that is trained in windows cannot have."""
+    scored = "a response has its score at its end, and its windows are trained before"
+    name, levels = algorithm.adv_estimator, algorithm.reward_norm.levels
+    filters, kl = algorithm.filter_groups.enable, algorithm.use_kl_in_reward
+    refused: dict[str, tuple[object, bool, str, str]] = {
+        "algorithm.adv_estimator": (name, name != "gae", scored, "gae"),
+        "rollout.n": (rollout.n, rollout.n > 1, "each response is a sample of its own", "1"),
+        "algorithm.filter_groups.enable": (filters, filters, scored, "false"),
+        "algorithm.use_kl_in_reward": (kl, kl, scored, "false"),
+        **{
+            f"algorithm.reward_norm.{key}": (level, bool(level), scored, "null")
+            for key, level in levels.items()
+        },
+        **{
+            key: (value, bool(value), "a response is one turn of the policy alone", "its default")
+            for key, value in owners.items()
+        },
+    }
+    for key, (value, wrong, rule, fix) in refused.items():
+        if wrong and algorithm.tppo.window:
+            rule = f"with algorithm.tppo.window={algorithm.tppo.window}, {rule}"
+            raise bad_value(key, value, rule, f"{key}={fix}, or algorithm.tppo.window=0")
 
 
 def _check_overlong(reward: RewardConfig, rollout: RolloutConfig) -> None:

@@ -149,6 +149,17 @@ class VersionMetrics:
             ),
             "prompt_length/mean": _mean([len(s.prompt.tokens) for s, _ in self._samples]),
         }
+        whole = [s for s, _ in self._samples if s.prompt.continues is not None or s.goes_on]
+        if whole:  # Responses are trained in windows: the other figures are of windows.
+            ended = [(s.prompt.response_before, s) for s, _ in self._samples if not s.goes_on]
+            of = [len(before) + sum(t.num_tokens for t in s.trajectories) for before, s in ended]
+            numbers = [s.prompt.continues.number for _, s in ended if s.prompt.continues]
+            row |= {
+                "windows/ended_share": share(len(ended), len(self._samples)),
+                "windows/mean": 1 + share(sum(numbers), len(ended)),
+                "windows/response_length/mean": _mean(of),
+                "windows/response_length/max": float(max(of, default=0)),
+            }
         # The named components of the reward.
         for name in sorted({name for score in scores for name in score.extra}):
             parts = [score.extra[name] for score in scores if name in score.extra]

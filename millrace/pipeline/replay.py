@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -37,6 +37,8 @@ class TrainedStep(NamedTuple):
     """The version of its batch. A checkpoint has all steps of earlier versions."""
     ids: tuple[int, ...]
     lr_scale: float = 1.0
+    prompts: Mapping[int, Prompt] = {}
+    """The prompts that the stream does not have at the number of their sample."""
 
 
 class Replay:
@@ -68,7 +70,8 @@ class Replay:
         if self._steps and self._steps[-1].version != batch.version:
             self._forget()
         ids = tuple(sample.prompt.index for sample in batch.samples)
-        self._steps.append(TrainedStep(batch.version, ids, batch.lr_scale))
+        own = {s.prompt.index: s.prompt for s in batch.samples if s.prompt.position is not None}
+        self._steps.append(TrainedStep(batch.version, ids, batch.lr_scale, own))
 
     def _forget(self) -> None:
         """Forget the steps that every checkpoint has."""
@@ -104,7 +107,7 @@ class Replay:
             if kept is not None and kept <= step.version:
                 await keep(kept)
                 kept = None
-            samples = tuple(self._sample(known.pop(i), step.version) for i in step.ids)
+            samples = tuple(self._sample(known.pop(i), step) for i in step.ids)
             await engine.step(TrainBatch(samples, step.version, step.lr_scale))
         if kept is not None:
             await keep(kept)
@@ -143,14 +146,14 @@ class Replay:
             )
         return known
 
-    def _sample(self, known: Sample | Finished, version: PolicyVersion) -> Sample:
+    def _sample(self, known: Sample | Finished, step: TrainedStep) -> Sample:
         """Return a sample as it was trained. No step reads the version of its admission."""
         if isinstance(known, Sample):
             return known
-        prompt = self._prompts[known.sample_id]
+        prompt = step.prompts.get(known.sample_id) or self._prompts[known.sample_id]
         if checksum(prompt.tokens) != known.prompt:
             raise NotRestorable(
                 f"prompt {known.sample_id} is not the one of the journal. "
                 "Fix: data that do not change during a run"
             )
-        return Sample(prompt, known.trajectories, version, known.greedy)
+        return Sample(prompt, known.trajectories, step.version, known.greedy)

@@ -125,7 +125,8 @@ class Rollouter:
                         deadline_s=1e9,  # samples bring them, and each of their waits has one
                     )
                     continue
-                self._launch(tasks, self.queue.do(ledger.admit, self.prompts[ledger.admitted]))
+                prompt = ledger.rest or self.prompts[ledger.begun]
+                self._launch(tasks, self.queue.do(ledger.admit, prompt))
                 begun += self.roller.num_responses
                 if begun >= _TOGETHER:
                     begun = 0
@@ -256,7 +257,7 @@ class Rollouter:
                 error.reason,
                 f"{failed} of the last {len(self._outcomes)} samples had no {lacks}, more than "
                 f"reward.max_error_share = {self.max_error_share:g} of {_RECENT}. "
-                f"The last error, of sample {sample_id}, {self.where(prompt.index)}: {error}",
+                f"The last error, of sample {sample_id}, {self.where(prompt.in_stream)}: {error}",
                 error.trace,
             ) from error
 

@@ -24,6 +24,7 @@ from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.turns import DeviceSharing, Pause, Publisher
 from millrace.ports import RolloutStats, TrainBatch, TrainEngine, WeightSync
 from millrace.rollout.roster import Roster
+from millrace.schedule.continuation import next_prompt
 from millrace.schedule.ledger import LedgerSnapshot, State, Topic, Totals
 from millrace.types import PolicyVersion, Sample
 from millrace.waits.registry import acting, at, current, part, starting
@@ -222,7 +223,9 @@ class Trainer:
             with part("train"):
                 batch = TrainBatch(tuple(samples), ledger.trainer_version, self._lr_scale())
                 report = await self.engine.step(batch)
-            queue.do(ledger.trained)
+            going_on = [sample for sample in samples if sample.goes_on]
+            rests = [next_prompt(*one) for one in zip(going_on, report.values, strict=True)]
+            queue.do(ledger.trained, rests)
             version = ledger.trainer_version
             at("trainer", "stepped", samples=samples, version=version, report=report)
             if self.prover is not None and GAP in report.metrics:

@@ -7,7 +7,7 @@ same time. A reward that compares the trajectories of a sample scores all of the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -18,7 +18,17 @@ from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.scoring import scored
 from millrace.rollout.session import NO_LIMITS, Draw, Limits
 from millrace.rollout.shaping import OverlongBuffer
-from millrace.types import PolicyVersion, Prompt, Sample, SamplingParams, Tokens, Trajectory
+from millrace.schedule.continuation import whole_response
+from millrace.types import (
+    WINDOW,
+    PolicyVersion,
+    Prompt,
+    Sample,
+    SamplingParams,
+    Stop,
+    Tokens,
+    Trajectory,
+)
 
 T = TypeVar("T")
 Progress = Callable[[tuple[Trajectory, ...]], None]
@@ -50,6 +60,8 @@ class SampleRoller:
     """How often a failed episode begins again before its sample fails."""
     teachers_of: Callable[[Prompt], Mapping[str, Teacher]] = lambda prompt: _NOBODY
     """Return the teachers outside of the trainer that read the trajectories of a prompt."""
+    window: int = 0
+    """The most tokens that one sample draws of its only response. 0 is the whole response."""
 
     @property
     def num_responses(self) -> int:
@@ -95,6 +107,8 @@ class SampleRoller:
                         on_progress=lambda t: update(i, t),
                         retries=self.retries,
                     )
+                    if self.window and finished.stop is Stop.LENGTH:
+                        finished = self._in_window(prompt, i, finished)
             finally:
                 if on_drawn is not None:
                     on_drawn()
@@ -109,7 +123,7 @@ class SampleRoller:
 
         drawn = tuple(await _all_of(*(one(i) for i in range(count))))
         if self.whole_group:
-            drawn = tuple(self._shaped(await scored(prompt, drawn, self.reward, self.decode)))
+            drawn = tuple(await self._scored(prompt, drawn))
         return Sample(
             prompt, drawn[: self.n], version, drawn[self.n] if self.greedy_baseline else None
         )
@@ -117,14 +131,40 @@ class SampleRoller:
     def _params(self, prompt: Prompt, i: int) -> SamplingParams:
         params = self.params.with_seed(request_seed(self.seed, prompt.index, i))
         if self.lengths is not None:
-            params = replace(params, max_tokens=self.lengths.of(params.seed), ignore_eos=True)
+            params = replace(params, ignore_eos=True)
+        if self.lengths is not None or self.window:
+            left = self._left(prompt, i)
+            params = replace(params, max_tokens=min(self.window or left, left))
         return params if i < self.n else replace(params, temperature=0.0)
+
+    def _left(self, prompt: Prompt, i: int) -> int:
+        """Return how many tokens the response may still have."""
+        most, first = self.params.max_tokens, prompt.first
+        if self.lengths is not None:
+            most = self.lengths.of(request_seed(self.seed, first, i))
+        return most - len(prompt.response_before)
+
+    def _in_window(self, prompt: Prompt, i: int, cut: Trajectory) -> Trajectory:
+        """Return a cut trajectory, which goes on if its window ended before its response."""
+        goes_on = cut.num_tokens == self.window < self._left(prompt, i)
+        return replace(cut, ended=WINDOW) if goes_on else cut
 
     async def _scored_alone(self, prompt: Prompt, finished: Trajectory) -> Trajectory:
         """Return the trajectory with its score, unless all trajectories are scored at once."""
         if self.whole_group:
             return finished
-        return self._shaped(await scored(prompt, [finished], self.reward, self.decode))[0]
+        return (await self._scored(prompt, [finished]))[0]
+
+    async def _scored(self, prompt: Prompt, drawn: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return the trajectories with their scores. A response that goes on has none."""
+        if any(t.goes_on for t in drawn):
+            return [*drawn]
+        whole = [whole_response(prompt, t) for t in drawn]
+        ended = [trajectory for _, trajectory in whole]
+        done = self._shaped(await scored(whole[0][0], ended, self.reward, self.decode))
+        if prompt.continues is None:
+            return done
+        return [replace(t, score=of.score) for t, of in zip(drawn, done, strict=True)]
 
     def _shaped(self, done: list[Trajectory]) -> list[Trajectory]:
         """Return the trajectories with the overlong penalty in their scores, if there is one."""

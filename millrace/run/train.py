@@ -204,6 +204,11 @@ async def run_training(
                     loops = train_to_end(s, ledger, stop, record, validated, kept, counts)
                     complete, start, seconds = await loops
         history.end(ledger.totals(), complete)
+        if complete and ledger.resting:
+            s.progress.note(
+                f"{ledger.resting} responses had not ended at the end of the run: their windows "
+                "trained the policy, and the critic saw none of their tokens"
+            )
         recorder.end(ledger.snapshot())
     finally:
         for tracker in outside:  # all of them end at the same time
@@ -390,6 +395,7 @@ def make_rollouter(s: Session, queue: SampleQueue, pool: RolloutPool) -> Rollout
         whole_group=s.reward.whole_group,
         retries=c.agents.tries,
         teachers_of=s.teachers.of,
+        window=c.algorithm.tppo.window,
     )
     sampling = DynamicSampling(
         groups.metric, max_num_gen_batches=groups.max_num_gen_batches, window=c.schedule.window
@@ -422,7 +428,7 @@ def make_guard(config: Config, rows: dict[int, dict[str, float]]) -> Guard | Non
     section = config.guard
     if not section.enable:
         return None
-    if not config.learns_from_rewards:  # equal rewards do not stop it
+    if not config.learns_from_rewards or config.rollout.n == 1:  # equal rewards do not stop it
         section = section.model_copy(update={"max_zero_variance_share": 1.0})
     guard = Guard(section)
     for version, row in rows.items():

@@ -15,8 +15,9 @@ every move. Every move costs O(log n) in the number of slots, amortised.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -75,6 +76,8 @@ class Slot:
     """The trajectories of an interrupted sample so far. They survive a restart."""
     sample: Sample | None = None
     """The finished sample, from READY on."""
+    rest: Prompt | None = None
+    """The prompt that continues its response, from TRAINED on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,10 @@ class LedgerSnapshot:
     dropped: dict[str, int]
     slots: list[tuple[int, Slot]]
     """Sample ids and their slots, in order of admission."""
+    continued: int = 0
+    """Samples that continue the response of another one, among the admitted."""
+    rests: list[Prompt] = field(default_factory=list)
+    """The prompts that continue responses and have no slot yet, in order."""
 
 
 class Ledger:
@@ -124,6 +131,12 @@ class Ledger:
         """The changes since a reader last cleared this set."""
         self.moves: list[Move] = []
         """The moves since a reader last took this list."""
+        self.continued = 0
+        """Admitted samples that continue the response of a retired one."""
+        self._going_on = 0
+        """Retired samples whose response goes on."""
+        self._rests: deque[Prompt] = deque()
+        """The prompts that continue responses and have no slot yet, in order."""
         self._slots: dict[int, Slot] = {}  # in order of admission
         self._order = TrainingOrder(schedule.lookahead)
         self._with_trainer: dict[State, list[int]] = {state: [] for state in _WITH_TRAINER}
@@ -139,11 +152,36 @@ class Ledger:
             return False
         return self.limit is None or self.retired + occupied < self.limit
 
+    @property
+    def begun(self) -> int:
+        """Return the number of prompts of the stream that were admitted."""
+        return self.admitted - self.continued
+
+    @property
+    def rest(self) -> Prompt | None:
+        """Return the prompt that must be admitted next, because it continues a response."""
+        return self._rests[0] if self._rests else None
+
+    @property
+    def resting(self) -> int:
+        """Return the number of responses that go on and have no slot."""
+        return len(self._rests)
+
     def admit(self, prompt: Prompt) -> int:
-        """Give `prompt` a slot. The sample id that this returns counts admissions."""
+        """Give `prompt` a slot. The sample id that this returns counts admissions.
+
+        Responses that go on come before new prompts.
+        """
         if not self.can_admit():
             raise LedgerError(f"admit without a free slot: {self.describe()}")
+        if self._rests and prompt is not self._rests[0]:
+            raise LedgerError(f"admit a new prompt before a response goes on: {self.describe()}")
+        if self._rests:
+            self._rests.popleft()
+            self.continued += 1
         sample_id, self.admitted = self.admitted, self.admitted + 1
+        if prompt.index != sample_id:
+            prompt = replace(prompt, index=sample_id, position=prompt.in_stream)
         self._slots[sample_id] = Slot(prompt, self.version)
         self._counts[State.WAITING] += 1
         self._order.admit(sample_id)
@@ -215,8 +253,17 @@ class Ledger:
         taken = [self._move(i, State.READY, State.TAKEN).sample for i in sample_ids]
         return [sample for sample in taken if sample is not None]
 
-    def trained(self) -> list[int]:
-        """Mark the TAKEN samples as part of the weights. Return their ids."""
+    def trained(self, rests: Iterable[Prompt] = ()) -> list[int]:
+        """Mark the TAKEN samples as part of the weights. Return their ids.
+
+        `rests` has a prompt for each of them whose response goes on. Its index is the sample's.
+        """
+        for rest in rests:
+            self._expect(rest.index, State.TAKEN).rest = rest
+        for i in self._with_trainer[State.TAKEN]:
+            slot = self._slots[i]
+            if slot.sample is not None and slot.sample.goes_on != (slot.rest is not None):
+                raise LedgerError(f"trained, but nothing continues the response of sample {i}")
         sample_ids = self._pass_on(State.TAKEN, State.TRAINED)
         if not sample_ids:
             raise LedgerError(f"trained, but nothing is taken: {self.describe()}")
@@ -254,12 +301,18 @@ class Ledger:
         return self.version + 1
 
     def published(self) -> list[int]:
-        """Free the slots of the sealed version, which is live now. Return the retired ids."""
+        """Free the slots of the sealed version, which is live now. Return the retired ids.
+
+        The responses that go on are the next to be admitted.
+        """
         sample_ids = sorted(self._with_trainer[State.SEALED])
         if not sample_ids:
             raise LedgerError(f"published, expected something sealed: {self.describe()}")
         for sample_id in sample_ids:
-            del self._slots[sample_id]
+            rest = self._slots.pop(sample_id).rest
+            if rest is not None:
+                self._going_on += 1
+                self._rests.append(rest)
         self._with_trainer[State.SEALED] = []
         self._counts[State.SEALED] = 0
         self.retired += len(sample_ids)
@@ -305,6 +358,8 @@ class Ledger:
             raise LedgerError(f"more samples than slots: {self.describe()}")
         if sum(self._counts.values()) != occupied:
             raise LedgerError(f"state counts do not add up: {self.describe()}")
+        if self._going_on != self.continued + len(self._rests):
+            raise LedgerError(f"responses that go on were lost: {self.describe()}")
 
     # -- checkpoint
 
@@ -323,6 +378,8 @@ class Ledger:
             self.retired,
             dict(self.dropped),
             slots,
+            self.continued,
+            [*self._rests],
         )
 
     @classmethod
@@ -337,6 +394,8 @@ class Ledger:
         ledger.version, ledger.local_steps = snapshot.version, snapshot.local_steps
         ledger.admitted, ledger.retired = snapshot.admitted, snapshot.retired
         ledger.dropped = dict(snapshot.dropped)
+        ledger.continued, ledger._rests = snapshot.continued, deque(snapshot.rests)
+        ledger._going_on = ledger.continued + ledger.resting
         for i, slot in snapshot.slots:
             ledger._slots[i] = replace(slot)
             ledger._counts[slot.state] += 1

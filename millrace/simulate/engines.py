@@ -310,7 +310,9 @@ class SimTrainEngine:
         await asyncio.sleep(sum(seconds.values()))
         self.trained.append((batch.version, batch.samples))
         ran = {name: value for name, value in seconds.items() if value}
-        return StepReport(1, {"train/tokens": float(tokens)}, seconds=ran)
+        going_on = [t for s in batch.samples for t in s.trajectories if t.goes_on]
+        values = tuple(floats_of(map(float, t.tokens)) for t in going_on)
+        return StepReport(1, {"train/tokens": float(tokens)}, seconds=ran, values=values)
 
     async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
         return [[-0.5] * t.num_policy_tokens for s in samples for t in s.trajectories]

@@ -21,6 +21,7 @@ from millrace.algorithms.kl import KL
 from millrace.algorithms.ragged import sequence_sums
 from millrace.train.layout import Ints
 from millrace.train.options import StepOptions
+from millrace.train.responses import Responses
 from millrace.train.routing import Routed
 from millrace.train.rows import BatchArrays, Rows
 from millrace.train.teachers import Taught, ask
@@ -73,6 +74,8 @@ class Experience:
     """The coefficient of the KL in the rewards."""
     taught: Taught | None = None
     """What the teachers say of the tokens."""
+    responses: Responses | None = None
+    """What the critic trains on. None if that is `rows`."""
 
     @property
     def num_samples(self) -> int:
@@ -159,6 +162,8 @@ def make_experience(
         components=batch.components,
         values=values,
         truncated=batch.truncated,
+        goes_on=batch.goes_on,
+        response_lengths=batch.response_lengths,
         greedy_scores=batch.greedy_scores,
         log_probs=arrival,
         sum_pi_squared=squares,

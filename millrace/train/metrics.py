@@ -280,14 +280,17 @@ def _critic_metrics(meter: Meter, data: Experience) -> dict[str, float]:
 
     A perfect critic has an explained variance of 1.
     """
-    assert data.values is not None and data.returns is not None
-    error, returns = data.returns - data.values, data.returns
+    values, returns = data.values, data.returns
+    if data.responses is not None:
+        values, returns = data.responses.values, data.responses.returns
+    assert values is not None and returns is not None
+    error = returns - values
     spread = returns.var(correction=0).item() if len(returns) else 0.0
     return {
         "critic/vf_loss": meter.sums["loss"] / max(meter.finite, 1),
         "critic/vf_clipfrac": meter.sums["clipped"] / max(meter.sums["tokens"], 1.0),
         "critic/explained_variance": 1 - error.var(correction=0).item() / spread if spread else 0.0,
-        "critic/values": data.values.mean().item() if len(returns) else 0.0,
+        "critic/values": values.mean().item() if len(returns) else 0.0,
         "critic/returns": returns.mean().item() if len(returns) else 0.0,
         **meter.step_means("critic/"),
     }

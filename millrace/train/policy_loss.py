@@ -50,6 +50,7 @@ class PolicyLoss:
             check_whole(data.rows, options.max_tokens)
         self.data = data
         self.mini = mini
+        self.rows, self.members, self.tokens = data.rows, mini.members, mini.tokens
         self.actor = options.actor
         self.token_losses = options.policy_loss
         self.options = options.loss
@@ -195,11 +196,19 @@ class PolicyLoss:
 
 
 class CriticLoss:
-    """The critic's aggregated value loss on one mini-batch."""
+    """The critic's aggregated value loss on one mini-batch, or on its whole responses that ended."""
 
     def __init__(self, data: Experience, mini: MiniBatch, options: StepOptions) -> None:
         assert data.values is not None and data.returns is not None
+        self.rows, self.members, self.tokens = data.rows, mini.members, mini.tokens
         self.columns = (mini.factors, mini.mask.double(), data.values, data.returns)
+        if (ended := data.responses) is not None:
+            self.rows, self.members = ended.rows, ended.members(data.rows.sample[mini.members])
+            factors, mask = ended.factors(self.members, options)
+            self.columns, self.tokens = (
+                (factors, mask.double(), ended.values, ended.returns),
+                int(mask.sum()),
+            )
         self.cliprange, self.huber_delta = options.cliprange_value, options.huber_delta
 
     def __call__(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:

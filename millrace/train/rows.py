@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from millrace.algorithms.ragged import sequence_ids
-from millrace.config import AlgorithmConfig, TeacherConfig
+from millrace.algorithms.ragged import positions_to_end, sequence_ids
+from millrace.config import AlgorithmConfig, TeacherConfig, TppoConfig
 from millrace.config.teacher_keys import weights_of
 from millrace.errors import MillraceError
 from millrace.ports import TrainBatch
@@ -122,13 +122,20 @@ class BatchArrays:
     truncated: Tensor
     """[N] bool: cut by the length limit."""
     unfiltered: Tensor
-    """[K] bool: false if overlong_filtering leaves the token out. That is not a rejection."""
+    """[K] bool: false if overlong_filtering or ignore_last_k leaves the token out.
+
+    That is not a rejection.
+    """
     components: dict[str, Tensor] | None
     """Components of the reward by name, each [N] float64, for gdpo."""
     equal_share: float
     """Share of samples whose rewards are all equal."""
     greedy_scores: Tensor | None
     """[N] float64 score of the greedy response to each trajectory's prompt, for remax."""
+    goes_on: Tensor | None = None
+    """[N] bool: another sample continues the response. None if responses are trained whole."""
+    response_lengths: Tensor | None = None
+    """[N] int64 tokens of the response so far, with half a window for one that goes on."""
     taught: Mapping[str, Tensor] = field(default_factory=dict)
     """The weight of each teacher in each trajectory, by its name, [N] float64."""
     given: Mapping[str, Tensor] = field(default_factory=dict)
@@ -155,6 +162,12 @@ def arrays_of(
     sizes = torch.tensor([len(sample.trajectories) for sample in batch.samples], dtype=torch.int64)
     ids = sequence_ids(lengths)
     cut = torch.tensor([t.stop is Stop.LENGTH for t, _ in pairs], dtype=torch.bool)
+    goes_on, so_far = _windows(pairs, algorithm.tppo)
+    unfiltered = torch.ones_like(ids, dtype=torch.bool)
+    if algorithm.overlong_filtering:
+        unfiltered = ~cut[ids]
+    if goes_on is not None and algorithm.tppo.ignore_last_k:
+        unfiltered &= ~goes_on[ids] | (positions_to_end(lengths) >= algorithm.tppo.ignore_last_k)
     scores = [_score(trajectory, sample) for trajectory, sample in pairs]
     greedy = algorithm.needs_greedy
     return BatchArrays(
@@ -168,9 +181,7 @@ def arrays_of(
         turn_rewards=None if rows.turn_rewards is None else torch.from_numpy(rows.turn_rewards),
         groups=sequence_ids(sizes),
         truncated=cut,
-        unfiltered=~cut[ids]
-        if algorithm.overlong_filtering
-        else torch.ones_like(ids, dtype=torch.bool),
+        unfiltered=unfiltered,
         equal_share=_equal_share(batch.samples, [score.value for score in scores]),
         components=_components([score.extra for score in scores], algorithm.gdpo_reward_keys)
         if algorithm.needs_components
@@ -178,11 +189,24 @@ def arrays_of(
         greedy_scores=_floats([_score(sample.greedy, sample).value for _, sample in pairs])
         if greedy
         else None,
+        goes_on=goes_on,
+        response_lengths=so_far,
         taught=taught,
         given={
             name: _given(name, pairs, taught[name]) for name in taught if teachers[name].outside
         },
     )
+
+
+def _windows(
+    pairs: Sequence[tuple[Trajectory, Sample]], tppo: TppoConfig
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return BatchArrays.goes_on and its response_lengths."""
+    if not tppo.window:
+        return None, None
+    goes_on = torch.tensor([t.goes_on for t, _ in pairs], dtype=torch.bool)
+    so_far = [len(s.prompt.response_before) + t.num_policy_tokens for t, s in pairs]
+    return goes_on, torch.tensor(so_far, dtype=torch.int64) + goes_on * (tppo.window // 2)
 
 
 def _floats(values: list[float]) -> Tensor:
@@ -219,7 +243,9 @@ def _given(name: str, pairs: Sequence[tuple[Trajectory, Sample]], weights: Tenso
 
 
 def _score(trajectory: Trajectory | None, sample: Sample) -> Score:
-    """Return the score of a response. Raises MillraceError if it has none."""
+    """Return the score of a response, 0 if it goes on. Raises MillraceError if it has none."""
+    if trajectory is not None and trajectory.goes_on:
+        return Score(0.0)
     if trajectory is None or trajectory.score is None:
         kind = "greedy response" if trajectory is sample.greedy else "trajectory"
         raise MillraceError(

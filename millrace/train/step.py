@@ -7,7 +7,7 @@ compute in the calling thread and block it, so an engine needs its own process o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -31,12 +31,13 @@ from millrace.train.mini_batch import mini_batches, settle
 from millrace.train.options import optim_of, step_options
 from millrace.train.packing import MicroBatch, Outputs
 from millrace.train.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
+from millrace.train.responses import ended_responses
 from millrace.train.routing import router_metrics
 from millrace.train.rows import BatchArrays, arrays_of, rows_of_examples, rows_of_samples
 from millrace.train.state_writer import StateWriter
 from millrace.train.teachers import likeliest
 from millrace.train.timed import timed
-from millrace.types import Sample, Tokens
+from millrace.types import Sample, Tokens, floats_of
 from millrace.waits.registry import part
 
 
@@ -112,6 +113,11 @@ class TrainSteps(ABC):
         self.actor.lr_scale = batch.lr_scale
         with part("adv"):
             data = make_experience(arrays, models, options, self.kl_coef)
+            values: Sequence[Tensor] = ()
+            if arrays.goes_on is not None and data.values is not None:
+                values = data.values.split(data.lengths.tolist())
+                known = batch.samples, arrays.scores, values, options.algorithm.gamma
+                data = replace(data, responses=ended_responses(*known))
         meter, critic_meter = Meter(POLICY_SUMS), Meter(CRITIC_SUMS)
         learners: list[tuple[Learner, type[CriticLoss | PolicyLoss], Meter]] = [
             (self.actor, PolicyLoss, meter)
@@ -132,10 +138,11 @@ class TrainSteps(ABC):
             kept += mini.tokens * first_pass
             for model, loss, sums in learners:
                 warm = model is not self.actor or model.steps >= options.critic_warmup
-                loss_of = loss(data, mini, options) if mini.tokens and warm else None
+                own = loss(data, mini, options)
                 with part(f"update_{model.name}"):
-                    share = data.rows, members, options.temperature
-                    model.train_on(*share, loss_of, sums, first_pass=first_pass)
+                    share = own.rows, own.members, options.temperature
+                    used = own if own.tokens and warm else None
+                    model.train_on(*share, used, sums, first_pass=first_pass)
         fresh, self._seen_version = batch.version != self._seen_version, batch.version
         metrics = batch_metrics(
             data,
@@ -153,7 +160,17 @@ class TrainSteps(ABC):
             "actor/nonfinite_steps": float(meter.nonfinite + critic_meter.nonfinite),
             "actor/rejected_steps": float(rejected),
         }
-        return StepReport(meter.steps, metrics, totals, meter.nonfinite + meter.empty)
+        return StepReport(
+            meter.steps,
+            metrics,
+            totals,
+            meter.nonfinite + meter.empty,
+            values=tuple(
+                floats_of(v.tolist())
+                for v, sample in zip(values, batch.samples, strict=False)
+                if sample.goes_on
+            ),
+        )
 
     def _arrays(self, batch: TrainBatch) -> BatchArrays:
         """Return the arrays of a batch. Raise MillraceError if it lacks the experts of R3."""

@@ -19,7 +19,7 @@ from millrace.errors import WorkerError
 from millrace.extras.faults.scenario import draw
 from millrace.extras.faults.world import run_world
 from millrace.observe import metrics
-from millrace.pipeline import journal_file
+from millrace.pipeline import journal_file, trainer
 from millrace.pipeline.checkpoint import Checkpoints
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.recovery import JournalState
@@ -27,6 +27,7 @@ from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.trainer import Trainer
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.roster import ReplicaState, Roster
+from millrace.rollout.sample import SampleRoller
 from millrace.runtime.remote import RemoteTrainEngine
 from millrace.runtime.roster_sync import RosterSync
 from millrace.runtime.rpc import Peer
@@ -349,6 +350,71 @@ def sampler_forgets_outcomes() -> Any:
     return patched(Curriculum, "restore", make)
 
 
+def window_twice() -> Any:
+    """A response goes on twice."""
+
+    def make(published: Any) -> Any:
+        def mutant(self: Ledger) -> list[int]:
+            ids: list[int] = published(self)
+            self._rests.extend([*self._rests][-1:])
+            self._going_on = self.continued + self.resting
+            return ids
+
+        return mutant
+
+    return patched(Ledger, "published", make)
+
+
+def window_lost() -> Any:
+    """The last of the responses that go on is forgotten."""
+
+    def make(published: Any) -> Any:
+        def mutant(self: Ledger) -> list[int]:
+            ids: list[int] = published(self)
+            if len(self._rests) > 1:
+                self._rests.pop()
+                self._going_on -= 1
+            return ids
+
+        return mutant
+
+    return patched(Ledger, "published", make)
+
+
+def window_lost_by_a_resume() -> Any:
+    """A resume forgets the responses that have no slot."""
+
+    def make(restore: Any) -> Any:
+        def mutant(cls: type[Ledger], schedule: Any, snapshot: Any, limit: Any = None) -> Ledger:
+            bare = replace(snapshot, rests=[])
+            ledger: Ledger = restore.__func__(cls, schedule, bare, limit)
+            return ledger
+
+        return classmethod(mutant)
+
+    return patched(Ledger, "restore", make)
+
+
+def window_with_values_of_another() -> Any:
+    """A response keeps the values of its newest window alone."""
+
+    def make(after: Any) -> Any:
+        def mutant(sample: Any, values: Any) -> Any:
+            prompt = after(sample, values)
+            drawn = len(prompt.response_before)
+            wrong = (values * drawn)[:drawn]
+            return replace(prompt, continues=replace(prompt.continues, values=wrong))
+
+        return mutant
+
+    return patched(trainer, "next_prompt", make)
+
+
+def window_ended_early() -> Any:
+    """A response that fills its window ends there, and is scored."""
+    return patched(SampleRoller, "_in_window", lambda cut: lambda self, prompt, i, t: t)
+
+
 MUTANTS: dict[str, Plant] = {
     "ledger drop": ledger_drop,
     "lag off by one": lag_off_by_one,
@@ -372,6 +438,11 @@ MUTANTS: dict[str, Plant] = {
     "sampler sees the newest outcomes": sampler_sees_the_newest_outcomes,
     "sampler does not wait": sampler_does_not_wait,
     "sampler forgets outcomes at a resume": sampler_forgets_outcomes,
+    "window twice": window_twice,
+    "window lost": window_lost,
+    "window lost by a resume": window_lost_by_a_resume,
+    "window with values of another": window_with_values_of_another,
+    "window ended early": window_ended_early,
     **RECOVERIES,
     **SCALINGS,
 }
@@ -396,6 +467,8 @@ def seeds_of(name: str, most: int) -> Sequence[int]:
     if kind := _NEEDS.get(name.partition(" ")[0]):
         worlds = (k for k in count() if any(kind in fault.kind for fault in draw(k).faults))
         return [*islice(worlds, most)]
+    if name.startswith("window"):
+        return [*islice((k for k in count() if draw(k).config.algorithm.tppo.window), most)]
     return range(3, 4 * most, 4) if name.startswith("recovery") else range(most)
 
 

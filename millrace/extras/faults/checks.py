@@ -11,6 +11,7 @@
 | I8 | a finished sample that the journal has synced is not drawn again |
 | I9 | nothing runs after the end of an attempt |
 | I10 | the row of each prompt is that of the sampler, in any world and after any resume |
+| I11 | each token of a response is trained once, in order, in one window; a response ends once |
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from millrace.rollout.roster import Change, ReplicaState
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, State
 from millrace.schedule.schedule import OnSync, Schedule
 from millrace.simulate.engines import target_length
-from millrace.types import Prompt, Sample, SamplingParams, tokens_of
+from millrace.types import Prompt, Sample, SamplingParams, joined, tokens_of
 from millrace.waits.stream import Event
 
 
@@ -71,8 +72,17 @@ class Expected:
     """The draws and steps of a run without faults, as a pure function of its numbers."""
 
     def __init__(
-        self, seed: int, n: int, limit: int, params: SamplingParams, filters: bool, lag: int
-    ):
+        self,
+        seed: int,
+        n: int,
+        limit: int,
+        params: SamplingParams,
+        filters: bool,
+        lag: int,
+        size: int = 0,
+    ) -> None:
+        self.size = size
+        """The most tokens that one sample draws of a response, or 0."""
         self._lag = lag
         self._rows: list[int] = []
         self._seed, self._n, self._limit, self._params = seed, n, limit, params
@@ -83,12 +93,23 @@ class Expected:
         """Return the tokens of the k-th response to a prompt."""
         found = self._drawn.get((index, k))
         if found is None:
-            seed = request_seed(self._seed, index, k)
-            size = self._params.max_tokens
-            length = target_length(prompt_at(index).tokens, SamplingParams(size, seed=seed))
-            found = [1 + (seed * 31 + place * 17) % 97 for place in range(length)]
-            self._drawn[index, k] = found
+            prompt, size = prompt_at(index), self._params.max_tokens
+            found = self._drawn[index, k] = self._draw(index, k, prompt, size)
         return found
+
+    def left(self, prompt: Prompt) -> int:
+        """Return how many tokens the only response of a sample may still have."""
+        return self._params.max_tokens - len(prompt.response_before)
+
+    def window(self, prompt: Prompt) -> list[int]:
+        """Return the tokens that a sample draws of its only response."""
+        size = min(self.size, self.left(prompt))
+        return self._draw(prompt.index, 0, prompt_at(prompt.in_stream), size)
+
+    def _draw(self, index: int, k: int, prompt: Prompt, size: int) -> list[int]:
+        seed = request_seed(self._seed, index, k)
+        length = target_length(prompt.tokens, SamplingParams(size, seed=seed))
+        return [1 + (seed * 31 + place * 17) % 97 for place in range(length)]
 
     def row(self, index: int) -> int:
         """Return the row that the sampler gives a prompt, if every sample has a score."""
@@ -149,6 +170,8 @@ class Checks:
         self._running: set[int] = set()
         self._live: set[int] = set()
         self._trained: Lineage = []
+        self._samples: dict[int, Sample] = {}
+        """The samples that were trained last under each number."""
         self._steps: list[Sample] = []
         self._finished: Counter[int] = Counter()
         self._equal: Counter[int] = Counter()
@@ -267,7 +290,7 @@ class Checks:
             i = sample.prompt.index
             self._true("I1", i not in self._trained, f"sample {i} was trained twice")
             self._trained.append(i)
-            if not self._unscored and sample.prompt.tokens[1:]:
+            if not (self._unscored or self._expected.size) and sample.prompt.tokens[1:]:
                 row, known = sample.prompt.tokens[1], self._expected.row(i)
                 self._true("I10", row == known, f"prompt {i} has row {row}, expected {known}")
             lag = version - sample.admitted_version
@@ -278,9 +301,36 @@ class Checks:
             self._true("I5", not equal, f"sample {i} has equal outcomes and is trained")
             for k, trajectory in enumerate(sample.trajectories):
                 self._trajectory(i, k, trajectory.versions, version, bound)
-                same = trajectory.tokens.tolist() == self._expected.tokens(i, k)
+                in_windows = self._expected.size
+                expected = self._expected
+                tokens = expected.window(sample.prompt) if in_windows else expected.tokens(i, k)
+                same = trajectory.tokens.tolist() == tokens
                 self._true("I5", same, f"trajectory {i}/{k} has other tokens than it should")
+            if self._expected.size:
+                self._window(sample)
         self._steps += samples
+
+    def _window(self, sample: Sample) -> None:
+        """Check that a sample continues what the weights were trained on, and nothing else."""
+        prompt, before = sample.prompt, sample.prompt.continues
+        own = prompt_at(prompt.in_stream).tokens
+        if before is not None:
+            earlier = [self._samples[i] for i in self._trained[:-1] if i in self._samples]
+            earlier = [one for one in earlier if one.prompt.first == before.first]
+            so_far = joined(one.trajectories[0].tokens for one in earlier)
+            self._true("I11", len(earlier) == before.number, f"{prompt.index} lost a window")
+            self._true("I11", all(one.goes_on for one in earlier), "a response ended before")
+            self._true("I11", prompt.response_before == so_far, f"{prompt.index} lost tokens")
+            values = [float(token) for token in so_far]
+            self._true("I11", [*before.values] == values, f"{prompt.index} has other values")
+            own += so_far
+        self._true("I11", prompt.tokens == own, f"sample {prompt.index} has another prompt")
+        drawn = sum(len(t.tokens) for t in sample.trajectories)
+        goes_on = drawn == self._expected.size < self._expected.left(prompt)
+        self._true("I11", sample.goes_on == goes_on, f"{prompt.index} ended elsewhere")
+        ended = all(t.score is not None for t in sample.trajectories)
+        self._true("I11", ended != sample.goes_on, f"the score of {prompt.index} is early or lost")
+        self._samples[prompt.index] = sample
 
     def _trajectory(
         self, i: int, k: int, versions: Sequence[int], version: int, bound: int
@@ -341,7 +391,7 @@ class Checks:
         if (size := int(row["train/samples"])) and size <= len(self._steps):
             mine, self._steps = self._steps[:size], self._steps[size:]
             values = [t.score.value for s in mine for t in s.trajectories if t.score is not None]
-            mean = sum(values) / len(values)
+            mean = sum(values) / max(1, len(values))
             self._near("reward/mean", row, mean)
         dropped, kept = self._equal.pop(version - 1, 0), self._finished.pop(version - 1, 0)
         if self._filters:
@@ -381,6 +431,11 @@ class Checks:
         self._true("I1", not self._live, f"slots {self._live} are left at the end")
         missing = set(range(self._next)) - trained - self._ever_dropped
         self._true("I1", not missing, f"nothing happened to {missing}")
+        last = {self._samples[i].prompt.first: i for i in self._trained if i in self._samples}
+        going_on = sum(self._samples[i].goes_on for i in last.values())
+        if not drops and len(lineage) == len(self._samples.keys() & trained):
+            resting = self._ledger.resting
+            self._true("I11", going_on == resting, f"{going_on} responses go on, {resting} rest")
         if self._schedule.lookahead == 1 and not drops:
             expected = self._expected.lineage()
             self._true("I5", lineage == expected, f"trained {lineage}, expected {expected}")

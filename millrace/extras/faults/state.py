@@ -48,7 +48,8 @@ class World:
         params = SamplingParams(c.rollout.max_response_length)
         filters = c.algorithm.filter_groups.enable
         lag = c.schedule.capacity + c.schedule.lookahead - 2
-        expected = Expected(c.trainer.seed, c.rollout.n, scenario.samples, params, filters, lag)
+        own = c.trainer.seed, c.rollout.n, scenario.samples, params, filters, lag
+        expected = Expected(*own, c.algorithm.tppo.window)
         self.checks = Checks(c.schedule, expected, filters)
         self.outcome = Outcome(scenario.seed)
         self._failing = 0
