@@ -44,9 +44,8 @@ class About:
 
     def __post_init__(self) -> None:
         if self.resumed and self._file.is_file():
-            with suppress(
-                OSError, TypeError, ValueError
-            ):  # a damaged file: the trackers start new runs
+            # After a damaged file, the trackers start new runs.
+            with suppress(OSError, TypeError, ValueError):
                 self.ids.update(json.loads(self._file.read_text()))
 
     @property
@@ -231,11 +230,8 @@ class Prometheus:
         """Yield each figure under a name that Prometheus accepts. A label has the exact one."""
         for row in [*self._rows.values()]:
             for name, value in row.items():
-                gauge = self._gauge(
-                    f"millrace_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}",
-                    name,
-                    labels=("run", "metric"),
-                )
+                known = re.sub(r"[^a-zA-Z0-9_]", "_", name)
+                gauge = self._gauge(f"millrace_{known}", name, labels=("run", "metric"))
                 gauge.add_metric((self._name, name), value)
                 yield gauge
 
@@ -276,12 +272,8 @@ def check(loggers: Sequence[str]) -> None:
                 f"Fix: {INSTALL[package]}."
             )
     if "wandb" in loggers and not _wandb_may_start():
-        raise bad_value(
-            "trainer.logger",
-            list(loggers),
-            "wandb has no API key",
-            "WANDB_API_KEY=KEY in the environment, `wandb login`, or WANDB_MODE=offline",
-        )
+        fix = "WANDB_API_KEY=KEY in the environment, `wandb login`, or WANDB_MODE=offline"
+        raise bad_value("trainer.logger", list(loggers), "wandb has no API key", fix)
 
 
 def _wandb_may_start() -> bool:
@@ -312,17 +304,11 @@ def start(loggers: Sequence[str], about: About, note: Callable[[str], None]) -> 
             note(f"warning: a resume will start new runs in the trackers: {text_of(error)}")
         return tracker
 
-    return [
-        Background(
-            name,
-            partial(open_tracker, make),
-            note,
-            share=SHARE,
-            pause_s=PAUSE_S,
-            abandon=_end_wandb if name == "wandb" else lambda: None,
-        )
-        for name, make in _makers(loggers).items()
-    ]
+    found = []
+    for name, make in _makers(loggers).items():
+        begin, end = partial(open_tracker, make), _end_wandb if name == "wandb" else lambda: None
+        found.append(Background(name, begin, note, share=SHARE, pause_s=PAUSE_S, abandon=end))
+    return found
 
 
 def dropped(trackers: Sequence[Background]) -> Row:

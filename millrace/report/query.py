@@ -52,17 +52,11 @@ def query(run: RunReader, sql: str) -> QueryResult:
     Only the tables whose names are in the text are read. What they lack is in `run.notes`.
     """
     duckdb, words = _duckdb(), set(re.findall(r"\w+", sql.lower()))
-    connection = _open(duckdb, run, [name for name in TABLES if name in words])
     try:
-        if len(connection.extract_statements(sql)) > 1:
-            raise bad_value("SQL", sql, "has more than one statement", "one query at a time")
-        answer = _interruptible(connection, sql)
-        if answer is None:
-            raise bad_value("SQL", sql, "has no statement", f"for example {EXAMPLES[0]}")
-        if len(answer.rows) > MOST_ROWS:
-            rule = f"has more than {MOST_ROWS:,} rows"
-            raise bad_value("SQL", sql, rule, "a limit, such as: limit 1000")
-        return answer
+        with _open(duckdb, run, [name for name in TABLES if name in words]) as connection:
+            if len(connection.extract_statements(sql)) > 1:
+                raise bad_value("SQL", sql, "has more than one statement", "one query at a time")
+            answer = _interruptible(connection, sql)
     except duckdb.Error as error:
         fix = f"SQL on the tables {', '.join(TABLES)}"
         if name := re.search(r"(?<![\"'\w/])[A-Za-z_]\w*(/[\w@]+)+(?![\"'\w/])", sql):
@@ -71,8 +65,12 @@ def query(run: RunReader, sql: str) -> QueryResult:
         text = re.split(r'Did you mean "(?:pg|sqlite|duckdb)_', text)[0]  # DuckDB's own tables
         rule = " ".join(text.split()).rstrip(".!?")[:500]
         raise bad_value("SQL", sql, rule, fix) from None
-    finally:
-        connection.close()
+    if answer is None:
+        raise bad_value("SQL", sql, "has no statement", f"for example {EXAMPLES[0]}")
+    if len(answer.rows) > MOST_ROWS:
+        rule = f"has more than {MOST_ROWS:,} rows"
+        raise bad_value("SQL", sql, rule, "a limit, such as: limit 1000")
+    return answer
 
 
 def _interruptible(connection: Any, sql: str) -> QueryResult | None:
@@ -144,12 +142,10 @@ def _by_version(run: RunReader, rows: dict[int, dict[str, float]]) -> pa.Table:
 
     if error := run.unreadable(METRICS):
         raise error
-    columns = {"version": pa.array(sorted(rows), pa.int64())}
-    for name in run.names:
-        if name.startswith("val/") == (rows is run.validations):
-            values = [rows[version].get(name) for version in sorted(rows)]
-            columns[name] = pa.array(values, pa.float64())
-    return pa.table(columns)
+    names = [n for n in run.names if n.startswith("val/") == (rows is run.validations)]
+    schema = pa.schema([("version", pa.int64()), *((name, pa.float64()) for name in names)])
+    found = [{"version": version} | row for version, row in sorted(rows.items())]
+    return pa.Table.from_pylist(found, schema)
 
 
 def _samples(run: RunReader) -> Any:

@@ -323,30 +323,25 @@ def with_turns(flow: Throughput) -> Advice | None:
 def nothing(flow: Throughput) -> Advice:
     """Return the sentence for a run that no number makes faster."""
     m, schedule = flow.m, flow.schedule
-    helps = "helps" if m.setup.share_cores else "or more devices help"
+    on_cpu = m.setup.share_cores
+    words = "No number of the schedule would make this run more than 3 % faster"
+    measure = "Only a measurement shows whether {} faster: millrace bench modes"
     if m.trainer_idle < 2 * IDLE:
-        return Advice(
-            f"The trainer computes {1 - m.trainer_idle:.0%} of the time: only a faster trainer {helps}"
-        )
-    if flow.asynchronous and _full(flow):
-        helps = "help" if m.setup.share_cores else helps
-        return Advice(
-            f"The engines draw with {m.busy_slots / m.setup.slots:.0%} of their decode slots: only "
-            f"faster engines {helps}"
-        )
-    if schedule.colocated and m.setup.share_cores:
-        return Advice(
-            "The sides take turns on the cores of one CPU. Only a measurement shows whether separate "
-            "sides are faster: millrace bench modes"
-        )
-    if schedule.colocated and not schedule.staleness_threshold:
-        return Advice(
+        helps = "helps" if on_cpu else "or more devices help"
+        busy = f"The trainer computes {1 - m.trainer_idle:.0%} of the time"
+        words = f"{busy}: only a faster trainer {helps}"
+    elif flow.asynchronous and _full(flow):
+        helps = "help" if on_cpu else "or more devices help"
+        busy = f"The engines draw with {m.busy_slots / m.setup.slots:.0%} of their decode slots"
+        words = f"{busy}: only faster engines {helps}"
+    elif schedule.colocated and on_cpu:
+        words = "The sides take turns on the cores of one CPU. "
+        words += measure.format("separate sides are")
+    elif schedule.colocated and not schedule.staleness_threshold:
+        words = (
             "Nothing to gain from asynchrony here: separate sides would be no faster than turns "
-            "on all devices"
         )
-    if m.setup.share_cores:
-        return Advice(
-            "Both sides share the cores of one CPU. Only a measurement shows whether other numbers are "
-            "faster: millrace bench modes"
-        )
-    return Advice("No number of the schedule would make this run more than 3 % faster")
+        words += "on all devices"
+    elif on_cpu:
+        words = "Both sides share the cores of one CPU. " + measure.format("other numbers are")
+    return Advice(words)
