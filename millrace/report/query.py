@@ -144,8 +144,8 @@ def _by_version(run: RunReader, rows: dict[int, dict[str, float]]) -> pa.Table:
         raise error
     names = [n for n in run.names if n.startswith("val/") == (rows is run.validations)]
     schema = pa.schema([("version", pa.int64()), *((name, pa.float64()) for name in names)])
-    found = [{"version": version} | row for version, row in sorted(rows.items())]
-    return pa.Table.from_pylist(found, schema)
+    lines = [{"version": version} | row for version, row in sorted(rows.items())]
+    return pa.Table.from_pylist(lines, schema)
 
 
 def _samples(run: RunReader) -> Any:

@@ -134,8 +134,8 @@ class TokenAccount:
 
     def read(self) -> int:
         """Return the tokens that this attempt has read into KV caches."""
-        now = self._now.items()
-        return sum(n.prefill_tokens - self._start[track].prefill_tokens for track, n in now)
+        last, first = self._now.values(), (self._start[track] for track in self._now)
+        return sum(s.prefill_tokens for s in last) - sum(s.prefill_tokens for s in first)
 
     def totals(self) -> dict[str, int]:
         """Return every bucket that has tokens. They add up to `generated`."""

@@ -324,24 +324,22 @@ def nothing(flow: Throughput) -> Advice:
     """Return the sentence for a run that no number makes faster."""
     m, schedule = flow.m, flow.schedule
     on_cpu = m.setup.share_cores
-    words = "No number of the schedule would make this run more than 3 % faster"
+    text = "No number of the schedule would make this run more than 3 % faster"
     measure = "Only a measurement shows whether {} faster: millrace bench modes"
     if m.trainer_idle < 2 * IDLE:
         helps = "helps" if on_cpu else "or more devices help"
         busy = f"The trainer computes {1 - m.trainer_idle:.0%} of the time"
-        words = f"{busy}: only a faster trainer {helps}"
+        text = f"{busy}: only a faster trainer {helps}"
     elif flow.asynchronous and _full(flow):
         helps = "help" if on_cpu else "or more devices help"
         busy = f"The engines draw with {m.busy_slots / m.setup.slots:.0%} of their decode slots"
-        words = f"{busy}: only faster engines {helps}"
+        text = f"{busy}: only faster engines {helps}"
     elif schedule.colocated and on_cpu:
-        words = "The sides take turns on the cores of one CPU. "
-        words += measure.format("separate sides are")
+        text = "The sides take turns on the cores of one CPU. "
+        text += measure.format("separate sides are")
     elif schedule.colocated and not schedule.staleness_threshold:
-        words = (
-            "Nothing to gain from asynchrony here: separate sides would be no faster than turns "
-        )
-        words += "on all devices"
+        text = "Nothing to gain from asynchrony here: separate sides would be no faster than turns "
+        text += "on all devices"
     elif on_cpu:
-        words = "Both sides share the cores of one CPU. " + measure.format("other numbers are")
-    return Advice(words)
+        text = "Both sides share the cores of one CPU. " + measure.format("other numbers are")
+    return Advice(text)

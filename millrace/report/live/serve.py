@@ -121,10 +121,10 @@ class Pages:
         try:
             return self._render(self._folder)
         except ConfigError as error:  # for example, the run has not trained yet
-            words = f"No report. {error}"
+            reason = f"No report. {error}"
         except Exception as error:  # noqa: BLE001 - the server outlives a report that fails
-            words = f"The report failed. {type(error).__name__}: {error}"
-        return f"<!doctype html><title>millrace</title><p>{html.escape(words)}</p>"
+            reason = f"The report failed. {type(error).__name__}: {error}"
+        return f"<!doctype html><title>millrace</title><p>{html.escape(reason)}</p>"
 
 
 def make_app(pages: Pages, token: str) -> FastAPI:

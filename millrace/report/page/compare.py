@@ -86,13 +86,13 @@ def _overview(runs: list[RunReader], names: list[str]) -> Block:
 
 def _validations(runs: list[RunReader]) -> list[str]:
     """Return the metrics of validation that most runs have, without components."""
-    found = Counter(
+    counts = Counter(
         name
         for run in runs
         for name in {name for row in run.validations.values() for name in row}
         if name.count("/") == 2
     )
-    return sorted(found, key=lambda name: (-found[name], name))[:_MOST_METRICS]
+    return sorted(counts, key=lambda name: (-counts[name], name))[:_MOST_METRICS]
 
 
 def _differences(runs: list[RunReader], names: list[str]) -> Block:
