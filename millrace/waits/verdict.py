@@ -269,7 +269,12 @@ def report(verdict: Verdict) -> str:
         lines += ["", "the way from the trainer:", *(f"  {step}" for step in verdict.chain)]
     lines += ["", "processes:"] if verdict.answers else []
     for a in verdict.answers:
-        lines.append(f"  {_process_line(a)}")
+        kernel, moved = a.process, sorted(a.progress.items())
+        state = f"{kernel.state} cpu {kernel.cpu_share:.0%} {kernel.wchan}" if kernel else ""
+        counts = ", ".join(f"{k} {v:g} ({s:.0f} s ago)" for k, (v, s) in moved) or "nothing"
+        answers = "DEAD" if a.dead else "does not answer" if a.silent else "answers"
+        late = f", event loop late {a.late_s:.0f} s" if a.late_s >= LATE_S else ""
+        lines.append(f"  {a.name} (process {a.pid}) {answers} {state}{late}; moved: {counts}")
         lines += [f"    child {c.pid} {c.state} {c.wchan} {c.command[:80]}" for c in a.children]
     waits = [(w, a) for a in verdict.answers for w in a.waits]
     waits.sort(key=lambda pair: -pair[0].seconds)
@@ -288,15 +293,6 @@ def report(verdict: Verdict) -> str:
         for thread, stack in a.stacks.items():
             lines += [f"stack of {a.name}, {thread}:", *(f"  {line}" for line in stack[-25:])]
     return "\n".join(lines) + "\n"
-
-
-def _process_line(a: ProcessStatus) -> str:
-    kernel = a.process
-    state = f"{kernel.state} cpu {kernel.cpu_share:.0%} {kernel.wchan}" if kernel else ""
-    moved = ", ".join(f"{k} {v:g} ({s:.0f} s ago)" for k, (v, s) in sorted(a.progress.items()))
-    answers = "DEAD" if a.dead else "does not answer" if a.silent else "answers"
-    late = f", event loop late {a.late_s:.0f} s" if a.late_s >= 1 else ""
-    return f"{a.name} (process {a.pid}) {answers} {state}{late}; moved: {moved or 'nothing'}"
 
 
 class StallWatch:

@@ -96,17 +96,14 @@ class WaitServer:
                 connection, _ = self._server.accept()
                 with connection:
                     connection.settimeout(_SEND_S)
-                    connection.sendall(self._reply())
+                    try:
+                        reply = msgspec.json.encode([self.answer(), *self.more()])
+                    except Exception:  # noqa: BLE001 - it must not end the thread that answers
+                        traceback.print_exc()
+                        continue  # a failure is no answer, and the next question gets one
+                    connection.sendall(reply)
         if self._server is not None:
             self._server.close()
-
-    def _reply(self) -> bytes:
-        """Return all answers as JSON. A failure is no answer, and the next question gets one."""
-        try:
-            return msgspec.json.encode([self.answer(), *self.more()])
-        except Exception:  # noqa: BLE001 - it must not end the thread that answers
-            traceback.print_exc()
-            return b""
 
 
 def listen(path: Path) -> socket.socket:

@@ -81,7 +81,7 @@ def filling(flow: Throughput, change: Change = NOTHING) -> float:
 def fill_the_engines(flow: Throughput) -> Advice | None:
     """The ledger is full while engines idle: a larger staleness_threshold."""
     m = flow.m
-    full = m.occupied >= 0.95 * flow.schedule.capacity
+    full = m.mean(*m.held) >= 0.95 * flow.schedule.capacity
     idle = m.rollouts_idle >= IDLE and m.starved >= IDLE
     if not (flow.asynchronous and full and idle) or flow.m.rewards_bind or _drains(flow):
         return None

@@ -23,9 +23,6 @@ MOST_VERSIONS = 60
 """The newest versions show how a decode step grows."""
 
 
-WITH_TRAINER = ("taken", "trained", "sealed")
-"""The states of samples that the trainer has."""
-
 ALWAYS = 0.9
 """Share of the time from which on a reward worker is busy all the time."""
 
@@ -179,14 +176,6 @@ class Measured:
     def mean(self, *states: str) -> float:
         """Return the mean number of samples in these states."""
         return sum(self.held.get(state, 0.0) for state in states) / self.seconds
-
-    @property
-    def occupied(self) -> float:
-        return self.mean(*self.held)
-
-    @property
-    def with_trainer(self) -> float:
-        return self.mean(*WITH_TRAINER)
 
     @property
     def stock_share(self) -> float:

@@ -29,18 +29,24 @@ def facts(run: RunReader) -> Block:
         found = run.key(f"data.{kind}_files")
         return ", ".join(map(str, found)) if isinstance(found, list) else ""
 
+    shape, model = run.key("model.shape", {}), run.key("model.path", "")
+    if not model and isinstance(shape, dict) and shape:
+        model = f"new: {shape.get('num_hidden_layers')} layers of {shape.get('hidden_size')}"
+    time, begin = run_seconds(run), ""
+    if run.accounts and 0 < run.accounts[0].time < 2**33:
+        begin = f", from {datetime.fromtimestamp(run.accounts[0].time, UTC):%Y-%m-%d %H:%M} UTC"
     items = {
         "folder": run.name,
         "recipe": str(run.key("name", "unknown")),
         "mode": mode_of(run),
         "devices": _devices(run),
-        "model": _model(run),
+        "model": str(model),
         "training data": files("train"),
         "validation data": files("val"),
         "state": state_of(run),
         "samples": _samples(run),
         "versions": number(run.versions),
-        "time": _time(run),
+        "time": f"{seconds(time)} of RL{begin}" if time else "",
         "report": f"made by millrace {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
     return {"type": "facts", "items": [[k, v] for k, v in items.items() if v]}
@@ -202,13 +208,6 @@ def _devices(run: RunReader) -> str:
     return f"{of('trainer')} for training, {of('rollout')} for rollouts{tensor}"
 
 
-def _model(run: RunReader) -> str:
-    shape = run.key("model.shape", {})
-    if (path := run.key("model.path")) or not isinstance(shape, dict) or not shape:
-        return str(path or "")
-    return f"new: {shape.get('num_hidden_layers')} layers of {shape.get('hidden_size')}"
-
-
 def _samples(run: RunReader) -> str:
     audit = run.audit
     if audit is None:
@@ -227,10 +226,3 @@ def run_seconds(run: RunReader) -> float:
     """Return the seconds of RL over all attempts, or of all rows if there are no accounts."""
     last: Mapping[int, float] = {line.attempt: line.seconds for line in run.accounts}
     return sum(last.values()) or sum(row.get("timing_s/step", 0.0) for row in run.rows.values())
-
-
-def _time(run: RunReader) -> str:
-    whole, begin = run_seconds(run), ""
-    if run.accounts and 0 < run.accounts[0].time < 2**33:
-        begin = f", from {datetime.fromtimestamp(run.accounts[0].time, UTC):%Y-%m-%d %H:%M} UTC"
-    return f"{seconds(whole)} of RL{begin}" if whole else ""
