@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from millrace import codec
 from millrace.errors import LedgerError
+from millrace.schedule.continuation import next_prompt
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, State
 from millrace.schedule.schedule import Placement, Schedule
-from millrace.types import Prompt, Sample, tokens_of
+from millrace.types import WINDOW, Prompt, Sample, Trajectory, floats_of, tokens_of
 
 PROMPT = Prompt(0, tokens_of([1]), "1", "test")
 
@@ -63,16 +64,20 @@ def lag(ledger: Ledger, sample_id: int) -> int:
     return ledger.trainer_version - ledger._slots[sample_id].version
 
 
-def make(ledger: Ledger, move: str, rng: random.Random) -> list[int]:
-    """Do one move, and return the lags of the samples that it trained."""
+def make(ledger: Ledger, move: str, rng: random.Random, windows: float = 0.0) -> list[int]:
+    """Do one move, and return the lags of the samples that it trained.
+
+    `windows` is the share of samples whose response goes on.
+    """
     lags: list[int] = []
     if move == "admit":
-        ledger.admit(Prompt(ledger.admitted, PROMPT.tokens, "", "test"))
+        ledger.admit(ledger.rest or Prompt(ledger.begun, PROMPT.tokens, "", "test"))
     elif move == "start":
         ledger.start(rng.choice(ledger.ids(State.WAITING)))
     elif move == "finish":
         i = rng.choice(ledger.ids(State.RUNNING))
-        ledger.finish(i, Sample(PROMPT, ()))
+        goes_on = (Trajectory(ended=WINDOW),) if rng.random() < windows else ()
+        ledger.finish(i, Sample(ledger._slots[i].prompt, goes_on))
     elif move == "drop":
         ledger.drop(rng.choice(ledger.ids(State.RUNNING)), rng.choice(["a", "b"]))
     elif move == "seal":
@@ -81,17 +86,20 @@ def make(ledger: Ledger, move: str, rng: random.Random) -> list[int]:
         ledger.published()
     else:
         lags = [lag(ledger, i) for i in ledger.takeable()]
-        ledger.take()
-        ledger.trained()
+        samples = ledger.take()
+        ledger.trained(next_prompt(s, floats_of()) for s in samples if s.goes_on)
     return lags
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    schedule=schedules, limit=st.one_of(st.none(), st.integers(1, 120)), seed=st.integers(0, 2**32)
+    schedule=schedules,
+    limit=st.one_of(st.none(), st.integers(1, 120)),
+    seed=st.integers(0, 2**32),
+    windows=st.sampled_from([0.0, 0.3, 0.9]),
 )
 def test_any_walk_of_legal_moves_keeps_every_promise(
-    schedule: Schedule, limit: int | None, seed: int
+    schedule: Schedule, limit: int | None, seed: int, windows: float
 ) -> None:
     rng = random.Random(seed)
     ledger, worst, trained = Ledger(schedule, limit), 0, 0
@@ -99,7 +107,7 @@ def test_any_walk_of_legal_moves_keeps_every_promise(
         possible = moves(ledger)
         if not possible:
             break
-        lags = make(ledger, rng.choice(possible), rng)
+        lags = make(ledger, rng.choice(possible), rng, windows)
         worst, trained = max([worst, *lags]), trained + len(lags)
         ledger.check()
         assert ledger.occupied <= schedule.capacity
@@ -143,6 +151,34 @@ def test_the_lag_bound_is_met_by_an_adversary(schedule: Schedule, seed: int) -> 
             running = ledger.ids(State.RUNNING)
             ledger.finish(running[-1] if rng.random() < 0.9 else running[0], Sample(PROMPT, ()))
     assert worst <= schedule.lag_bound
+
+
+def test_a_response_goes_on_once_its_window_is_live_and_before_new_prompts() -> None:
+    ledger = Ledger(Schedule(ppo_mini_batch_size=2))
+    for _ in range(2):
+        ledger.start(ledger.admit(Prompt(ledger.begun, PROMPT.tokens, "", "test")))
+    goes_on = Sample(ledger._slots[1].prompt, (Trajectory(ended=WINDOW),))
+    ledger.finish(0, Sample(PROMPT, ()))
+    ledger.finish(1, goes_on)
+    ledger.take()
+    with pytest.raises(LedgerError, match="nothing continues the response of sample 1"):
+        ledger.trained()
+    ledger.trained([next_prompt(goes_on, floats_of())])
+    assert ledger.rest is None
+    ledger.seal()
+    assert ledger.rest is None and ledger.published() == [0, 1]
+    with pytest.raises(LedgerError, match="before a response goes on"):
+        ledger.admit(Prompt(2, PROMPT.tokens, "", "test"))
+    snapshot = codec.from_json(codec.to_json(ledger.snapshot()), LedgerSnapshot)
+    ledger = Ledger.restore(ledger.schedule, snapshot)
+    rest = ledger.rest
+    assert rest is not None and ledger.admit(rest) == 2
+    (_, slot), *_ = ledger._slots.items()
+    assert (slot.prompt.index, slot.prompt.in_stream, slot.prompt.first) == (2, 1, 1)
+    assert slot.version == 1 and ledger.begun == 2 and ledger.resting == 0
+    ledger._rests.append(rest)
+    with pytest.raises(LedgerError, match="responses that go on were lost"):
+        ledger.check()
 
 
 def test_illegal_moves_name_the_state_found_and_the_state_expected() -> None:

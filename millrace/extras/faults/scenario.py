@@ -187,7 +187,13 @@ def draw(seed: int) -> Scenario:
     if random.Random(f"sampler {seed}").random() < 0.3:
         data = config.data.model_copy(update={"sampler": _SAMPLER})
         config = config.model_copy(update={"data": data})
-    config = _with_window(config, random.Random(f"window {seed}"))
+    window, algorithm = random.Random(f"window {seed}"), config.algorithm
+    plain = not (config.data.sampler or algorithm.filter_groups.enable)
+    if plain and window.random() < 0.3:
+        tppo = algorithm.tppo.model_copy(update={"window": window.choice((5, 16, 30))})
+        algorithm = algorithm.model_copy(update={"tppo": tppo})
+        alone = config.rollout.model_copy(update={"n": 1})
+        config = config.model_copy(update={"algorithm": algorithm, "rollout": alone})
     ranks, replicas = dice.choice((1, 1, 2)), dice.choice((1, 2, 2, 3))
     cost = CostModel(
         token_s=dice.choice((0.005, 0.01, 0.03)),
@@ -214,17 +220,6 @@ def draw(seed: int) -> Scenario:
     start_s = dice.choice((0.2, 2.0, 8.0))
     seconds = write_s, start_s
     return Scenario(seed, mode, config, cost, ranks, replicas, slots, *seconds, faults)
-
-
-def _with_window(config: Config, dice: random.Random) -> Config:
-    """Return the configuration, in some worlds with responses that are trained in windows."""
-    algorithm = config.algorithm
-    if config.data.sampler or algorithm.filter_groups.enable or dice.random() > 0.3:
-        return config
-    tppo = algorithm.tppo.model_copy(update={"window": dice.choice((5, 16, 30))})
-    algorithm = algorithm.model_copy(update={"tppo": tppo})
-    rollout = config.rollout.model_copy(update={"n": 1})
-    return config.model_copy(update={"algorithm": algorithm, "rollout": rollout})
 
 
 def _scales(dice: random.Random) -> tuple[Fault, ...]:
