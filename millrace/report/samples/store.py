@@ -14,9 +14,9 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -77,10 +77,9 @@ class SampleStore:
         """Trained samples whose version is not live yet."""
         self._dropped: list[Kept] = []
         self._dropped_bytes = 0
-        self._queue: deque[tuple[PolicyVersion, list[Kept], int]] = deque()
+        self._queue: SimpleQueue[tuple[PolicyVersion, list[Kept], int] | None] = SimpleQueue()
         self._waiting = 0
         self._lock = threading.Lock()
-        self._closing, self._wake = False, threading.Event()
         self._total = 0
         self._thread = threading.Thread(target=self._work, name="samples", daemon=True)
         self._thread.start()
@@ -108,12 +107,11 @@ class SampleStore:
         """
         if self._dropped and not self._ended:
             self._hand_over(self._version + 1, [])
-        self._closing = True
-        self._wake.set()
+        self._queue.put(None)
         self._thread.join(self._close_s)
-        if self._thread.is_alive():
+        if self._thread.is_alive():  # it writes one of those that are no longer in the queue
             self._ended = True
-            self._note(f"samples: the last {len(self._queue) + 1} versions were not kept in time")
+            self._note(f"samples: the last {self._queue.qsize()} versions were not kept in time")
         self._trained.clear()
 
     def _drop(self, sample: Sample, reason: str) -> None:
@@ -135,8 +133,7 @@ class SampleStore:
         elif kept:
             with self._lock:
                 self._waiting += bytes_
-            self._queue.append((version, kept, bytes_))
-            self._wake.set()
+            self._queue.put((version, kept, bytes_))
 
     def _lose(self, count: int) -> None:
         if not self.lost:
@@ -151,17 +148,11 @@ class SampleStore:
     def _work(self) -> None:
         try:
             self._prepare()
-            closing = False
-            while not (closing or self._ended):
-                closing = self._closing  # read before the last versions are written
-                if not closing:
-                    self._wake.wait()
-                    self._wake.clear()
-                while self._queue and not self._ended:
-                    version, kept, bytes_ = self._queue.popleft()
-                    self._write(version, kept)
-                    with self._lock:
-                        self._waiting -= bytes_
+            while not self._ended and (waiting := self._queue.get()) is not None:
+                version, kept, bytes_ = waiting
+                self._write(version, kept)
+                with self._lock:
+                    self._waiting -= bytes_
         except OSError as error:
             self._stop(f"{self._folder} cannot be written: {error.strerror or error}")
         except Exception as error:  # noqa: BLE001 - a run does not end because its samples do
@@ -199,7 +190,7 @@ class SampleStore:
 
     def _stop(self, why: str) -> None:
         self._ended = True
-        self._queue.clear()
+        self._queue = SimpleQueue()  # the rest needs no memory
         self._note(f"no more samples are kept: {why}. The run continues.")
 
 
