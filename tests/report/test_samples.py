@@ -24,7 +24,7 @@ from tests.report.runs import Clock, Run, Watch, decode, life, sample, segment
 
 def kept(folder: Path) -> list[tuple[int, int, int, str]]:
     """Return version, sample, trajectory and outcome of every row."""
-    rows = samples.dataset(folder, []).to_table().to_pylist()
+    rows = samples.dataset(folder).to_table().to_pylist()
     return [(r["version"], r["sample"], r["trajectory"], r["outcome"]) for r in rows]
 
 
@@ -35,7 +35,7 @@ def names(folder: Path) -> list[str]:
 def test_a_row_has_what_the_trajectory_had(tmp_path: Path) -> None:
     Run(tmp_path, ["samples"]).go([1])
     assert names(tmp_path) == ["version-000001-attempt-001.parquet"]
-    table = samples.dataset(tmp_path, []).to_table()
+    table = samples.dataset(tmp_path).to_table()
     assert table.schema.equals(SCHEMA) and table.num_rows == 4
     common = {
         "version": 1,
@@ -271,13 +271,13 @@ def test_texts_of_any_kind_are_kept(tmp_path: Path) -> None:
     watch.at("trainer", "stepped", samples=[odd], version=0, report=None)
     watch.at("run", "published", version=1, ids=[1], totals=None)
     store.close()
-    row = samples.dataset(tmp_path, []).to_table().to_pylist()[0]
+    row = samples.dataset(tmp_path).to_table().to_pylist()[0]
     assert row["response"] == "\\ud800\0é" and row["prompt"] == "\\udfff"
     assert row["ground_truth"].startswith('{"a": [1, "<class') and str(2**90) in row["ground_truth"]
 
 
 def test_the_files_of_a_run_are_compressed(tmp_path: Path) -> None:
-    assert samples.dataset(tmp_path, []).to_table(columns=["reward"]).num_rows == 0
+    assert samples.dataset(tmp_path).to_table(columns=["reward"]).num_rows == 0
     Run(tmp_path, ["samples"]).go([1])
     path = samples.files(tmp_path, [])[0]
     assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"

@@ -249,9 +249,9 @@ def files(run_dir: Path, notes: list[str]) -> list[Path]:
     return found
 
 
-def dataset(run_dir: Path, notes: list[str]) -> ds.Dataset:
+def dataset(run_dir: Path, notes: list[str] | None = None) -> ds.Dataset:
     """Return the rows of the surviving history, by version. A query reads what it needs of them."""
-    if paths := [str(path) for path in files(run_dir, notes)]:
+    if paths := [str(path) for path in files(run_dir, [] if notes is None else notes)]:
         return ds.dataset(paths, schema=SCHEMA, format="parquet")
     return ds.dataset(SCHEMA.empty_table())
 
