@@ -6,6 +6,7 @@ them again. docs/megatron.md has a table that this file computes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from millrace.config import (
     ModelConfig,
     ModelShape,
     RolloutConfig,
+    TeacherConfig,
     TrainerConfig,
 )
 
@@ -152,12 +154,12 @@ def estimate(
     rollout = _rollout(config.rollout, size, width)
     if config.async_training.colocated:  # both sides have one copy of the next weights
         rollout["staged weights"] = 0
-    trainer, models = config.trainer, (config.needs_reference, config.needs_critic)
+    trainer, models = config.trainer, (config.needs_reference, config.algorithm.needs_critic)
     if trainer.engine == "megatron":
         parts = _megatron(config.model, tokens, trainer, size, reference=models[0])
     else:
         parts = _fsdp(config.model, tokens, trainer, size, *models)
-    parts["teachers"] = _teachers(config)
+    parts["teachers"] = _teachers(config.teachers.values(), config.model, trainer)
     passing = parts["activations"] + parts["logits"]
     if trainer.engine != "megatron" and micro_batches == 1 and parts["gradients"] <= passing:
         parts["gradients"] = 0
@@ -166,15 +168,13 @@ def estimate(
     return {"trainer": {name: n for name, n in parts.items() if n}, "rollout": rollout}
 
 
-def _teachers(config: Config) -> int:
+def _teachers(teachers: Iterable[TeacherConfig], model: ModelConfig, trainer: TrainerConfig) -> int:
     """Return the bytes of this device's shares of the teachers, which have float32 weights."""
-    if config.trainer.offload_policy:
+    if trainer.offload_policy:
         return 0
-    own = (
-        {"path": t.path, "override_config": {}} for t in config.teachers.values() if not t.outside
-    )
-    sizes = (size_of(config.model.model_copy(update=one)) for one in own)
-    return sum(4 * s.parameters for s in sizes if s is not None) // config.trainer.shard_size
+    own = ({"path": one.path, "override_config": {}} for one in teachers if not one.outside)
+    sizes = (size_of(model.model_copy(update=one)) for one in own)
+    return sum(4 * s.parameters for s in sizes if s is not None) // trainer.shard_size
 
 
 def _fsdp(
