@@ -317,7 +317,7 @@ BUDGETS = {
     "sync": 2210,
     "testing": 750,
     "tools": 950,
-    "train": 5000,
+    "train": 5030,
     "types": 400,
     "vllm": 1950,
     "waits": 1540,

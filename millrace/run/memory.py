@@ -19,6 +19,8 @@ from millrace.config import (
     TeacherConfig,
     TrainerConfig,
 )
+from millrace.models.mixtures import experts_of
+from millrace.models.shape import mlp_width
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _OPTIMIZER = 12
@@ -28,10 +30,6 @@ _CHUNK = {"cpu": 1 << 26, "cuda": 1 << 27}
 """Logits in one chunk, as in millrace.train.log_probs. A device that is not named counts as GPU."""
 _WHOLE_GRADIENTS = 1 << 30
 """Bytes of gradients that ranks of FSDP2 keep whole until the last micro-batch."""
-
-_WIDTHS = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")
-"""Names of the width of an MLP in config.json. GPT-2 without a width has 4 x the hidden size."""
-_EXPERTS = ("num_experts", "num_local_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,15 +92,11 @@ def size_of_model(hf: Any, parameters: int) -> Size:
     """Return the size of a model with this config.json and this number of parameters."""
     heads = hf.num_attention_heads
     head = getattr(hf, "head_dim", None) or hf.hidden_size // heads
-
-    def first(*names: str) -> int:
-        return next((value for name in names if (value := getattr(hf, name, None))), 0)
-
-    experts = first(*_EXPERTS)
+    experts = experts_of(hf)
     return Size(
         parameters=parameters,
         hidden=hf.hidden_size,
-        intermediate=first(*_WIDTHS) or 4 * hf.hidden_size,
+        intermediate=mlp_width(hf),
         layers=hf.num_hidden_layers,
         kv_width=head * (getattr(hf, "num_key_value_heads", None) or heads),
         width=heads * head,
@@ -118,8 +112,13 @@ def _size_of_shape(s: ModelShape) -> Size | None:
     if not s.vocab_size:
         return None
     kv = s.hidden_size // s.num_attention_heads * s.num_key_value_heads
-    attention = 2 * s.hidden_size**2 + 2 * s.hidden_size * kv + s.hidden_size + 2 * kv
-    layer = attention + 3 * s.hidden_size * s.intermediate_size + 2 * s.hidden_size
+    attention = 2 * s.hidden_size**2 + 2 * s.hidden_size * kv
+    if s.num_experts:  # Qwen3-MoE: a norm of queries and one of keys, no biases, and a router
+        attention += 2 * (s.hidden_size // s.num_attention_heads) + s.hidden_size * s.num_experts
+    else:
+        attention += s.hidden_size + 2 * kv
+    mlps = 3 * s.hidden_size * s.intermediate_size * max(s.num_experts, 1)
+    layer = attention + mlps + 2 * s.hidden_size
     embeddings = s.vocab_size * s.hidden_size * (1 if s.tie_word_embeddings else 2)
     return Size(
         parameters=embeddings + s.num_hidden_layers * layer + s.hidden_size,
@@ -130,6 +129,9 @@ def _size_of_shape(s: ModelShape) -> Size | None:
         width=s.hidden_size,
         vocabulary=s.vocab_size,
         tied=s.tie_word_embeddings,
+        experts=s.num_experts,
+        chosen=s.num_experts_per_tok if s.num_experts else 1,
+        head_norms=s.num_experts > 0,
     )
 
 

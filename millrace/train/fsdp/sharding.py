@@ -33,6 +33,9 @@ UNIT = 1 << 25
 
 
 class Layered(Protocol):
+    attention_length: float
+    """`millrace.train.packing.attention_length` of the model."""
+
     def layers(self) -> list[nn.Module]:
         """Return the units of sharding."""
         ...
