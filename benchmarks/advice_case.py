@@ -37,7 +37,7 @@ from millrace.config import recipe
 from millrace.extras.bench import modes
 from millrace.observe.progress import Lines, Progress
 from millrace.persist.run_reader import RunReader
-from millrace.report.advice.sentence import Advice
+from millrace.report.advice.balance import Advice
 from millrace.run.folder import open_run_dir
 from millrace.run.session import Session, open_session
 

@@ -22,9 +22,9 @@ from millrace.data.curriculum import FILE, Curriculum
 from millrace.data.identity import identity_of
 from millrace.errors import MillraceError, bad_value
 from millrace.observe import trackers
+from millrace.observe.files import flat
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
-from millrace.persist.config_file import flat
 from millrace.pipeline import journal, journal_file
 from millrace.pipeline.checkpoint import Checkpoints, read_manifest
 from millrace.pipeline.journal import NullJournal

@@ -136,7 +136,7 @@ async def unless_stopped(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 def first_advice(folder: Path) -> str:
     """Return the first sentence of advice on a run, or nothing if there is none."""
     try:
-        from millrace.report.advice.measure import advise_run
+        from millrace.report.advice.advise import advise_run
 
         return next((str(one) for one in advise_run(RunReader(folder).read())), "")
     except Exception as error:  # noqa: BLE001 - a run does not fail because its advice does

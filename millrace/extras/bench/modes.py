@@ -412,8 +412,8 @@ def figures_of_flow(run: RunReader, versions: range) -> dict[str, Any]:
     that takes from it, or adds to it, cannot continue. Without the accounts, because the disk was
     full, there is no stock and no advice.
     """
-    from millrace.report.advice.advise import advise
-    from millrace.report.advice.measure import checked, measured_of, setup_of
+    from millrace.report.advice.advise import advise, checked
+    from millrace.report.advice.measure import measured_of, setup_of
 
     if run.config is None or not versions:
         return {}
