@@ -37,7 +37,8 @@ from millrace.config import recipe
 from millrace.extras.bench import modes
 from millrace.observe.progress import Lines, Progress
 from millrace.persist.run_reader import RunReader
-from millrace.report.advice.sentence import Advice
+from millrace.report.advice.balance import Advice
+from millrace.run.folder import open_run_dir
 from millrace.run.session import Session, open_session
 
 ROOT = Path(__file__).parent.parent
@@ -130,7 +131,9 @@ async def one(
         f"rollout.total_rollout_steps={samples}",
     ]
     config = recipe.load(name, list(overrides), fixed)
-    session = replace(s, config=config, run=modes.folder_of_run(config, s))
+    run = open_run_dir(config)
+    run.model.symlink_to(s.run.model.resolve())
+    session = replace(s, config=config, run=run)
     figures = await modes.run_once(session, SKIP)
     measured = measure(RunReader(session.run.path).read())
     advice = advise(measured) if measured else []

@@ -58,8 +58,8 @@ from gpu_learning_summary import MODES, Run, held_out, summarise
 from rich.console import Console
 
 from millrace.config import recipe
-from millrace.extras.bench.modes import folder_of_run
 from millrace.observe.progress import Progress, make_view
+from millrace.run.folder import open_run_dir
 from millrace.run.session import Session, open_session
 from millrace.run.stop import StopRequest
 from millrace.run.train import Outcome, run_training
@@ -158,7 +158,9 @@ class Arms:
             [*self.overrides(mode, seed), *overrides, f"trainer.run_dir={folder}"],
         )
         problems = replace(s.problems, train=replace(s.problems.train, seed=seed))
-        own = replace(s, config=config, run=folder_of_run(config, s), problems=problems)
+        run = open_run_dir(config)
+        run.model.symlink_to(s.run.model.resolve())
+        own = replace(s, config=config, run=run, problems=problems)
         derived = config.derived(len(problems.train))
         await s.engines.turns.enter()
         await s.engines.train.begin("rl", derived.lr_horizon)

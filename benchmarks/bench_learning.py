@@ -5,7 +5,7 @@ r"""The effect of asynchrony on the reward, and of losses and corrections on old
 
 | part | runs |
 |---|---|
-| recipes | every recipe of algorithms/, as colocate_sync and as async_partial with staleness 0.5 |
+| recipes | every recipe of RECIPES, as colocate_sync and as async_partial with staleness 0.5 |
 | stale | losses and corrections on the quickstart, with all samples 8 versions old |
 
 In `stale`, each version has one step and 9 windows are in flight in strict order. All its runs have
@@ -43,6 +43,8 @@ RECIPES = (
     "reinforce_plus_plus",
     "gspo",
     "cispo",
+    "gmpo",
+    "vespo",
     "decoupled_ppo",
 )
 ARMS = {
@@ -261,9 +263,8 @@ def plot(runs: list[Run], path: Path) -> None:
     ]
     panels.append(("8 versions old", {name: of(runs, part="stale", name=name) for name in STALE}))
     panels = [(title, lines) for title, lines in panels if any(lines.values())]
-    figure, axes = pyplot.subplots(
-        -(-len(panels) // 3), 3, figsize=(9, 2.4 * -(-len(panels) // 3)), squeeze=False, sharey=True
-    )
+    height = -(-(len(panels) + 1) // 3)  # the legend of the last panel takes a place too
+    figure, axes = pyplot.subplots(height, 3, figsize=(9, 2.4 * height), squeeze=False, sharey=True)
     for axis, (title, lines) in zip(axes.flat, panels, strict=False):
         for label, arm_runs in lines.items():
             if arm_runs:
@@ -281,11 +282,10 @@ def plot(runs: list[Run], path: Path) -> None:
         axis.set_ylim(0, 1)
         axis.tick_params(labelsize=7)
     axes.flat[0].legend(fontsize=7)
-    if len(panels) < axes.size:
-        handles = axes.flat[len(panels) - 1].get_legend_handles_labels()
-        axes.flat[len(panels)].legend(
-            *handles, fontsize=7, loc="upper left", title=panels[-1][0], title_fontsize=7
-        )
+    handles = axes.flat[len(panels) - 1].get_legend_handles_labels()
+    axes.flat[len(panels)].legend(
+        *handles, fontsize=7, loc="upper left", title=panels[-1][0], title_fontsize=7
+    )
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
     figure.supxlabel("samples trained", fontsize=9)

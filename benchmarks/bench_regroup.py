@@ -99,6 +99,8 @@ async def end_of(options: Any, name: str, member: int, device: torch.device, sto
         devices=1,
         bucket_bytes=options.bucket_mb << 20,
         timeout_s=120,
+        wait_deadline_s=120,
+        stall_s=60,
         colocated=options.kind == "ipc",
         gloo=False,
         vllm=False,

@@ -23,11 +23,10 @@ import pyarrow.parquet as pq
 
 from millrace.config import recipe
 from millrace.config.packaged import find
+from millrace.persist.accounts import Device
+from millrace.persist.accounts import Line as Account
 from millrace.persist.history import Line
-from millrace.report.accounts.devices import DeviceAccount
-from millrace.report.accounts.flow import FlowAccount
-from millrace.report.accounts.lines import Device
-from millrace.report.accounts.lines import Line as Account
+from millrace.report.accounts.devices import DeviceAccount, FlowAccount
 from millrace.report.page.figures import number
 from millrace.report.page.write import write_report
 from millrace.report.samples.store import SCHEMA

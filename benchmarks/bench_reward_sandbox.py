@@ -32,7 +32,8 @@ async def spent(function: str, sandbox: bool, scores: int) -> float:
     """Return the CPU seconds of a reward from its start to its end."""
     keys = [f"reward.sandbox={str(sandbox).lower()}", f"reward.function={function}:score"]
     before, prompt = cpu_s(), Prompt(0, tokens_of([1]), "p", "d", "4")
-    reward = make_reward(recipe.load("quickstart", keys))
+    config = recipe.load("quickstart", keys)
+    reward = make_reward(config.reward, config.agents, config.sides)
     await reward.start()
     calls = (reward.score(prompt, [Completion("x")]) for _ in range(scores))
     await asyncio.gather(*calls)

@@ -128,7 +128,7 @@ class Arm:
         self.config = configuration(options, folder, mode)
 
     async def start(self, stack: AsyncExitStack) -> None:
-        runtime = await stack.enter_async_context(open_runtime(self.config, self.run))
+        runtime = await stack.enter_async_context(open_runtime(self.config.sides, self.run.logs))
         self.engines = await build_engines(runtime, self.config, self.run)
         await self.engines.train.begin("rl", 10)
         await self.engines.publish(0)

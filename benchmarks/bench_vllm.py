@@ -132,7 +132,7 @@ async def through_millrace(options: argparse.Namespace, folder: Path) -> dict[st
     asked = prompts(options)
     figures_of_run: dict[str, Any] = {"sync": []}
     start = time.perf_counter()
-    async with open_runtime(config, run) as runtime:
+    async with open_runtime(config.sides, run.logs) as runtime:
         engines = await build_engines(runtime, config, run)
         figures_of_run["start_s"] = time.perf_counter() - start
         await engines.train.begin("rl", 10)

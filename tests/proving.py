@@ -26,6 +26,7 @@ from millrace.pipeline.proof import Limits, Proof
 from millrace.pipeline.turns import turns_of
 from millrace.ports import TransferReport
 from millrace.rollout.pool import RolloutPool
+from millrace.run.engines import sync_options
 from millrace.runtime.worker import RolloutWorker, TrainWorker
 from millrace.schedule.schedule import OnSync
 from millrace.types import Prompt, SamplingParams, Segment, Tokens, tokens_of
@@ -116,7 +117,8 @@ async def engines(
     await train.engine.begin("rl", 100)
     await rollout.build(tree, rollout_folder or folder)
     try:
-        await asyncio.gather(train.connect(tree, 0, address), rollout.connect(tree, 0, address))
+        where = sync_options(config), 0, address
+        await asyncio.gather(train.connect(*where), rollout.connect(*where))
         assert rollout.receiver is not None
         await asyncio.gather(train.sender.regroup(1, [0]), rollout.receiver.regroup(1, [0]))
         sync = Sync(train.sender, rollout.receiver)

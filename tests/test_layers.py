@@ -52,7 +52,7 @@ ARROWS: dict[str, set[str]] = {
     "rollout": {"ports", "schedule"},
     "persist": {"config", "observe", "schedule"},
     "pipeline": {"observe", "persist", "ports", "rollout", "schedule"},
-    "sync": {"config", "ports"},
+    "sync": {"ports"},
     "decode": {"config", "models", "ports", "rollout"},
     "vllm": {"config", "models", "ports", "rollout", "sync"},
     "train": {"algorithms", "config", "models", "observe", "ports", "schedule", "sync"},
@@ -294,33 +294,33 @@ BUDGETS = {
     "agents": 4350,
     "algorithms": 3370,
     "api": 760,
-    "cli": 2100,
-    "config": 4650,
+    "cli": 1980,
+    "config": 4620,
     "data": 3200,
     "decode": 1600,
     "environments": 980,
     "errors": 250,
-    "extras": 10150,
+    "extras": 10120,
     "models": 730,
-    "observe": 2400,
+    "observe": 2350,
     "persist": 750,
     "pipeline": 3700,
     "ports": 450,
     "process": 370,
-    "report": 7100,
+    "report": 6550,
     "rewards": 3600,
     "rollout": 1750,
-    "run": 5780,
-    "runtime": 3500,
+    "run": 5690,
+    "runtime": 3470,
     "schedule": 830,
     "simulate": 560,
-    "sync": 2250,
+    "sync": 2210,
     "testing": 750,
     "tools": 950,
     "train": 5030,
     "types": 400,
     "vllm": 1950,
-    "waits": 1600,
+    "waits": 1540,
     "other files": 160,
 }
 """The lines of each room. A change that needs more says so here; one that needs less lowers it."""
@@ -337,14 +337,22 @@ def test_rooms_keep_their_budgets() -> None:
 
 
 def test_few_functions_take_the_whole_configuration() -> None:
-    """Most code takes its own section: at most 56 functions take a Config."""
+    """`run/` takes a Config apart: 5 functions below it take a whole one, and 29 in all.
+
+    The 5 are `build` of both train engines, the options of a train engine, and two readers of a
+    run's Config in `report/`.
+    """
 
     def takes_config(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
         arguments = [*function.args.args, *function.args.kwonlyargs]
         return any(a.annotation and ast.unparse(a.annotation) == "Config" for a in arguments)
 
-    taking = [f"{p}: {f.name}" for p in FILES for f in functions(p) if takes_config(f)]
-    assert len(taking) <= 56, taking
+    taking = [
+        (room_of(p), f"{p}: {f.name}") for p in FILES for f in functions(p) if takes_config(f)
+    ]
+    below = [name for room, name in taking if room not in ("run", "config", "cli")]
+    assert len(below) <= 5, below
+    assert len(taking) <= 29, taking
 
 
 def test_nobody_knows_a_train_engine() -> None:

@@ -26,7 +26,6 @@ from millrace.pipeline.validation import Played
 from millrace.rewards.sources import refusal
 from millrace.run.drawn import DrawnResponse, drawn
 from millrace.run.evaluate import revived, validator_of
-from millrace.run.folder import open_eval_dir
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
 from millrace.types import PolicyVersion
@@ -191,7 +190,7 @@ class Rollouts:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         config = self._setup.config
         try:
-            async with open_session(config, progress, open_dir=open_eval_dir, scored=False) as s:
+            async with open_session(config, progress, work="eval", scored=False) as s:
                 self._version = (await start_state(s)).version
                 await s.engines.publish(self._version)
                 async with revived(s.engines, self._version):

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from millrace.config import Config, recipe
 from millrace.config.explain import hint_of
+from millrace.config.keys import Work
 from millrace.errors import ConfigError, MissingDependency, bad_value
 from millrace.observe.panel import plain
 from millrace.observe.progress import Progress, make_view
@@ -193,19 +194,18 @@ def configure(
     dry_run: bool,
     help_config: bool,
     *,
-    keep_warm_up: bool = False,
-    trains: bool = False,
+    work: Work = "eval",
 ) -> Config:
     """Return the Config, or print what an option asks for and exit.
 
-    A dry run of a command that `trains` finds the run's folder and what its resume refuses, too.
+    A dry run of a training finds the run's folder and what its resume refuses, too.
     """
     if help_config:
         _print_keys(json_)
         raise typer.Exit
     if not path:
         raise typer.BadParameter("RECIPE is missing, for example quickstart")
-    config = recipe.load(path, overrides, keep_warm_up=keep_warm_up)
+    config = recipe.load(path, overrides, keep_warm_up=work == "sft")
     if dry_run:
         from millrace.run import problems
         from millrace.run.algorithms import try_algorithms
@@ -219,7 +219,7 @@ def configure(
             _note(f"this machine cannot run it: {lack}")
         for note in config.notes:
             _note(note)
-        checkpoint = None
+        checkpoint, trains = None, work != "eval"
         if trains and not config.trainer.val_only:
             _, checkpoint, notes = find_run(config)
             for note in notes if checkpoint is None else (*notes, f"it resumes from {checkpoint}"):
@@ -232,11 +232,9 @@ def configure(
 
         lines: list[tuple[str, str]] = []
         agents = config.agents
-        # The warm-up alone scores nothing.
         rows = problems.prompts_of_an_epoch(
             config,
-            scored=not keep_warm_up,
-            trains=trains,
+            work=work,
             inspect=(lambda t: lines.extend(described(agents, t))) if agents.agent_kind else None,
             note=_note,
             resume_from=checkpoint,

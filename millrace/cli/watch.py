@@ -18,8 +18,7 @@ from millrace.observe.files import changed
 from millrace.observe.panel import panel
 from millrace.persist import ownership
 from millrace.persist.run_reader import EXAMPLE, RunReader, load
-from millrace.report.live.advice_cache import AdviceCache
-from millrace.report.live.look import look_at
+from millrace.report.live.look import AdviceCache, look_at
 
 RunFolder = Annotated[
     Path | None,

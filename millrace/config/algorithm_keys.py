@@ -210,8 +210,8 @@ class ActorConfig(Section):
     """
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     """The policy loss and the keys of single losses."""
-    clip_ratio_low: float = Field(0.2, gt=0, le=1)
-    """PPO's clip below 1. 1 clips no ratio there, as a larger value in verl does.
+    clip_ratio_low: float = Field(0.2, gt=0)
+    """PPO's clip below 1. 1 or more clips no ratio there.
 
     gspo, cispo and geo_mean clip their own ratios with it. dppo_* bounds differences of
     probabilities, or the KL, with it.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig
+from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig, PolicyLossConfig
 from millrace.config.data_keys import RewardConfig
 from millrace.config.endpoint_keys import PlaceConfig
 from millrace.config.keys import Config
@@ -34,7 +34,8 @@ def check(config: Config) -> None:
     _check_lengths(rollout, c.actor, c.context_size)
     _check_sequence(c.actor, trainer)
     _check_optimizers({"actor": c.actor.optim, "critic": c.critic.optim}, trainer)
-    _check_batches(c)
+    mini = c.actor.ppo_mini_batch_size
+    _check_batches(c.data.train_batch_size, c.mode, mini, c.async_training)
     c.end(1)  # The data has a row at least. Its number decides only which key ends the run.
     _check_test_freq(trainer, rollout)
     _check_determinism(trainer, c.schedule)
@@ -56,7 +57,7 @@ def check(config: Config) -> None:
     _check_components(c.reward, algorithm)
     _check_correction(algorithm, c.actor, c.async_training)
     _check_replay(c.model.router_replay, rollout, algorithm, c.async_training)
-    _check_trust(c)
+    _check_trust(algorithm, c.actor.policy_loss, c.async_training, c.schedule.lag_bound)
     _check_kl(algorithm, c.schedule.step_size * rollout.n)
 
 
@@ -101,9 +102,8 @@ def _check_optimizers(optims: Mapping[str, OptimConfig], trainer: TrainerConfig)
             raise bad_value(key, "muon", rule, f"{key}=adamw, or trainer.offload_policy=false")
 
 
-def _check_batches(c: Config) -> None:
-    a, batch = c.async_training, c.data.train_batch_size
-    if batch and not (c.mode and MODES[c.mode].batch_is_window):
+def _check_batches(batch: int, mode: str | None, mini: int, a: AsyncConfig) -> None:
+    if batch and not (mode and MODES[mode].batch_is_window):
         raise bad_value(
             "data.train_batch_size",
             batch,
@@ -111,14 +111,13 @@ def _check_batches(c: Config) -> None:
             "data.train_batch_size=0: the window is actor.ppo_mini_batch_size x "
             "async_training.require_batches x async_training.trigger_parameter_sync_step",
         )
-    step = c.actor.ppo_mini_batch_size * a.require_batches
+    step = mini * a.require_batches
     if batch and batch != step * a.trigger_parameter_sync_step:
         raise bad_value(
             "data.train_batch_size",
             batch,
             "the window is ppo_mini_batch_size x require_batches x trigger_parameter_sync_step = "
-            f"{c.actor.ppo_mini_batch_size} x {a.require_batches} x "
-            f"{a.trigger_parameter_sync_step}",
+            f"{mini} x {a.require_batches} x {a.trigger_parameter_sync_step}",
             f"a multiple of {step}, without async_training.trigger_parameter_sync_step",
         )
 
@@ -199,7 +198,7 @@ def _check_teachers(c: Config) -> None:
         )
     if c.learns_from_rewards:
         return
-    if c.needs_critic:
+    if c.algorithm.needs_critic:
         raise bad_value(
             "distillation.use_task_rewards",
             False,
@@ -458,12 +457,12 @@ def _check_replay(
         )
 
 
-def _check_trust(c: Config) -> None:
+def _check_trust(
+    algorithm: AlgorithmConfig, policy_loss: PolicyLossConfig, a: AsyncConfig, lag: int
+) -> None:
     """Refuse a lag of several versions unless something limits the effect of stale tokens."""
-    correction, mode = c.algorithm.rollout_correction, c.actor.policy_loss.loss_mode
-    loss = c.actor.policy_loss.loss
-    lag = c.schedule.lag_bound
-    bypass = c.async_training.use_rollout_log_probs
+    correction, mode, loss = algorithm.rollout_correction, policy_loss.loss_mode, policy_loss.loss
+    bypass = a.use_rollout_log_probs
     trusted = bypass and loss.bounds_stale
     rejects = correction.rollout_rs or correction.m2_threshold
     if lag <= 1 or trusted or correction.rollout_is or rejects:
@@ -477,7 +476,7 @@ def _check_trust(c: Config) -> None:
         )
     else:
         why = f"{mode} has no ratio, so nothing corrects for the policy that drew the tokens"
-    ordered = c.async_training.staleness_threshold > 0
+    ordered = a.staleness_threshold > 0
     key = "async_training.staleness_threshold" if ordered else "async_training.lookahead"
     correct, prefix = not (bypass and loss.reads_old), "algorithm.rollout_correction"
     fixes = [
@@ -498,7 +497,7 @@ def _check_trust(c: Config) -> None:
     ]
     raise bad_value(
         key,
-        c.async_training.staleness_threshold if ordered else c.async_training.lookahead,
+        a.staleness_threshold if ordered else a.lookahead,
         f"samples may be {lag} versions old (the lag bound), and {why}",
         "one of " + "; ".join(fixes),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -27,6 +27,9 @@ from millrace.config.trainer_keys import GuardConfig, SyncConfig, TrainerConfig
 from millrace.errors import bad_value
 from millrace.schedule.modes import ModeName, name_of, update_steps
 from millrace.schedule.schedule import Schedule
+
+Work = Literal["train", "sft", "eval"]
+"""The work of a command: a run, the warm-up alone, or the use of a policy that is not trained."""
 
 DEFAULT_SAMPLES = 100
 """The samples that a run trains if no key sets a limit."""
@@ -150,25 +153,16 @@ class Config(Section):
     def learns_from_rewards(self) -> bool:
         return not self.teachers or self.distillation.use_task_rewards
 
-    @property
-    def without_teachers(self) -> Self:
-        """The configuration of what trains nothing, such as a validation and an export."""
-        names = ("teacher", "teacher_coef", "teacher_topk")
-        sft = {name: SftConfig.model_fields[name].default for name in names}
-        none = {"teachers": {}, "distillation": DistillationConfig()}
-        return self.model_copy(update=none | {"sft": self.sft.model_copy(update=sft)})
-
-    @property
-    def of_warm_up(self) -> Self:
-        """The configuration of a warm-up alone, with no teacher but its own."""
-        if not self.sft.teacher:
-            return self.without_teachers
-        one = {self.sft.teacher: self.teachers[self.sft.teacher]}
-        return self.model_copy(update={"teachers": one, "distillation": DistillationConfig()})
-
-    @property
-    def needs_critic(self) -> bool:
-        return self.algorithm.needs_critic
+    def for_work(self, work: Work) -> Self:
+        """Return a copy with the teachers of this work alone: an eval has none."""
+        if work == "train":
+            return self
+        teacher = self.sft.teacher if work == "sft" else ""
+        names = () if teacher else ("teacher", "teacher_coef", "teacher_topk")
+        plain = {name: SftConfig.model_fields[name].default for name in names}
+        teachers = {teacher: self.teachers[teacher]} if teacher else {}
+        update = {"teachers": teachers, "distillation": DistillationConfig()}
+        return self.model_copy(update=update | {"sft": self.sft.model_copy(update=plain)})
 
     @property
     def critic_warmup_steps(self) -> int:
@@ -180,15 +174,6 @@ class Config(Section):
     @property
     def test_freq(self) -> int:
         return self.trainer.test_freq or self.rollout.test_freq
-
-    @property
-    def trainer_ranks(self) -> int:
-        return self.trainer.ranks
-
-    @property
-    def shard_size(self) -> int:
-        """Number of trainer ranks that share one copy of the model."""
-        return self.trainer.shard_size
 
     @property
     def context_size(self) -> int:
@@ -204,7 +189,7 @@ class Config(Section):
         if self.trainer.engine == "megatron":
             own = self.trainer.megatron
             parts *= own.tensor_model_parallel_size * own.pipeline_model_parallel_size
-        return self.trainer_ranks // parts
+        return self.trainer.ranks // parts
 
     @property
     def max_tokens(self) -> int:
@@ -225,15 +210,6 @@ class Config(Section):
             return {"tokens": actor.ppo_max_token_len_per_gpu, "micro_batches": 2}
         read = rollout.max_prompt_length + rollout.n * rollout.max_response_length
         return {"tokens": -(-samples * read // self.context_size), "micro_batches": 1}
-
-    @property
-    def rollout_devices(self) -> int:
-        return self.rollout.devices
-
-    @property
-    def replicas(self) -> int:
-        """Number of rollout engines."""
-        return self.rollout.replicas
 
     @property
     def sides(self) -> Sides:

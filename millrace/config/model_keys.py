@@ -33,7 +33,11 @@ class ModelShape(Section):
     num_key_value_heads: Annotated[int, _BUILT] = Field(2, ge=1)
     """Number of key and value heads."""
     intermediate_size: Annotated[int, _BUILT] = Field(192, ge=1)
-    """Width of the MLP."""
+    """Width of the MLP, or of each expert."""
+    num_experts: Annotated[int, _BUILT] = Field(0, ge=0)
+    """Experts of each layer. 0 builds a dense Qwen2, any other number a Qwen3-MoE."""
+    num_experts_per_tok: Annotated[int, _BUILT] = Field(2, ge=1)
+    """Experts that read each token, if there are experts."""
     tie_word_embeddings: Annotated[bool, _BUILT] = True
     """Use one matrix for input and output embeddings."""
     vocab_size: Annotated[int, _BUILT] = Field(0, ge=0)
@@ -43,6 +47,16 @@ class ModelShape(Section):
     """
 
     def check(self) -> None:
+        key, chosen = "model.shape.num_experts_per_tok", self.num_experts_per_tok
+        if 0 < self.num_experts < chosen:
+            rule = f"must be at most model.shape.num_experts = {self.num_experts}"
+            raise bad_value(key, chosen, rule, f"{key}={self.num_experts}")
+        if (
+            not self.num_experts
+            and chosen != ModelShape.model_fields["num_experts_per_tok"].default
+        ):
+            rule = "model.shape.num_experts is 0, so the model is dense"
+            raise bad_value(key, chosen, rule, f"model.shape.num_experts={4 * chosen}")
         heads = self.num_attention_heads
         if self.hidden_size % heads:
             raise bad_value(
@@ -71,7 +85,7 @@ class ModelConfig(Section):
     path: Annotated[str, Home, Compared("another model")] = ""
     """Folder or hub id of a Hugging Face causal model with its tokenizer.
 
-    Empty builds a new Qwen2-shaped model from model.shape.
+    Empty builds a new Qwen2 or Qwen3-MoE from model.shape.
     """
     override_config: Annotated[dict[str, Any], Fixed("the model was trained with it")] = Field(
         default_factory=dict

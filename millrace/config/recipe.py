@@ -31,7 +31,6 @@ from millrace.config.layers import (
 from millrace.config.packaged import find
 from millrace.config.secrets import check_secrets
 from millrace.config.unused_keys import check_unread
-from millrace.config.warm_up import dropped
 from millrace.errors import ConfigError, bad_value
 from millrace.schedule.modes import MODES, update_steps
 from millrace.schedule.schedule import Placement
@@ -57,11 +56,37 @@ def load(
     tree = resolve(layers)
     tree.setdefault("name", name)
     check_secrets(tree)
-    note = "" if keep_warm_up else dropped(tree, layers)
+    note = "" if keep_warm_up else _without_warm_up(tree, layers)
     config = parse(tree)
     check_unread(config.value_of)
     lines = [*([note] if note else []), *notes]
     return config.with_notes(*lines, translated=translated) if lines else config
+
+
+def _without_warm_up(merged: Tree, layers: Sequence[Tree]) -> str:
+    """Set sft.steps to 0 if a later layer sets model.path. Return a note, or "".
+
+    A layer is a recipe file, or one set of overrides. A layer that sets both keys keeps both.
+    """
+    path = _section(merged, "model").get("path")
+    steps = _section(merged, "sft").get("steps")
+    if not path or not steps or _last(layers, "sft", "steps") >= _last(layers, "model", "path"):
+        return ""
+    merged["sft"] = {**merged["sft"], "steps": 0}
+    return (
+        f"the supervised warm-up is off: model.path = {path!r} replaces the model of the recipe, "
+        f"which has sft.steps = {steps}. Add sft.steps={steps} to keep the warm-up"
+    )
+
+
+def _section(tree: Tree, name: str) -> Tree:
+    section = tree.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _last(layers: Sequence[Tree], section: str, key: str) -> int:
+    """Return the index of the last layer that sets the key, or -1."""
+    return max((i for i, tree in enumerate(layers) if key in _section(tree, section)), default=-1)
 
 
 def parse(tree: Tree) -> Config:

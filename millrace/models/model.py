@@ -15,13 +15,14 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedModel,
-    Qwen2Config,
 )
 from transformers.initialization import no_init_weights
 
 from millrace.config import ModelConfig
 from millrace.errors import bad_value
 from millrace.models.checks import has_weights
+from millrace.models.mixtures import experts_of
+from millrace.models.shape import keys_of_shape
 from millrace.models.shape import write_shape as write_shape
 from millrace.models.tokenizer import load_tokenizer
 
@@ -38,8 +39,8 @@ def shape_config(model: ModelConfig, folder: str = "") -> Any:
         if not folder:
             hf.update(model.override_config)
         return hf.get_text_config()
-    shape = model.shape.model_dump()
-    return Qwen2Config(**shape | {"vocab_size": model.shape.vocab_size or 1})
+    vocab_size = model.shape.vocab_size or 1
+    return AutoConfig.for_model(**keys_of_shape(model.shape), vocab_size=vocab_size)
 
 
 def load_model(
@@ -136,6 +137,8 @@ def unfilled_model(
             config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
         )
     model.tie_weights()
+    if dtype == torch.float64 and experts_of(config.get_text_config()):
+        model.set_experts_implementation("eager")  # a grouped GEMM has no float64
     return cast(PreTrainedModel, model.eval())
 
 

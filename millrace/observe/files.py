@@ -9,8 +9,9 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import msgspec
 
@@ -187,8 +188,15 @@ def size_of(paths: Iterable[Path]) -> int:
     """Return the bytes of all of `paths` that still exist."""
     total = 0
     for path in paths:
-        try:
+        with suppress(OSError):
             total += path.stat().st_size
-        except OSError:
-            continue
     return total
+
+
+def flat(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a configuration by their dotted names, with their values."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value

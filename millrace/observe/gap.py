@@ -78,9 +78,8 @@ def gap(a: Floats, b: Floats) -> Gap:
     size = np.abs(delta)
     with np.errstate(over="ignore", invalid="ignore"):
         k3 = np.expm1(delta) - delta
-    return Gap(
-        len(a), float(size.mean()), float(np.nan_to_num(k3, nan=np.inf).mean()), float(size.max())
-    )
+    mean_k3 = float(np.nan_to_num(k3, nan=np.inf).mean())
+    return Gap(len(a), float(size.mean()), mean_k3, float(size.max()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,16 +190,18 @@ def judge(
     """Judge the rounds of a proof. `alone` is the gap of a request without company, if known."""
     if not rounds:
         return Verdict(Gap(), ASSUMED[dtype], limit_of(ASSUMED[dtype], least), explained=False)
-    pairs = [
-        (d.trainer[m], d.reference[m]) for d in rounds.values() for m in (np.isfinite(d.reference),)
-    ]
-    own = gap(*(np.concatenate(side) for side in zip(*pairs, strict=True)))
+    every = list(rounds.values())
+    known = np.concatenate([np.isfinite(d.reference) for d in every])
+    trainer, reference, engine = (
+        np.concatenate([getattr(d, side) for d in every])
+        for side in ("trainer", "reference", "engine")
+    )
+    own = gap(trainer[known], reference[known])
     floor = own if own.tokens else Gap(0, ASSUMED[dtype], 1.5 * ASSUMED[dtype] ** 2)
-    limit, findings = limit_of(floor.mean, least), list[Finding]()
+    limit, findings, missing = limit_of(floor.mean, least), list[Finding](), 0.0
     if floor.mean > TRAINER[dtype]:
         findings.append(Finding("any weights", _TRAINER, floor.mean, TRAINER[dtype]))
     figures = {name: gap(d.engine, d.trainer) for name, d in rounds.items()}
-    missing = 0.0
     for name, drawn in rounds.items():
         findings += of_kinds(name, drawn, floor, least)
         part, error = drawn.missing()
@@ -208,12 +209,8 @@ def judge(
             findings.append(Finding(name, _MISSING, abs(part), most))
         missing = max(missing, abs(part))
     findings += _of_ranks(rounds)
-    both = [
-        np.concatenate([getattr(d, side) for d in rounds.values()])
-        for side in ("engine", "trainer")
-    ]
     return Verdict(
-        gap(*both),
+        gap(engine, trainer),
         floor.mean,
         limit,
         tuple(findings),

@@ -134,37 +134,24 @@ class Guard:
         if (ess := _get(row, "rollout_corr/rollout_is_eff_sample_size")) is not None:
             judged["low_ess"] = ess, o.min_ess, ess < o.min_ess
         if (entropy := _get(row, "actor/entropy")) is not None:
-            judged["entropy_collapse"] = self._entropy(entropy)
+            limit = o.min_entropy
+            if len(self._entropies) == o.entropy_rows:
+                limit = max(limit, o.min_entropy_share * statistics.fmean(self._entropies))
+            else:
+                self._entropies.append(entropy)
+            judged["entropy_collapse"] = entropy, limit, entropy < limit
         if (norm := _get(row, "actor/grad_norm")) is not None:
-            judged["gradient_spike"] = self._gradient(norm)
+            # Against the median of earlier norms. While it is 0, the usual size is unknown.
+            known = len(self._norms) >= o.min_grad_rows
+            median = statistics.median(self._norms) if known else 0.0
+            most = o.max_grad_spike * median if median else math.inf
+            self._norms.append(norm)
+            judged["gradient_spike"] = norm, most, norm > most
         if (std := _get(row, "reward/std")) is not None:
             self._equal = 0 if std else self._equal + 1
-            judged["equal_rewards"] = (
-                float(self._equal),
-                float(o.equal_reward_versions),
-                self._equal >= o.equal_reward_versions,
-            )
+            most = o.equal_reward_versions
+            judged["equal_rewards"] = float(self._equal), float(most), self._equal >= most
         return judged
-
-    def _entropy(self, value: float) -> tuple[float, float, bool]:
-        o = self.options
-        limit = o.min_entropy
-        if len(self._entropies) == o.entropy_rows:
-            limit = max(limit, o.min_entropy_share * statistics.fmean(self._entropies))
-        else:
-            self._entropies.append(value)
-        return value, limit, value < limit
-
-    def _gradient(self, value: float) -> tuple[float, float, bool]:
-        """Compare the norm with the median of earlier ones, then add it to them.
-
-        There is no limit while the median is 0, because the usual size is unknown.
-        """
-        o = self.options
-        median = statistics.median(self._norms) if len(self._norms) >= o.min_grad_rows else 0.0
-        limit = o.max_grad_spike * median if median else math.inf
-        self._norms.append(value)
-        return value, limit, value > limit
 
 
 def _get(row: Mapping[str, float | None], key: str) -> float | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from millrace.observe.timing import ActorClock, Integral, LiveTime, seconds_of, share, timing_row
+from millrace.observe.timing import ActorClock, Integral, live_row, seconds_of, share, timing_row
 from millrace.ports import RolloutStats, StepReport, TransferReport
 from millrace.types import Author, PolicyVersion, Sample, Stop
 from millrace.waits.stream import Event
@@ -41,8 +41,8 @@ class Synced:
 
     None if they do not pause, or pause for the trainer's whole turn.
     """
-    live: LiveTime | None = None
-    """The rollout side's time with the version before this one."""
+    live: dict[str, float] = field(default_factory=dict)
+    """The rollout side's time with the version before this one, as metrics."""
 
 
 class VersionMetrics:
@@ -82,13 +82,12 @@ class VersionMetrics:
         wall = sum(timing.values())
         row = self._training() | self._rewards() | self._staleness() | self._agents()
         row |= timing_row(seconds_of(timing, [report.seconds for report in self._steps]))
-        if synced.live is not None:
-            row |= synced.live.row()
+        row |= synced.live
         if self._drawn is not None:
             # Seconds from the first rollout of the trained samples to the last score of one.
             row["rollouter/generate_sequences_s"] = self._drawn[1] - self._drawn[0]
-        drawn = after.tokens - before.tokens
-        busy = after.busy_slot_s - before.busy_slot_s
+        drawn, read = after.tokens - before.tokens, after.prefill_tokens - before.prefill_tokens
+        busy, slots = after.busy_slot_s - before.busy_slot_s, min(after.slots, usable_slots)
         trained = sum(t.num_tokens for s, _ in self._samples for t in s.trajectories)
         if synced.hold_s is not None:
             row["sync/hold_s"] = synced.hold_s
@@ -99,14 +98,10 @@ class VersionMetrics:
             "sync/pause_s": synced.pause_s,
             # 1 - (integral of occupied decode slots) / (slots that the schedule can fill), which
             # are min(slots, capacity x n).
-            "rollouter/idle_ratio": min(
-                1.0, max(0.0, 1 - share(busy, min(after.slots, usable_slots) * wall))
-            ),
+            "rollouter/idle_ratio": min(1.0, max(0.0, 1 - share(busy, slots * wall))),
             # Tokens drawn, read into KV caches and trained, per second of this version.
             "rollouter/tokens_per_s": share(drawn, wall),
-            "rollouter/prefill_tokens_per_s": share(
-                after.prefill_tokens - before.prefill_tokens, wall
-            ),
+            "rollouter/prefill_tokens_per_s": share(read, wall),
             # Tokens whose KV was there already, and of idle sessions whose KV had to make room.
             **{
                 f"rollouter/{name}_per_s": share(getattr(after, name) - getattr(before, name), wall)
@@ -119,10 +114,8 @@ class VersionMetrics:
 
     def _training(self) -> dict[str, float]:
         """Return the train engine's metrics by `joined`, and the step count."""
-        steps = sum(r.optimizer_steps for r in self._steps)
-        names = sorted({name for r in self._steps for name in r.metrics})
         row: dict[str, float] = {}
-        for name in names:
+        for name in sorted({name for r in self._steps for name in r.metrics}):
             # If all steps of a batch were skipped, its remaining metrics count as one step.
             weighted = [
                 (r.metrics[name], max(r.optimizer_steps - r.skipped_steps, 1))
@@ -133,7 +126,7 @@ class VersionMetrics:
         for name in sorted({name for r in self._steps for name in r.totals}):
             row[name] = sum(r.totals.get(name, 0.0) for r in self._steps)
         return row | {
-            "train/optimizer_steps": float(steps),
+            "train/optimizer_steps": float(sum(r.optimizer_steps for r in self._steps)),
             "train/samples": float(len(self._samples)),
         }
 
@@ -172,18 +165,14 @@ class VersionMetrics:
                 del row["reward/mean"], row["reward/std"]
         # The named components of the reward.
         for name in sorted({name for score in scores for name in score.extra}):
-            row[f"reward/{name}/mean"] = _mean(
-                [score.extra[name] for score in scores if name in score.extra]
-            )
+            parts = [score.extra[name] for score in scores if name in score.extra]
+            row[f"reward/{name}/mean"] = _mean(parts)
         # The reward before shaping.
         if any(score.raw is not None for score in scores):
             row["reward/score/mean"] = _mean([score.unshaped for score in scores])
-        greedy = [
-            s.greedy.score.value
-            for s, _ in self._samples
-            if s.greedy is not None and s.greedy.score is not None
-        ]
-        if greedy:  # The greedy baseline responses, which no other figure includes.
+        baselines = [s.greedy.score for s, _ in self._samples if s.greedy is not None]
+        # The greedy baseline responses, which no other figure includes.
+        if greedy := [score.value for score in baselines if score is not None]:
             row["reward/greedy/mean"] = _mean(greedy)
         return row
 
@@ -248,9 +237,8 @@ class VersionMetrics:
             row[f"staleness/hist/{age}"] = float(count)
         # The policy's tokens of each age.
         for age in sorted({age for age, _ in tokens}):
-            row[f"staleness/token_hist/{age}"] = float(
-                sum(count for (one, _), count in tokens.items() if one == age)
-            )
+            counts = (count for (one, _), count in tokens.items() if one == age)
+            row[f"staleness/token_hist/{age}"] = float(sum(counts))
         # Versions between a token and the oldest KV of its context, if any KV was older.
         if any(lag for _, lag in tokens):
             lagging = sum(lag * count for (_, lag), count in tokens.items())
@@ -268,13 +256,9 @@ class RunMetrics:
 
     def __init__(self, now: float, *, shared: bool, sessions: bool) -> None:
         """`shared` says whether both sides share devices. With `sessions`, their states count."""
-        self.names = frozenset(
-            (
-                *("running", "ready", "dropped", "recalled", "published", "transfer", "activate"),
-                *("pause", "trainer", "relabelled", "stepped"),
-                *(["sessions"] if sessions else []),
-            )
-        )
+        names = {"running", "ready", "dropped", "recalled", "published", "transfer", "activate"}
+        names |= {"pause", "trainer", "relabelled", "stepped", *(["sessions"] if sessions else [])}
+        self.names = frozenset(names)
         self.version = VersionMetrics()
         self._synced = Synced()
         self._sessions = Sessions(now) if sessions else None
@@ -327,9 +311,16 @@ class RunMetrics:
             if self._shared and paused and self._idle_since is None:
                 self._idle_since = time  # The trainer has the devices now.
         elif name == "stepped":
-            self._step(facts["samples"], facts["version"], facts["report"])
-        elif name == "published":
-            self._publish(time)
+            samples: Sequence[Sample] = facts["samples"]
+            self.version.stepped(samples, facts["version"], facts["report"])
+            spans = [self._drawn.pop(str(sample.prompt.index), None) for sample in samples]
+            for span in spans:
+                if span is not None:
+                    self.version.drawn(*span)
+        elif name == "published":  # it ends the time of the version that was live
+            since, self._live_since = self._live_since, time
+            idle = time if self._idle_since is None else max(self._idle_since, since)
+            self._synced.live = live_row(time - since, idle - since)
         elif name == "pause" and phase == "begin":
             self._paused_at = time
         elif name == "pause" and self._paused_at is not None:
@@ -341,18 +332,6 @@ class RunMetrics:
             self._synced.transfer = TransferReport(facts["bytes"], facts["seconds"])
         elif "pause_s" in facts:
             self._synced.pause_s = facts["pause_s"]
-
-    def _step(self, samples: Sequence[Sample], version: PolicyVersion, report: StepReport) -> None:
-        self.version.stepped(samples, version, report)
-        spans = [self._drawn.pop(str(sample.prompt.index), None) for sample in samples]
-        if drawn := [span for span in spans if span is not None]:
-            self.version.drawn(min(start for start, _ in drawn), max(end for _, end in drawn))
-
-    def _publish(self, now: float) -> None:
-        """End the time of the version that was live."""
-        since, self._live_since = self._live_since, now
-        idle = now if self._idle_since is None else max(self._idle_since, since)
-        self._synced.live = LiveTime(now - since, idle - since)
 
 
 class Sessions:
@@ -373,10 +352,8 @@ class Sessions:
     def row(self, now: float) -> dict[str, float]:
         """Return the averages since the last call."""
         seconds, self._begin = now - self._begin, now
-        return {
-            f"agents/{name}": share(number.flush(now), seconds)
-            for name, number in self._numbers.items()
-        }
+        numbers = self._numbers.items()
+        return {f"agents/{name}": share(number.flush(now), seconds) for name, number in numbers}
 
 
 def joined(name: str, batches: Sequence[tuple[float, float]]) -> float:

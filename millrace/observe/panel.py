@@ -109,18 +109,30 @@ def panel(look: RunSnapshot, advice: Sequence[str] = (), width: int = 80) -> Ren
     if look.total:
         bar = ProgressBar(total=look.total, completed=min(look.samples, look.total))
         parts.append(bar_line(bar))
-    parts += [_progress(look), *([_life(look)] if look.process else []), *_alarms(look)]
+    parts += [_progress(look), *([_life(look)] if look.process else [])]
+    for alarm in look.alarms:
+        name = f"alarm {plain(alarm.name)} since version {alarm.since}  "
+        parts.append(Text.assemble((name, "bold red"), alarm.text))
     parts += [Text(plain(f"not readable: {one}"), "yellow") for one in look.damage]
     if look.rewards:
-        parts.append(_reward(look, width))
+        bars = sparkline(look.rewards, max(10, min(80, width - 26)))
+        ends = f" {look.rewards[0]:.3f} to {look.rewards[-1]:.3f}"
+        parts.append(Text.assemble(("reward ", "dim"), (bars, "green"), ends))
     if look.validation:
-        parts.append(_validation(look))
+        text = Text.assemble((f"held out, version {look.validated}  ", "dim"))
+        text.append(plain(shown(look.validation)))
+        if look.before:
+            text.append(plain(f"  before: {shown(look.before)}"), "dim")
+        parts.append(text)
     if look.row:
         parts.append(_figures(look.row, slots=not look.devices))
     if look.devices:
         parts += [Text(), _devices(look.devices, width)]
     if look.tokens:
-        parts.append(_tokens(look))
+        text = Text.assemble(("tokens ", "dim"), f"{look.generated:,} generated: ")
+        buckets, whole = sorted(look.tokens.items(), key=lambda b: -b[1]), max(1, look.generated)
+        named = (f"{plain(name)} {n / whole:.1%}" for name, n in buckets if n)
+        parts.append(text.append(", ".join(named)))
     for sentence in advice:
         parts.append(Text.assemble(("advice ", "bold cyan"), plain(sentence)))
     subtitle = Text(plain(look.folder), "dim") if look.folder else None
@@ -163,59 +175,29 @@ def ago(seconds: float) -> str:
     return f"{seconds:.0f} s ago"
 
 
-def _alarms(look: RunSnapshot) -> Iterator[Text]:
-    for alarm in look.alarms:
-        yield Text.assemble(
-            (f"alarm {plain(alarm.name)} since version {alarm.since}  ", "bold red"), alarm.text
-        )
-
-
-def _reward(look: RunSnapshot, width: int) -> Text:
-    line = sparkline(look.rewards, max(10, min(80, width - 26)))
-    ends = f" {look.rewards[0]:.3f} to {look.rewards[-1]:.3f}"
-    return Text.assemble(("reward ", "dim"), (line, "green"), ends)
-
-
-def _validation(look: RunSnapshot) -> Text:
-    text = Text.assemble((f"held out, version {look.validated}  ", "dim"))
-    text.append(plain(shown(look.validation)))
-    if look.before:
-        text.append(plain(f"  before: {shown(look.before)}"), "dim")
-    return text
-
-
 def _figures(row: Row, *, slots: bool) -> Table:
     """Return figures of the newest row, two in a line. `slots` adds the idle shares of slots."""
 
     def value(name: str, form: str, scale: float = 1.0) -> str:
         return f"{scale * row[name]:{form}}" if name in row else "-"
 
+    stale = f"{value('staleness/mean', '.2f')} mean, {value('staleness/max', '.0f')} max"
+    drawn, trained = value("rollouter/tokens_per_s", ",.0f"), value("perf/throughput", ",.0f")
+    sync, pause = value("sync/transfer_s", ",.0f", 1e3), value("sync/pause_s", ",.1f", 1e3)
     figures = [
-        (
-            "staleness",
-            f"{value('staleness/mean', '.2f')} mean, {value('staleness/max', '.0f')} max",
-        ),
-        (
-            "tokens/s",
-            f"{value('rollouter/tokens_per_s', ',.0f')} drawn, "
-            f"{value('perf/throughput', ',.0f')} trained",
-        ),
-        (
-            "sync",
-            f"{value('sync/transfer_s', ',.0f', 1e3)} ms, "
-            f"pause {value('sync/pause_s', ',.1f', 1e3)} ms",
-        ),
+        ("staleness", stale),
+        ("tokens/s", f"{drawn} drawn, {trained} trained"),
+        ("sync", f"{sync} ms, pause {pause} ms"),
     ]
     if slots:
-        sides = [
+        sides = (
             f"{side} {value(f'{side}/idle_ratio', '.0%')}" for side in ("trainer", "rollouter")
-        ]
+        )
         figures.append(("idle", ", ".join(sides)))
     table = Table.grid(padding=(0, 3))
-    for i in range(0, len(figures), 2):
-        table.add_row(
-            *(Text.assemble((f"{name} ", "dim"), text) for name, text in figures[i : i + 2])
-        )
+    cells = [Text.assemble((f"{name} ", "dim"), text) for name, text in figures]
+    for i in range(0, len(cells), 2):
+        table.add_row(*cells[i : i + 2])
     return table
 
 
@@ -276,14 +258,6 @@ def _bar(device: Device, whole: int) -> Text:
     return text
 
 
-def _tokens(look: RunSnapshot) -> Text:
-    """Return the generated tokens by bucket, the largest first."""
-    whole = max(1, look.generated)
-    text = Text.assemble(("tokens ", "dim"), f"{look.generated:,} generated: ")
-    buckets = sorted(look.tokens.items(), key=lambda bucket: -bucket[1])
-    return text.append(", ".join(f"{plain(name)} {n / whole:.1%}" for name, n in buckets if n))
-
-
 def sentence(look: RunSnapshot) -> str:
     """Return a look in one line."""
     parts = [*(part.plain for part in (_progress(look), _life(look)))]
@@ -309,13 +283,10 @@ def distinct(validation: dict[str, float]) -> Iterator[tuple[str, float]]:
 
 def sparkline(values: list[float], width: int) -> str:
     """Return `values` as at most `width` bars. Each bar is a mean of consecutive values."""
-    if not values:
-        return ""
     size = max(1, math.ceil(len(values) / width))
-    means = [
-        sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)
-    ]
-    low, high = min(means), max(means)
+    groups = [values[i : i + size] for i in range(0, len(values), size)]
+    means = [sum(group) / len(group) for group in groups]
+    low, high = min(means, default=0.0), max(means, default=0.0)
     span = (high - low) or 1.0
     return "".join(BARS[min(len(BARS) - 1, int((m - low) / span * len(BARS)))] for m in means)
 

@@ -33,21 +33,21 @@ class State(RunSnapshot):
     def left_s(self, now: float) -> float:
         """Return the seconds to the end at the average pace. NaN before the first sample."""
         trained = self.samples - self.trained_from
-        return (
-            (now - self.trained_since) / trained * ((self.total or 0) - self.samples)
-            if trained and self.trained_since
-            else math.nan
-        )
+        if not (trained and self.trained_since):
+            return math.nan
+        return (now - self.trained_since) / trained * ((self.total or 0) - self.samples)
 
 
 class View(Protocol):
-    def open(self) -> None: ...
+    def open(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
 
     def update(self, state: State, event: str) -> None: ...
 
     def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Progress:
@@ -73,14 +73,10 @@ class Progress:
 
     def phase(self, name: str, done: int = 0, total: int = 0, note: str = "") -> None:
         """Show a phase of the preparation, with its own progress if it is long."""
-        changed = name != self.state.phase
-        self.state.phase, self.state.phase_done, self.state.phase_total, self.state.phase_note = (
-            name,
-            done,
-            total,
-            note,
-        )
-        self._view.update(self.state, "phase" if changed else "phase step")
+        s = self.state
+        event = "phase step" if name == s.phase else "phase"
+        s.phase, s.phase_done, s.phase_total, s.phase_note = name, done, total, note
+        self._view.update(s, event)
 
     def training(
         self, samples: int, total: int, version: int, versions: int, *, each_version: bool = False
@@ -108,7 +104,7 @@ class Progress:
         self._view.note(f"validation of version {version}: {shown(values)}")
 
 
-class Lines:
+class Lines(View):
     """Plain lines for logs and pipes.
 
     They show phases. They show the state of training for each version, or every `every_s` seconds.
@@ -119,23 +115,14 @@ class Lines:
         self._every_s = every_s
         self._last = -math.inf
 
-    def open(self) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
-
     def note(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def update(self, state: State, event: str) -> None:
         now = time.monotonic()
-        often = event == "row" and state.each_version
-        if (
-            event != "phase"
-            and not often
-            and (now - self._last < self._every_s or (state.phase == "training" and event != "row"))
-        ):
+        due = event == "phase" or (event == "row" and state.each_version)
+        shows = event == "row" or state.phase != "training"
+        if not due and (now - self._last < self._every_s or not shows):
             return
         self._last = now
         if state.phase != "training" or not state.row:
@@ -143,22 +130,17 @@ class Lines:
             self.note(f"{state.phase}{count} {state.phase_note}".rstrip())
             return
         row = state.row
+        # A version in which no response ended has no reward, and a critic's warm-up no loss.
+        reward = f"reward {row['reward/mean']:.3f}  " if "reward/mean" in row else ""
+        names = {"loss": "actor/pg_loss", "ppo_kl": "actor/ppo_kl"}
+        loss = "".join(f"{name} {row[key]:.4g}  " for name, key in names.items() if key in row)
         self.note(
             f"version {state.version}/{state.versions}  samples {state.samples}/{state.total}  "
-            f"{_learning(row)}staleness {row['staleness/mean']:.2f}  "
+            f"{reward}{loss}staleness {row['staleness/mean']:.2f}  "
             f"idle trainer {row['trainer/idle_ratio']:.0%} "
             f"rollouter {row['rollouter/idle_ratio']:.0%}  "
             f"{row['rollouter/tokens_per_s']:,.0f} tokens/s  ETA {duration(state.left_s(now))}"
         )
-
-
-def _learning(row: dict[str, float]) -> str:
-    """Return the reward, which a version without a response that ended lacks, and the figures of
-    the policy's steps, which a critic's warm-up lacks.
-    """
-    reward = f"reward {row['reward/mean']:.3f}  " if "reward/mean" in row else ""
-    names = {"loss": "actor/pg_loss", "ppo_kl": "actor/ppo_kl"}
-    return reward + "".join(f"{name} {row[key]:.4g}  " for name, key in names.items() if key in row)
 
 
 class LiveView:
@@ -167,7 +149,6 @@ class LiveView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, refresh_per_second=4, transient=True)
-        self._state: State | None = None
 
     def open(self) -> None:
         self._live.start()
@@ -179,16 +160,12 @@ class LiveView:
         self._live.console.print(text, markup=False, highlight=False)
 
     def update(self, state: State, event: str) -> None:
-        self._state = state
         self._live.update(self.picture(state))
 
     def picture(self, state: State) -> RenderableType:
         if state.phase != "training":
-            bar = ProgressBar(
-                total=state.phase_total or None,
-                completed=state.phase_done,
-                pulse=not state.phase_total,
-            )
+            total, done = state.phase_total, state.phase_done
+            bar = ProgressBar(total=total or None, completed=done, pulse=not total)
             title = f"millrace  {state.name}  {state.mode}"
             phase = Text(f"{state.phase}  {state.phase_note}")
             return Panel(Group(phase, bar_line(bar)), title=title)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from millrace.waits.registry import OTHER, acting, current
 from millrace.waits.stream import Event
@@ -103,28 +102,19 @@ def timed(actor: str) -> Iterator[dict[str, float]]:
     seconds |= clock.flush(registry.clock())
 
 
-@dataclass(frozen=True, slots=True)
-class LiveTime:
-    """The rollout side's time from the moment at which a version went live until the next one."""
+def live_row(seconds: float, active: float) -> dict[str, float]:
+    """Return the rollout side's time with a live version, by verl's names and definitions.
 
-    seconds: float
-    active: float
-    """Seconds until no sample ran any more and none could start.
-
-    On shared devices this is at the latest the moment at which the trainer takes them.
+    `active` are the seconds until no sample ran any more and none could start. On shared devices this
+    is at the latest the moment at which the trainer takes them. Source: verl,
+    experimental/fully_async_policy. A slot or a replica without work is not idle there while another
+    one has work.
     """
-
-    def row(self) -> dict[str, float]:
-        """Return the figures by verl's names and definitions.
-
-        Source: verl, experimental/fully_async_policy. A slot or a replica without work is not idle
-        there while another one has work.
-        """
-        return {
-            "fully_async/rollouter/version_time": self.seconds,
-            "fully_async/rollouter/active_time": self.active,
-            "fully_async/rollouter/idle_ratio": share(self.seconds - self.active, self.seconds),
-        }
+    return {
+        "fully_async/rollouter/version_time": seconds,
+        "fully_async/rollouter/active_time": active,
+        "fully_async/rollouter/idle_ratio": share(seconds - active, seconds),
+    }
 
 
 def seconds_of(watch: dict[str, float], engine: Iterable[dict[str, float]]) -> dict[str, float]:
@@ -136,10 +126,9 @@ def seconds_of(watch: dict[str, float], engine: Iterable[dict[str, float]]) -> d
     """
     parts = dict.fromkeys(GEN, 0.0) | watch
     train = parts.pop("train", 0.0)
-    inside: dict[str, float] = {}
-    for call in engine:
-        for name, seconds in call.items():
-            inside[name] = inside.get(name, 0.0) + seconds
+    inside = dict[str, float]()
+    for name, seconds in (item for call in engine for item in call.items()):
+        inside[name] = inside.get(name, 0.0) + seconds
     measured = sum(inside.values())
     # Another machine's clock may run a little faster. The parts then still add up.
     scale = min(1.0, share(train, measured))
@@ -163,15 +152,13 @@ def timing_row(seconds: dict[str, float]) -> dict[str, float]:
     fully_async/trainer/idle_ratio  share of gen, which is verl's definition
     """
     step = seconds["step"]
-    return (
-        {f"timing_s/{name}": value for name, value in seconds.items()}
-        | {f"timing_share/{name}": share(seconds[name], step) for name in seconds if name != "step"}
-        | {
-            "perf/time_per_version": step,
-            "trainer/idle_ratio": share(sum(seconds.get(name, 0.0) for name in IDLE), step),
-            "fully_async/trainer/idle_ratio": share(seconds["gen"], step),
-        }
-    )
+    return {
+        **{f"timing_s/{name}": value for name, value in seconds.items()},
+        **{f"timing_share/{name}": share(v, step) for name, v in seconds.items() if name != "step"},
+        "perf/time_per_version": step,
+        "trainer/idle_ratio": share(sum(seconds.get(name, 0.0) for name in IDLE), step),
+        "fully_async/trainer/idle_ratio": share(seconds["gen"], step),
+    }
 
 
 def share(part: float, whole: float) -> float:

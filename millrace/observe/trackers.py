@@ -25,6 +25,7 @@ from millrace.config import plugins
 from millrace.config.trainer_keys import LOGGERS
 from millrace.errors import INSTALL, MissingDependency, bad_value
 from millrace.observe.background import Background, Row, Tracker, text_of
+from millrace.observe.files import flat
 from millrace.process.files import replace_file
 
 
@@ -43,9 +44,8 @@ class About:
 
     def __post_init__(self) -> None:
         if self.resumed and self._file.is_file():
-            with suppress(
-                OSError, TypeError, ValueError
-            ):  # a damaged file: the trackers start new runs
+            # After a damaged file, the trackers start new runs.
+            with suppress(OSError, TypeError, ValueError):
                 self.ids.update(json.loads(self._file.read_text()))
 
     @property
@@ -135,7 +135,7 @@ class MLflow:
         self._run = self._open(about)
         data = self._client.get_run(self._run).data
         known = data.params | data.tags  # a tag is newer
-        given = {_mlflow_name(key): str(v)[:500] for key, v in _flat(about.config).items()}
+        given = {_mlflow_name(key): str(v)[:500] for key, v in flat(about.config)}
         new = [Param(key, value) for key, value in given.items() if key not in data.params]
         changed = [RunTag(k, v) for k, v in given.items() if known.get(k, v) != v]
         for i in range(0, len(new), 100):  # a server takes no more at once
@@ -179,15 +179,6 @@ def _mlflow_name(name: str) -> str:
     known = name.replace("@", "_at_")
     kept = re.sub(r"[^\w\-. :/]", "_", known)
     return kept if kept == known else f"{kept}_{zlib.crc32(name.encode()):08x}"
-
-
-def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Return the values of a tree by their dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = isinstance(value, dict) and value
-        flat |= _flat(value, f"{above}{key}.") if inner else {f"{above}{key}": value}
-    return flat
 
 
 class Trackio:
@@ -239,11 +230,8 @@ class Prometheus:
         """Yield each figure under a name that Prometheus accepts. A label has the exact one."""
         for row in [*self._rows.values()]:
             for name, value in row.items():
-                gauge = self._gauge(
-                    f"millrace_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}",
-                    name,
-                    labels=("run", "metric"),
-                )
+                known = re.sub(r"[^a-zA-Z0-9_]", "_", name)
+                gauge = self._gauge(f"millrace_{known}", name, labels=("run", "metric"))
                 gauge.add_metric((self._name, name), value)
                 yield gauge
 
@@ -284,12 +272,8 @@ def check(loggers: Sequence[str]) -> None:
                 f"Fix: {INSTALL[package]}."
             )
     if "wandb" in loggers and not _wandb_may_start():
-        raise bad_value(
-            "trainer.logger",
-            list(loggers),
-            "wandb has no API key",
-            "WANDB_API_KEY=KEY in the environment, `wandb login`, or WANDB_MODE=offline",
-        )
+        fix = "WANDB_API_KEY=KEY in the environment, `wandb login`, or WANDB_MODE=offline"
+        raise bad_value("trainer.logger", list(loggers), "wandb has no API key", fix)
 
 
 def _wandb_may_start() -> bool:
@@ -320,17 +304,11 @@ def start(loggers: Sequence[str], about: About, note: Callable[[str], None]) -> 
             note(f"warning: a resume will start new runs in the trackers: {text_of(error)}")
         return tracker
 
-    return [
-        Background(
-            name,
-            partial(open_tracker, make),
-            note,
-            share=SHARE,
-            pause_s=PAUSE_S,
-            abandon=_end_wandb if name == "wandb" else lambda: None,
-        )
-        for name, make in _makers(loggers).items()
-    ]
+    found = []
+    for name, make in _makers(loggers).items():
+        begin, end = partial(open_tracker, make), _end_wandb if name == "wandb" else lambda: None
+        found.append(Background(name, begin, note, share=SHARE, pause_s=PAUSE_S, abandon=end))
+    return found
 
 
 def dropped(trackers: Sequence[Background]) -> Row:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +49,3 @@ def _check(tree: Any) -> None:
             waiting += [(inner, depth + 1) for inner in value.values()]
         elif isinstance(value, list):
             waiting += [(inner, depth + 1) for inner in value]
-
-
-def flat(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a configuration by their dotted names, with their values."""
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from flat(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value

@@ -27,11 +27,11 @@ from millrace.codec import sendable
 from millrace.config import Config
 from millrace.config.algorithm_keys import without_own_algorithm
 from millrace.errors import MillraceError, bad_value
-from millrace.observe.files import Tail, changed, files_in, open_regular
+from millrace.observe.files import Tail, changed, files_in, flat, open_regular
 from millrace.observe.guard import PREFIX
 from millrace.observe.timing import is_quiet
 from millrace.persist import accounts, history, ownership
-from millrace.persist.config_file import flat, read_config
+from millrace.persist.config_file import read_config
 
 METRICS = "metrics.jsonl"
 FILES = (METRICS, history.FILE, accounts.FILE)

@@ -117,9 +117,11 @@ class Draws:
                 if got is None:
                     return
                 request.segments += got
-                drawn += sum(len(s.tokens) for s in got)
-                known = len(whole) + sum(len(s.tokens) for s in got)
-                self.tokens[replica] += sum(len(s.tokens) for s in got)
+                fresh = sum(len(s.tokens) for s in got)
+                if fresh:  # Without a token, the replica has returned no experts of the context.
+                    known = len(whole) + fresh
+                drawn += fresh
+                self.tokens[replica] += fresh
                 if not got:
                     await asyncio.sleep(0)
 

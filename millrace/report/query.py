@@ -52,24 +52,25 @@ def query(run: RunReader, sql: str) -> QueryResult:
     Only the tables whose names are in the text are read. What they lack is in `run.notes`.
     """
     duckdb, words = _duckdb(), set(re.findall(r"\w+", sql.lower()))
-    connection = _open(duckdb, run, [name for name in TABLES if name in words])
     try:
-        if len(connection.extract_statements(sql)) > 1:
-            raise bad_value("SQL", sql, "has more than one statement", "one query at a time")
-        answer = _interruptible(connection, sql)
-        if answer is None:
-            raise bad_value("SQL", sql, "has no statement", f"for example {EXAMPLES[0]}")
-        if len(answer.rows) > MOST_ROWS:
-            rule = f"has more than {MOST_ROWS:,} rows"
-            raise bad_value("SQL", sql, rule, "a limit, such as: limit 1000")
-        return answer
+        with _open(duckdb, run, [name for name in TABLES if name in words]) as connection:
+            if len(connection.extract_statements(sql)) > 1:
+                raise bad_value("SQL", sql, "has more than one statement", "one query at a time")
+            answer = _interruptible(connection, sql)
     except duckdb.Error as error:
         fix = f"SQL on the tables {', '.join(TABLES)}"
         if name := re.search(r"(?<![\"'\w/])[A-Za-z_]\w*(/[\w@]+)+(?![\"'\w/])", sql):
             fix = f'"{name[0]}" in double quotes, if it is one name'
-        raise bad_value("SQL", sql, _rule(error), fix) from None
-    finally:
-        connection.close()
+        text, _, _ = str(error).partition("LINE 1:")  # without the copy of the query
+        text = re.split(r'Did you mean "(?:pg|sqlite|duckdb)_', text)[0]  # DuckDB's own tables
+        rule = " ".join(text.split()).rstrip(".!?")[:500]
+        raise bad_value("SQL", sql, rule, fix) from None
+    if answer is None:
+        raise bad_value("SQL", sql, "has no statement", f"for example {EXAMPLES[0]}")
+    if len(answer.rows) > MOST_ROWS:
+        rule = f"has more than {MOST_ROWS:,} rows"
+        raise bad_value("SQL", sql, rule, "a limit, such as: limit 1000")
+    return answer
 
 
 def _interruptible(connection: Any, sql: str) -> QueryResult | None:
@@ -98,16 +99,13 @@ def _interruptible(connection: Any, sql: str) -> QueryResult | None:
 
 def tables(run: RunReader) -> list[Table]:
     """Return all tables of the run. What they lack is in `run.notes`."""
-    connection = _open(_duckdb(), run, TABLES)
-    try:
+    with _open(_duckdb(), run, TABLES) as connection:
         found = []
         for name in TABLES:
             columns = dict(row[:2] for row in connection.execute(f"describe {name}").fetchall())
             (count,) = connection.execute(f"select count(*) from {name}").fetchone()
             found.append(Table(name, columns, count))
         return found
-    finally:
-        connection.close()
 
 
 def _duckdb() -> Any:
@@ -135,22 +133,7 @@ def _open(duckdb: Any, run: RunReader, names: Iterable[str]) -> Any:
     return connection
 
 
-def _rule(error: Exception) -> str:
-    """Return what DuckDB says, as one line, without the copy of the query."""
-    text, _, _ = str(error).partition("LINE 1:")
-    text = re.split(r'Did you mean "(?:pg|sqlite|duckdb)_', text)[0]  # DuckDB's own tables
-    return " ".join(text.split()).rstrip(".!?")[:500]
-
-
 # -- the tables
-
-
-def _metrics(run: RunReader) -> pa.Table:
-    return _by_version(run, run.rows)
-
-
-def _validations(run: RunReader) -> pa.Table:
-    return _by_version(run, run.validations)
 
 
 def _by_version(run: RunReader, rows: dict[int, dict[str, float]]) -> pa.Table:
@@ -159,12 +142,10 @@ def _by_version(run: RunReader, rows: dict[int, dict[str, float]]) -> pa.Table:
 
     if error := run.unreadable(METRICS):
         raise error
-    columns = {"version": pa.array(sorted(rows), pa.int64())}
-    for name in run.names:
-        if name.startswith("val/") == (rows is run.validations):
-            values = [rows[version].get(name) for version in sorted(rows)]
-            columns[name] = pa.array(values, pa.float64())
-    return pa.table(columns)
+    names = [n for n in run.names if n.startswith("val/") == (rows is run.validations)]
+    schema = pa.schema([("version", pa.int64()), *((name, pa.float64()) for name in names)])
+    lines = [{"version": version} | row for version, row in sorted(rows.items())]
+    return pa.Table.from_pylist(lines, schema)
 
 
 def _samples(run: RunReader) -> Any:
@@ -182,17 +163,18 @@ def _spans(run: RunReader) -> pa.Table:
     if any(s.name == "thinned" for s in found):
         run.notes.append("This run was fast: spans has some samples only. See docs/trace.md")
     encode = msgspec.json.Encoder().encode
-    return pa.table(
-        {
-            "attempt": pa.array([s.attempt for s in found], pa.int32()),
-            "track": pa.array([s.track for s in found], pa.string()),
-            "name": pa.array([s.name for s in found], pa.string()),
-            "key": pa.array([s.key for s in found], pa.string()),
-            "start_s": pa.array([s.start for s in found], pa.float64()),
-            "end_s": pa.array([s.end for s in found], pa.float64()),
-            "facts": pa.array([encode(s.facts).decode() for s in found], pa.string()),
-        }
+    names = ("attempt", "track", "name", "key", "start", "end")
+    values = [[getattr(s, name) for s in found] for name in names]
+    values.append([encode(s.facts).decode() for s in found])
+    schema = pa.schema(
+        [
+            ("attempt", pa.int32()),
+            *((name, pa.string()) for name in ("track", "name", "key")),
+            *((name, pa.float64()) for name in ("start_s", "end_s")),
+            ("facts", pa.string()),
+        ]
     )
+    return pa.table(values, schema=schema)
 
 
 def _accounts(run: RunReader) -> pa.Table:
@@ -246,8 +228,7 @@ def _history(run: RunReader) -> pa.Table:
         [
             *((name, pa.int64()) for name in ("attempt", "version", "admitted", "retired")),
             *(("event", pa.string()), ("dropped", pa.map_(pa.string(), pa.int64()))),
-            *(("trained", ids), ("slots", ids)),
-            *(("complete", pa.bool_()), ("survives", pa.bool_())),
+            *(("trained", ids), ("slots", ids), ("complete", pa.bool_()), ("survives", pa.bool_())),
         ]
     )
     rows = [
@@ -259,8 +240,8 @@ def _history(run: RunReader) -> pa.Table:
 
 
 TABLES: dict[str, Callable[[RunReader], Any]] = {
-    "metrics": _metrics,
-    "validations": _validations,
+    "metrics": lambda run: _by_version(run, run.rows),
+    "validations": lambda run: _by_version(run, run.validations),
     "samples": _samples,
     "spans": _spans,
     "accounts": _accounts,

@@ -45,7 +45,8 @@ def check(spec: str, options: Mapping[str, Any]) -> tuple[str, list[Finding]]:
             raise bad_value("check-algorithm", spec, rule, nearest(spec, known, "{}"))
         found = load_algorithm("check-algorithm", spec)
         is_loss = isinstance(found, PolicyLoss) or (
-            not isinstance(found, Estimator) and _first_parameter(found) != "batch"
+            not isinstance(found, Estimator)
+            and next(iter(inspect.signature(found).parameters), "-") != "batch"
         )
     if is_loss:
         actor = ActorConfig.model_validate(
@@ -133,7 +134,3 @@ def _tell(key: str, spec: str, found: list[Finding], note: Callable[[str], None]
                 key, spec, broken.seen, f"{broken.fix}: millrace check-algorithm {spec}"
             )
         note(f"warning: {key}={spec}: {broken}")
-
-
-def _first_parameter(function: Callable[..., Any]) -> str:
-    return next(iter(inspect.signature(function).parameters), "-")

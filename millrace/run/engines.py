@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from millrace.config import Config, Sides
 from millrace.errors import DeadlineError, MillraceError, SyncError, WorkerError
-from millrace.observe.progress import Progress
 from millrace.pipeline.turns import DeviceSharing, Publisher, turns_of
 from millrace.ports import TransferReport
 from millrace.rollout.pool import RolloutPool
@@ -26,9 +25,9 @@ from millrace.runtime.replica import RemoteRolloutEngine
 from millrace.runtime.roster_sync import RosterSync
 from millrace.runtime.rpc import Limit, Peer, Runtime
 from millrace.runtime.trainer_group import RankLauncher, TrainerGroup
+from millrace.sync.options import SyncOptions
 from millrace.types import PolicyVersion
 from millrace.waits.registry import Start, starting
-from millrace.waits.wait_server import FOLDER
 
 T = TypeVar("T")
 Address = tuple[str, int]
@@ -76,9 +75,10 @@ class Engines:
 
 @asynccontextmanager
 async def open_runtime(
-    config: Config,
-    run: RunDir,
+    sides: Sides,
+    logs: Path,
     *,
+    nccl: bool = True,
     rollout: bool = True,
     note: Callable[[str], None] = lambda text: None,
 ) -> AsyncIterator[Runtime]:
@@ -87,16 +87,16 @@ async def open_runtime(
     A runtime is imported only when it is used. `note` gets what its user should know.
     """
     runtime: Any
-    if config.trainer.runtime == "ray":
+    if sides.trainer.runtime == "ray":
         from millrace.runtime.ray import RayRuntime
 
-        runtime = await RayRuntime.open(config.sides, run.logs, note)
+        runtime = await RayRuntime.open(sides, logs, note)
     else:
         from millrace.runtime.local import LocalRuntime, check_devices, visible_gpus
 
-        gpus = visible_gpus() if config.trainer.device != "cpu" else []
-        check_devices(config.sides, gpus, rollout=rollout, nccl=config.sync.backend == "auto")
-        runtime = LocalRuntime(run.logs, config.sides, gpus=gpus)
+        gpus = visible_gpus() if sides.trainer.device != "cpu" else []
+        check_devices(sides, gpus, rollout=rollout, nccl=nccl)
+        runtime = LocalRuntime(logs, sides, gpus=gpus)
     try:
         yield runtime
     finally:
@@ -107,11 +107,16 @@ class Workers:
     """Starts the workers of replicas and ranks anew, as the run started them."""
 
     def __init__(
-        self, runtime: Runtime, tree: dict[str, Any], folder: str, ranks: int, address: Address
+        self,
+        runtime: Runtime,
+        tree: dict[str, Any],
+        folder: str,
+        agreed: SyncOptions,
+        address: Address,
     ) -> None:
         """`address` is where the ends of the weight sync meet, a store of rank 0."""
         self._runtime, self._tree, self._folder = runtime, tree, folder
-        self._ranks = ranks
+        self._agreed = agreed
         self._address: Address | None = address
         """None while the ranks are lost."""
         self._met: dict[Peer, Address] = {}
@@ -135,13 +140,11 @@ class Workers:
         return peer
 
     async def start_ranks(self, started: Callable[[Peer], None]) -> list[Peer]:
-        starts = (self._start_rank(rank, started) for rank in range(self._ranks))
+        starts = (self._start_rank(rank, started) for rank in range(self._agreed.ranks))
         peers = await all_ended(starts)
         address = await peers[0].call("listen", (), Address)
-        where = self._tree, self._folder
-        await first_error(peers, [_build(p, *where, r, address) for r, p in enumerate(peers)])
-        join = [p.call("connect", (self._tree, r, address)) for r, p in enumerate(peers)]
-        await first_error(peers, join)
+        await first_error(peers, self.build_ranks(peers, address))
+        await first_error(peers, self.join_ranks(peers, address))
         self._address = address
         return peers
 
@@ -150,24 +153,28 @@ class Workers:
         started(peer)
         return peer
 
+    def build_ranks(self, peers: list[Peer], address: Address) -> list[Coroutine[Any, Any, None]]:
+        where = self._tree, self._folder
+        return [_build(p, *where, r, address) for r, p in enumerate(peers)]
+
+    def join_ranks(self, peers: list[Peer], address: Address) -> list[Coroutine[Any, Any, None]]:
+        return [p.call("connect", (self._agreed, r, address)) for r, p in enumerate(peers)]
+
     async def meet(self, replica: int, peer: Peer) -> None:
         if (address := self._address) is None:
             raise SyncError(f"{peer.name} has no trainer to meet: its ranks are lost")
         if address != self._met.get(peer):
-            await peer.call("connect", (self._tree, replica, address))
+            await peer.call("connect", (self._agreed, replica, address))
             self._met[peer] = address
 
     async def end(self, peer: Peer) -> None:
         self._met.pop(peer, None)
         if peer.name.startswith("trainer-"):
-            self._forget_ranks()
+            # A dead address would cost a minute for each try to meet the ranks.
+            self._address = None
+            for meeting in self._meeting:
+                meeting.mark_dead(f"the trainer was lost while {meeting.name} met it")
         await self._runtime.end(peer)
-
-    def _forget_ranks(self) -> None:
-        """Forget where replicas meet the ranks. A dead address would cost a minute for each try."""
-        self._address = None
-        for peer in self._meeting:
-            peer.mark_dead(f"the trainer was lost while {peer.name} met it")
 
     def release(self, replica: int) -> None:
         self._runtime.release(replica)
@@ -183,30 +190,6 @@ async def all_ended(work: Iterable[Awaitable[T]]) -> list[T]:
         if isinstance(one, BaseException):
             raise one
     return [one for one in ended if not isinstance(one, BaseException)]
-
-
-@asynccontextmanager
-async def open_engines(
-    runtime: Runtime,
-    config: Config,
-    run: RunDir,
-    peers: list[Peer],
-    trains: bool,
-    progress: Progress,
-) -> AsyncIterator[Engines]:
-    """Build every engine, and keep the replicas going while the body runs.
-
-    A run that `trains` has lost ranks started anew too.
-    """
-    with starting("engines"):
-        engines = await build_engines(runtime, config, run, peers, restarts=True, trains=trains)
-    engines.keeper.news.note = engines.train.ranks.note = progress.note
-    engines.train.folder = run.path
-    scaler = engines.scaler
-    scaler.note = progress.note
-    engines.keeper.scaling = partial(scaler.serve, run.path / FOLDER), scaler.follow
-    async with engines.keeper:
-        yield engines
 
 
 async def start_workers(
@@ -247,54 +230,64 @@ async def build_engines(
     replica is started anew, and a later sync must bring it the weights. If the run also `trains`,
     so are lost ranks, and replicas may join and leave.
     """
-    ranks, folder = range(config.trainer_ranks), weights_folder(config.model, run.model)
-    peers = await start_workers(runtime, config.sides, folder) if peers is None else peers
-    trainers, rollouts = peers[: len(ranks)], peers[len(ranks) :]
-    rollout = bool(rollouts)
+    sides, folder = config.sides, weights_folder(config.model, run.model)
+    peers = await start_workers(runtime, sides, folder) if peers is None else peers
+    ranks = sides.trainer.ranks
+    trainers, rollouts = peers[:ranks], peers[ranks:]
     address = await trainers[0].call("listen", (), tuple[str, int])
     tree = config.model_dump(mode="json")
-    shared = config.schedule.colocated and rollout
-    starter = Workers(runtime, tree, folder, len(ranks), address)
+    starter = Workers(runtime, tree, folder, sync_options(config), address)
     engines = engines_of(
-        config, trainers, rollouts, shared, restarts=restarts, trains=trains, starter=starter
+        sides, trainers, rollouts, restarts=restarts, trains=trains, starter=starter
     )
 
-    def build_trainers() -> list[Coroutine[Any, Any, None]]:
-        return [_build(p, tree, folder, r, address) for r, p in enumerate(trainers)]
-
-    def build_rollouts() -> list[Coroutine[Any, Any, None]]:
-        return [_build(p, tree, folder) for p in rollouts]
-
-    if shared and config.rollout.engine == "vllm":
-        await first_error(trainers, build_trainers())
-        await engines.turns.run_while_asleep(first_error(rollouts, build_rollouts()))
+    builds = (_build(p, tree, folder) for p in rollouts)
+    if sides.colocated and rollouts and sides.rollout.engine == "vllm":
+        await first_error(trainers, starter.build_ranks(trainers, address))
+        await engines.turns.run_while_asleep(first_error(rollouts, [*builds]))
     else:
-        await first_error(peers, [*build_trainers(), *build_rollouts()])
-    if rollout:
-        ends = [p.call("connect", (tree, r, address)) for r, p in enumerate(trainers)]
+        await first_error(peers, [*starter.build_ranks(trainers, address), *builds])
+    if rollouts:
+        ends = starter.join_ranks(trainers, address)
         ends += [starter.meet(r, p) for r, p in enumerate(rollouts)]
         await first_error(peers, ends)
         await engines.sync.connect()
     return engines
 
 
+def sync_options(config: Config) -> SyncOptions:
+    model, sync, rollout = config.model, config.sync, config.rollout
+    return SyncOptions(
+        ranks=config.trainer.ranks,
+        devices=rollout.tensor_model_parallel_size,
+        bucket_bytes=sync.bucket_mb << 20,
+        timeout_s=sync.timeout_s,
+        wait_deadline_s=config.trainer.wait_deadline_s,
+        stall_s=rollout.stall_s,
+        colocated=config.async_training.colocated,
+        gloo=sync.backend == "gloo",
+        vllm=rollout.engine == "vllm",
+        adapter_scale=model.lora_scale if model.lora_rank else None,
+    )
+
+
 def engines_of(
-    config: Config,
+    sides: Sides,
     trainers: list[Peer],
     rollouts: list[Peer],
-    shared: bool,
     *,
     restarts: bool,
     starter: WorkerLauncher,
     trains: bool = True,
 ) -> Engines:
-    """Return the engines in these workers. The sides take turns on `shared` devices.
+    """Return the engines in these workers. Colocated sides take turns on the devices.
 
     vLLM takes the memory that is free, and on shared devices the trainer may have it. So vLLM does
     not start anew there.
     """
-    c, deadline_s = config.rollout, config.trainer.wait_deadline_s
-    again = config.trainer.max_restarts if restarts and trains else 0
+    c, deadline_s = sides.rollout, sides.trainer.wait_deadline_s
+    shared = sides.colocated and bool(rollouts)
+    again = sides.trainer.max_restarts if restarts and trains else 0
     ranks = TrainerGroup(trainers, starter, max_restarts=again)
     restarts = restarts and not (shared and c.engine == "vllm")
     roster = Roster(len(rollouts), max_restarts=c.max_restarts if restarts else 0)

@@ -20,7 +20,6 @@ from millrace.rollout.replica_wait import sleep_until
 from millrace.rollout.retry import RetryingReward
 from millrace.run.agents import limits_of
 from millrace.run.engines import Engines
-from millrace.run.folder import open_eval_dir
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
 from millrace.types import PolicyVersion, Prompt, Sample, SamplingParams, Tokens, Trajectory
@@ -77,7 +76,7 @@ async def evaluate(config: Config, progress: Progress) -> dict[str, Any]:
             "there are no problems to validate on",
             "'data.val_files=[task:sort_digits?split=val&size=256]'",
         )
-    async with open_session(config, progress, open_dir=open_eval_dir) as s:
+    async with open_session(config, progress, work="eval") as s:
         ledger = await start_state(s)
         await s.engines.publish(ledger.version)
         validator = make_validator(s, s.engines.pool, waits=True)

@@ -7,10 +7,12 @@ import json
 import math
 import shutil
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from millrace.config import Config, plugins
+from millrace.config import Config, ModelConfig, plugins
 from millrace.config.algorithm_keys import without_own_algorithm
 from millrace.errors import CheckpointError, bad_value
 from millrace.models.model import DTYPES
@@ -37,7 +39,7 @@ def export(checkpoint: Path, folder: Path, dtype: str = "") -> dict[str, Any]:
 
     logging.disable_progress_bar()
     tree = yaml.safe_load((checkpoint / "config.yaml").read_text())
-    config = Config.model_validate(without_own_algorithm(tree)).without_teachers
+    config = Config.model_validate(without_own_algorithm(tree)).for_work("eval")
     # One process without a GPU. The FSDP engine loads the states of every engine.
     alone = {"device": "cpu", "fsdp_size": 0, "engine": "fsdp"}
     on_cpu = config.trainer.model_copy(update=alone)
@@ -47,7 +49,9 @@ def export(checkpoint: Path, folder: Path, dtype: str = "") -> dict[str, Any]:
     dtype = known if known in DTYPES else config.model.dtype
     weights = config.model.model_copy(update={"dtype": dtype})
     config = config.model_copy(update={"trainer": on_cpu, "model": weights})
-    parameters = asyncio.run(_write(config, checkpoint, folder))
+    build = plugins.load("trainer.engine", on_cpu.engine, "train_engines")
+    engine_of = partial(build, config, rank=0, world_size=1)
+    parameters = asyncio.run(_write(weights, engine_of, checkpoint, folder))
     copy_tokenizer(str(checkpoint / "model"), str(folder))
     return {
         "model": str(folder),
@@ -109,24 +113,25 @@ def _make_empty(folder: Path) -> None:
         raise bad_value("FOLDER", str(folder), rule, "a folder that can be made") from None
 
 
-async def _write(config: Config, checkpoint: Path, folder: Path) -> int:
+async def _write(
+    section: ModelConfig, engine_of: Callable[[str], TrainRank], checkpoint: Path, folder: Path
+) -> int:
     """Load the train engine's state in this process and export it.
 
     Returns the number of parameters.
     """
     model = checkpoint / "model"
     # A checkpoint has all weights, except the base weights of a policy with adapters.
-    adapted = config.model.lora_rank > 0
+    adapted = section.lora_rank > 0
     with tempfile.TemporaryDirectory(prefix="millrace-export-") as scratch:
         source = str(model)
-        if adapted and config.model.override_config:
+        if adapted and section.override_config:
             shutil.copytree(model, scratch, dirs_exist_ok=True)
-            copy_config(config.model, Path(scratch))
+            copy_config(section, Path(scratch))
             source = scratch
         elif adapted:
-            source = weights_folder(config.model, model)
-        build = plugins.load("trainer.engine", config.trainer.engine, "train_engines")
-        engine: TrainRank = build(config, source, rank=0, world_size=1)
+            source = weights_folder(section, model)
+        engine = engine_of(source)
         try:
             await engine.begin("rl", 1)
             await engine.load(str(checkpoint / "engine"))

@@ -76,7 +76,7 @@ def find_run(
     if checkpoint is not None:
         notes += resume_checks.check(config, checkpoint)
     if path is not None:
-        _check_new(config, path)
+        _check_new(resume, config.model.path, path)
     return path, checkpoint, notes
 
 
@@ -135,9 +135,9 @@ def _mirrored(
     return fetched or checkpoint, notes
 
 
-def _check_new(config: Config, path: Path) -> None:
-    """Raise ConfigError if the run would overwrite another run, or a user's files."""
-    if config.trainer.resume == "never" and os.path.exists(path / "history.jsonl"):
+def _check_new(resume: str, given: str, path: Path) -> None:
+    """Raise ConfigError if the run would overwrite another run, or the `given` model."""
+    if resume == "never" and os.path.exists(path / "history.jsonl"):
         raise bad_value(
             "trainer.run_dir",
             str(path),
@@ -145,10 +145,9 @@ def _check_new(config: Config, path: Path) -> None:
             "trainer.resume=auto to resume it, or another folder",
         )
     ownership.check(path)
-    model = Path(config.model.path)
-    if config.model.path and model.exists() and model.resolve() == (path / "model").resolve():
+    if given and os.path.exists(given) and Path(given).resolve() == (path / "model").resolve():
         rule = f"is the run's own model folder in trainer.run_dir = {str(path)!r}"
-        raise bad_value("model.path", config.model.path, rule, "another trainer.run_dir")
+        raise bad_value("model.path", given, rule, "another trainer.run_dir")
 
 
 def open_eval_dir(config: Config, root: Path = Path("runs")) -> RunDir:

@@ -9,11 +9,10 @@ from millrace.config import (
     ActorConfig,
     Config,
     ModelConfig,
-    RewardConfig,
-    RolloutConfig,
     TrainerConfig,
     plugins,
 )
+from millrace.config.unused_keys import ENGINES
 from millrace.errors import INSTALL, MissingDependency, bad_value
 
 NVIDIA = Path("/dev/nvidiactl")
@@ -22,57 +21,24 @@ NVIDIA = Path("/dev/nvidiactl")
 
 def check_machine(config: Config) -> None:
     """Raise ConfigError or MissingDependency if this machine lacks what the run needs."""
-    _check_device(config.trainer)
-    _check_judge(config.reward)
-    if not config.trainer.ray_address:  # other nodes of a cluster may have what this node lacks
-        _check_engine(config.rollout)
-        _check_factories(config)
-        _check_training(config.model, config.trainer)
-
-
-def _check_factories(config: Config) -> None:
-    """Raise ConfigError if an engine of another package cannot be built, before a worker tries."""
-    for section, engine, group in (
-        ("rollout", config.rollout.engine, "rollout_engines"),
-        ("trainer", config.trainer.engine, "train_engines"),
-    ):
-        if engine not in plugins.OWN[group]:
-            plugins.load(f"{section}.engine", engine, group)
-
-
-def _check_device(trainer: TrainerConfig) -> None:
+    trainer, has = config.trainer, importlib.util.find_spec
     # Other nodes of a Ray cluster may have GPUs.
     if trainer.device == "cuda" and trainer.runtime == "local" and not NVIDIA.exists():
-        raise bad_value(
-            "trainer.device",
-            "cuda",
-            "this machine has no NVIDIA GPU",
-            "trainer.device=auto or trainer.device=cpu",
-        )
-
-
-def _check_engine(rollout: RolloutConfig) -> None:
-    """Raise MissingDependency if workers on this machine cannot import vLLM."""
-    if rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise MissingDependency(
-            "rollout.engine=vllm needs vLLM, which is not installed here. "
-            f"Fix: {INSTALL['vllm']}, or rollout.engine=torch"
-        )
-
-
-def _check_judge(reward: RewardConfig) -> None:
-    """Raise MissingDependency if reward workers cannot import openai."""
-    judges = [key for key, part in reward.parts.items() if part.kind == "judge"]
-    if judges and importlib.util.find_spec("openai") is None:
-        raise MissingDependency(
-            f"{judges[0]}.judge needs openai, which is not installed here. "
-            f"Fix: {INSTALL['openai']}."
-        )
-
-
-def _check_training(model: ModelConfig, trainer: TrainerConfig) -> None:
-    """Raise MissingDependency if train workers on this machine cannot import what they need."""
-    if model.lora_rank and importlib.util.find_spec("peft") is None:
+        fix = "trainer.device=auto or trainer.device=cpu"
+        raise bad_value("trainer.device", "cuda", "this machine has no NVIDIA GPU", fix)
+    judges = [key for key, part in config.reward.parts.items() if part.kind == "judge"]
+    if judges and has("openai") is None:
+        needs = f"{judges[0]}.judge needs openai, which is not installed here"
+        raise MissingDependency(f"{needs}. Fix: {INSTALL['openai']}.")
+    if trainer.ray_address:  # other nodes of a cluster may have what this node lacks
+        return
+    if config.rollout.engine == "vllm" and has("vllm") is None:
+        needs = "rollout.engine=vllm needs vLLM, which is not installed here"
+        raise MissingDependency(f"{needs}. Fix: {INSTALL['vllm']}, or rollout.engine=torch")
+    for key, group in ENGINES.items():
+        if (engine := config.value_of(key)) not in plugins.OWN[group]:  # of another package
+            plugins.load(key, engine, group)
+    if config.model.lora_rank and has("peft") is None:
         raise MissingDependency(f"model.lora_rank needs peft. Fix: {INSTALL['peft']}.")
     if checks := plugins.load_if_given("trainer.engine", trainer.engine, "train_checks"):
         checks.check_machine(trainer)

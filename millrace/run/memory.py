@@ -6,6 +6,7 @@ them again. docs/megatron.md has a table that this file computes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,11 @@ from millrace.config import (
     ModelConfig,
     ModelShape,
     RolloutConfig,
+    TeacherConfig,
     TrainerConfig,
 )
+from millrace.models.mixtures import experts_of
+from millrace.models.shape import mlp_width
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _OPTIMIZER = 12
@@ -26,10 +30,6 @@ _CHUNK = {"cpu": 1 << 26, "cuda": 1 << 27}
 """Logits in one chunk, as in millrace.train.log_probs. A device that is not named counts as GPU."""
 _WHOLE_GRADIENTS = 1 << 30
 """Bytes of gradients that ranks of FSDP2 keep whole until the last micro-batch."""
-
-_WIDTHS = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")
-"""Names of the width of an MLP in config.json. GPT-2 without a width has 4 x the hidden size."""
-_EXPERTS = ("num_experts", "num_local_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,15 +92,11 @@ def size_of_model(hf: Any, parameters: int) -> Size:
     """Return the size of a model with this config.json and this number of parameters."""
     heads = hf.num_attention_heads
     head = getattr(hf, "head_dim", None) or hf.hidden_size // heads
-
-    def first(*names: str) -> int:
-        return next((value for name in names if (value := getattr(hf, name, None))), 0)
-
-    experts = first(*_EXPERTS)
+    experts = experts_of(hf)
     return Size(
         parameters=parameters,
         hidden=hf.hidden_size,
-        intermediate=first(*_WIDTHS) or 4 * hf.hidden_size,
+        intermediate=mlp_width(hf),
         layers=hf.num_hidden_layers,
         kv_width=head * (getattr(hf, "num_key_value_heads", None) or heads),
         width=heads * head,
@@ -116,8 +112,13 @@ def _size_of_shape(s: ModelShape) -> Size | None:
     if not s.vocab_size:
         return None
     kv = s.hidden_size // s.num_attention_heads * s.num_key_value_heads
-    attention = 2 * s.hidden_size**2 + 2 * s.hidden_size * kv + s.hidden_size + 2 * kv
-    layer = attention + 3 * s.hidden_size * s.intermediate_size + 2 * s.hidden_size
+    attention = 2 * s.hidden_size**2 + 2 * s.hidden_size * kv
+    if s.num_experts:  # Qwen3-MoE: a norm of queries and one of keys, no biases, and a router
+        attention += 2 * (s.hidden_size // s.num_attention_heads) + s.hidden_size * s.num_experts
+    else:
+        attention += s.hidden_size + 2 * kv
+    mlps = 3 * s.hidden_size * s.intermediate_size * max(s.num_experts, 1)
+    layer = attention + mlps + 2 * s.hidden_size
     embeddings = s.vocab_size * s.hidden_size * (1 if s.tie_word_embeddings else 2)
     return Size(
         parameters=embeddings + s.num_hidden_layers * layer + s.hidden_size,
@@ -128,6 +129,9 @@ def _size_of_shape(s: ModelShape) -> Size | None:
         width=s.hidden_size,
         vocabulary=s.vocab_size,
         tied=s.tie_word_embeddings,
+        experts=s.num_experts,
+        chosen=s.num_experts_per_tok if s.num_experts else 1,
+        head_norms=s.num_experts > 0,
     )
 
 
@@ -152,12 +156,12 @@ def estimate(
     rollout = _rollout(config.rollout, size, width)
     if config.async_training.colocated:  # both sides have one copy of the next weights
         rollout["staged weights"] = 0
-    trainer, models = config.trainer, (config.needs_reference, config.needs_critic)
+    trainer, models = config.trainer, (config.needs_reference, config.algorithm.needs_critic)
     if trainer.engine == "megatron":
         parts = _megatron(config.model, tokens, trainer, size, reference=models[0])
     else:
         parts = _fsdp(config.model, tokens, trainer, size, *models)
-    parts["teachers"] = _teachers(config)
+    parts["teachers"] = _teachers(config.teachers.values(), config.model, trainer)
     passing = parts["activations"] + parts["logits"]
     if trainer.engine != "megatron" and micro_batches == 1 and parts["gradients"] <= passing:
         parts["gradients"] = 0
@@ -166,15 +170,13 @@ def estimate(
     return {"trainer": {name: n for name, n in parts.items() if n}, "rollout": rollout}
 
 
-def _teachers(config: Config) -> int:
+def _teachers(teachers: Iterable[TeacherConfig], model: ModelConfig, trainer: TrainerConfig) -> int:
     """Return the bytes of this device's shares of the teachers, which have float32 weights."""
-    if config.trainer.offload_policy:
+    if trainer.offload_policy:
         return 0
-    own = (
-        {"path": t.path, "override_config": {}} for t in config.teachers.values() if not t.outside
-    )
-    sizes = (size_of(config.model.model_copy(update=one)) for one in own)
-    return sum(4 * s.parameters for s in sizes if s is not None) // config.trainer.shard_size
+    own = ({"path": one.path, "override_config": {}} for one in teachers if not one.outside)
+    sizes = (size_of(model.model_copy(update=one)) for one in own)
+    return sum(4 * s.parameters for s in sizes if s is not None) // trainer.shard_size
 
 
 def _fsdp(

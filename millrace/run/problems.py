@@ -19,15 +19,18 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from millrace import __version__
-from millrace.config import Config, ModelConfig
+from millrace.config import AgentConfig, Config, ModelConfig, TeacherConfig
 from millrace.config.cached import cache_folder
-from millrace.data.chat import Chat
+from millrace.config.keys import Work
+from millrace.config.reward_keys import OneReward
+from millrace.data.chat import Chat, Reading
 from millrace.data.curriculum import Curriculum
 from millrace.data.demonstrations import Demonstrations
 from millrace.data.prompts import PromptStream
 from millrace.data.row_store import Progress, RowCache, quiet
-from millrace.data.rows import Problem, RowCheck, check_rows, texts
+from millrace.data.rows import Problem, RowCheck, check_rows, problem, texts
 from millrace.data.sources import Rows, load_sources
+from millrace.data.tokenizer import TEMPLATES
 from millrace.data.user_code import failure
 from millrace.data.user_code import load as load_code
 from millrace.errors import bad_row, bad_value
@@ -37,11 +40,10 @@ from millrace.observe.user_metrics import KEY as METRICS
 from millrace.observe.user_metrics import UserMetrics
 from millrace.rewards.builtin import NEEDS_TRUTH, number
 from millrace.rewards.functions import check_name
-from millrace.rewards.sources import refusal, scorer_of
+from millrace.rewards.sources import advice_for_chat, refusal, scorer_of
 from millrace.run import rows, teachers
 from millrace.run.agents import check_player, row_check
 from millrace.run.model_folders import check_model, load_tokenizer
-from millrace.run.prompt_notes import first_prompts, prompt_notes
 from millrace.run.rewards import check_functions
 from millrace.schedule.schedule import Schedule
 from millrace.types import (
@@ -59,6 +61,7 @@ from millrace.types import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+CheckRow = Callable[[Problem, str], None]
 Inspect = Callable[["PreTrainedTokenizerBase"], None] | None
 
 
@@ -83,6 +86,13 @@ class Sources:
 Note = Callable[[str], None]
 _EARLY = 2_000
 """Distinct rows of a source that are checked before any heavy import. `prepare` checks all."""
+
+_ADVISED = 64
+"""Prompts whose scorers are looked at."""
+_FOR_AGENTS = ("tools", "agent_name", "tools_kwargs", "tool_selection", "interaction_kwargs")
+"""Columns of TRL and verl that only agents read."""
+_SHOWN = 1500
+"""Characters of a prompt that a dry run shows."""
 
 
 def silent(text: str) -> None:
@@ -127,17 +137,18 @@ def load(
     need_truth = any(name in NEEDS_TRUTH for name in functions.values())
     decide = (__version__, data.prompt_key, data.chat, need_truth, scored, functions, config.agents)
 
-    def check_of(config: Config) -> RowCheck:
+    def check_of(taught: Mapping[str, TeacherConfig], rewarded: bool) -> RowCheck:
+        of_teachers = partial(teachers.check_row, taught, rewarded) if taught else None
         return RowCheck(
             data.prompt_key,
             need_truth,
             refusal if scored and "" in functions.values() else None,
-            _row_check(data.chat, config, functions if scored else {}),
-            repr((*decide, config.teachers, config.learns_from_rewards)),
+            _row_check(data.chat, config.agents, functions if scored else {}, of_teachers),
+            repr((*decide, taught, rewarded)),
         )
 
-    untaught = check_of(config.without_teachers)
-    check = check_of(config) if scored else untaught
+    untaught = check_of({}, True)
+    check = check_of(config.teachers, config.learns_from_rewards) if scored else untaught
     cached = partial(
         load_sources, seed=seed, cache=RowCache(cache_folder() / "rows", note, progress)
     )
@@ -164,10 +175,10 @@ def load(
 
 
 def _row_check(
-    chat: str, config: Config, functions: Mapping[str, str]
-) -> Callable[[Problem, str], None]:
+    chat: str, agents: AgentConfig, functions: Mapping[str, str], of_teachers: CheckRow | None
+) -> CheckRow:
     """Return the check of each row's prompt, ground truth, teachers, and the columns of agents."""
-    agents, of_agents = config.agents, row_check(config.agents)
+    of_agents = row_check(agents)
 
     def check(row: Problem, where: str) -> None:
         if chat == "never" and not agents.agent_kind and not isinstance(row.prompt, str):
@@ -175,8 +186,8 @@ def _row_check(
             raise bad_row(where, row.prompt, rule, "data.chat=auto, or a prompt that is a string")
         if of_agents is not None:
             of_agents(row, where)
-        if config.teachers:
-            teachers.check_row(config, row, where)
+        if of_teachers is not None:
+            of_teachers(row, where)
         for section, function in functions.items():
             name = function or scorer_of(row.data_source, row.extra_info)
             if name == "last_number" and number(row.ground_truth) is None:
@@ -243,7 +254,7 @@ def prepare(
         if made
         else _tokenizer(model, sources, key, roles=bool(config.agents.agent_kind))
     )
-    teachers.check_models(config, tokenizer)
+    teachers.check_models(config.teachers, config.distillation, config.sft, tokenizer)
     player = config.agents.agent_kind
     chat = Chat(tokenizer, strings="never" if player else config.data.chat)
     if chat.strings == "always" and chat.template is None:
@@ -289,8 +300,18 @@ def prepare(
         parts=config.reward.parts,
     )
     idle = teachers.idle(config.teachers if tries else {}, train)
-    said = *_random_weights(model.path), *_repeats(sources.train), *idle, *notes
-    return Problems(chat, train, val, demonstrations, said)
+    lines = []
+    if model.path and Path(model.path).is_dir() and not model_checks.has_weights(Path(model.path)):
+        rule = "the folder has no weights, so they are random, except those of a checkpoint"
+        fix = "*.safetensors in the folder; for a run's model, `millrace export RUN FOLDER`"
+        lines.append(f"warning: model.path = {model.path!r}: {rule}. Fix: {fix}.")
+    if repeated := sources.train.repeated:
+        count = len(sources.train)
+        lines.append(
+            f"{repeated:,} of {count:,} training rows repeat another one, and each is trained: "
+            f"{count - repeated:,} are distinct"
+        )
+    return Problems(chat, train, val, demonstrations, (*lines, *idle, *notes))
 
 
 def curriculum_of(spec: str, schedule: Schedule, train: PromptStream) -> Curriculum | None:
@@ -317,27 +338,70 @@ def _made_up(prompt: Prompt, n: int, *, plays: bool) -> Sample:
     return Sample(prompt, tuple(map(one.with_score, scores)))
 
 
-def _repeats(rows: Rows) -> Iterator[str]:
-    if repeated := rows.repeated:
-        yield (
-            f"{repeated:,} of {len(rows):,} training rows repeat another one, and each is trained: "
-            f"{len(rows) - repeated:,} are distinct"
-        )
+def first_prompts(chat: Chat, stream: PromptStream) -> Iterator[str]:
+    """Yield the first row of each source as the policy reads it, with special tokens in « »."""
+    rows = stream.rows
+    for at in (0, *rows.ends[:-1]):
+        where = rows.describe(at)
+        _, tokens = chat.render(problem(rows, at, prompt_key=stream.prompt_key), where)
+        text = chat.marked(tokens)
+        if (left := len(text) - _SHOWN) > 0:
+            half = _SHOWN // 2
+            text = f"{text[:half]} ... ({left:,} characters) ... {text[-half:]}"
+        yield f"{where} as the policy reads it, {len(tokens)} tokens, special ones in « »: {text}"
 
 
-def _random_weights(path: str) -> Iterator[str]:
-    """Yield a warning if the user's folder has no weights, so that they are drawn."""
-    if path and Path(path).is_dir() and not model_checks.has_weights(Path(path)):
-        rule = "the folder has no weights, so they are random, except those of a checkpoint"
-        fix = "*.safetensors in the folder; for a run's model, `millrace export RUN FOLDER`"
-        yield f"warning: model.path = {path!r}: {rule}. Fix: {fix}."
+def prompt_notes(
+    chat: Chat,
+    train: PromptStream,
+    *,
+    chosen: str,
+    player: str,
+    new_model: bool,
+    parts: Mapping[str, OneReward],
+) -> Iterator[str]:
+    """Yield how prompts are read, and a warning for each scorer that does not fit a chat model.
+
+    The number of prompts that are left out comes first.
+
+    `chosen` is data.chat, and `parts` are the rewards by section.
+    """
+    if train.filtered:
+        yield f"left out {train.filtered} prompts that are longer than rollout.max_prompt_length"
+    if player:
+        if chosen != "auto":
+            yield f"data.chat={chosen} is not read: agents make the messages"
+        return
+    if (not new_model or chosen != "auto") and (line := chat.described(train.readings)):
+        yield line
+    prompts = [train[i] for i in range(min(len(train), _ADVISED))]
+    for name in _FOR_AGENTS:
+        values = ((p.columns | p.extra_info).get(name) for p in prompts)
+        if value := next((v for v in values if v and v != "single_turn_agent"), None):
+            yield f"the column {name} = {value!r:.80} is not read: no key of agents says who plays"
+    if chat.template in (None, *TEMPLATES) or not set(train.readings) - {Reading.PLAIN}:
+        return
+    end = chat.tokenizer.eos_token
+    if end and any(prompt.text.rstrip().endswith(end) for prompt in prompts):
+        rule = "prompts end with the end of a message, so the policy writes the head of its answer"
+        fix = "a chat template that reads add_generation_prompt, or strings that were made with it"
+        yield f"warning: data.train_files: {rule}. Fix: {fix}."
+    warned: set[tuple[str, str]] = set()
+    for prompt in prompts:
+        row = prompt.data_source, prompt.extra_info, prompt.ground_truth
+        for section, part in parts.items():
+            key = section, prompt.data_source
+            if part.kind != "function" or key in warned:
+                continue
+            if line := advice_for_chat(section, part.function, *row):
+                warned.add(key)
+                yield line
 
 
 def prompts_of_an_epoch(
     config: Config,
     *,
-    scored: bool = True,
-    trains: bool = True,
+    work: Work = "train",
     inspect: Inspect = None,
     note: Note = silent,
     resume_from: Path | None = None,
@@ -348,10 +412,7 @@ def prompts_of_an_epoch(
     on how prompts are read. The rows must be those of the checkpoint `resume_from`.
     """
     shown = shown_slowly(lambda work, done, total: note(_counted(work, done, total)), 5.0, 5.0)
-    if not trains:
-        config = config.without_teachers
-    elif not scored:
-        config = config.of_warm_up
+    scored, config = work != "sft", config.for_work(work)
     sources = load(config, scored=scored, note=note, progress=shown)
     growth: rows.Growth = ()
     if resume_from is not None:
@@ -366,7 +427,7 @@ def prompts_of_an_epoch(
         model = Path(folder) / "model"
         if resume_from is not None and (resume_from / "model" / "tokenizer_config.json").is_file():
             model = resume_from / "model"  # as in the run, which makes no tokenizer again
-        tries = scored and trains
+        tries = work == "train"
         prepared = prepare(config, sources, model, growth=growth, tries=tries, progress=shown)
     if resume_from is not None:
         rows.check_kept(resume_from, prepared.train)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from millrace.config import Config, RewardConfig, TeacherConfig
+from millrace.config import AlgorithmConfig, Config, ModelConfig, RewardConfig, TeacherConfig
 from millrace.config.algorithm_keys import without_own_algorithm
 from millrace.config.explain import facts
 from millrace.config.facts import Fixed, FixedRows, Past
@@ -31,10 +31,8 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     Raises ConfigError for a change that a resume cannot make.
     """
     tree = yaml.safe_load((checkpoint / "config.yaml").read_text())
-    now, then = (
-        config.algorithm.adv_estimator,
-        (tree.get("algorithm") or {}).get("adv_estimator", ""),
-    )
+    now = config.algorithm.adv_estimator
+    then = (tree.get("algorithm") or {}).get("adv_estimator", "")
     moved = now.rpartition(":")[2] == then.rpartition(":")[2]  # the same function in another file
     before = parse(without_own_algorithm(tree, now if moved else then))
     fixed: list[tuple[str, FixedRows | Fixed]] = [*_changed(Fixed, config, before)]
@@ -51,10 +49,16 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     ]
     if refused:
         raise ConfigError("\n".join(map(str, refused)))
-    _check_architecture(config, before, checkpoint)
-    _check_estimator(config, before, checkpoint)
-    _check_reference(config, before, checkpoint)
-    _check_components(config, before, checkpoint)
+    _check_architecture(config.model, before.model.path, checkpoint)
+    _check_estimator(config.algorithm, before.algorithm, checkpoint)
+    if config.needs_reference != before.needs_reference:
+        with_ = "with" if before.needs_reference else "without"
+        rule = f"the checkpoint {checkpoint} was made {with_} a reference policy"
+        in_loss = config.actor.use_kl_loss != before.actor.use_kl_loss
+        key = "actor.use_kl_loss" if in_loss else "algorithm.use_kl_in_reward"
+        fix = "the KL settings of that run, or a new run"
+        raise bad_value(key, config.needs_reference, rule, fix)
+    _check_components(config.algorithm, config.reward, before.reward, checkpoint)
     _check_teachers(config.teachers, before.teachers, checkpoint)
     lines = [
         f"{key} = {config.value_of(key)!r}: no effect, because {fact.why}"
@@ -102,19 +106,18 @@ ARCHITECTURE = (
 """Keys of config.json that the trained weights depend on."""
 
 
-def _check_architecture(config: Config, before: Config, checkpoint: Path) -> None:
-    """Raise ConfigError if model.path is another model than the checkpoint's.
+def _check_architecture(model: ModelConfig, then: str, checkpoint: Path) -> None:
+    """Raise ConfigError if model.path is another model than `then`, the checkpoint's.
 
     The same model in another folder is valid.
     """
-    path, then = config.model.path, before.model.path
-    if path == then:
+    if (path := model.path) == then:
         return
     trained = _read_json(checkpoint / "model" / "config.json")
     given = _read_json(Path(path) / "config.json") if path else trained
-    given |= config.model.override_config if given else {}
+    given |= model.override_config if given else {}
     different = [key for key in ARCHITECTURE if given.get(key) != trained.get(key)]
-    if given and trained and not different and not (config.model.lora_rank and not path):
+    if given and trained and not different and not (model.lora_rank and not path):
         return
     origin = f"the checkpoint {checkpoint} was made with"
     rule = f"{origin} {then!r}, and millrace cannot check that this is the same model"
@@ -132,12 +135,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _check_estimator(config: Config, before: Config, checkpoint: Path) -> None:
+def _check_estimator(now: AlgorithmConfig, then: AlgorithmConfig, checkpoint: Path) -> None:
     """Raise ConfigError if only one of the run and the checkpoint has a critic.
 
     The same applies to greedy responses.
     """
-    now, then = config.algorithm, before.algorithm
     estimator, before_it = now.adv_estimator, then.adv_estimator
     if estimator == before_it:
         return
@@ -154,32 +156,20 @@ def _check_estimator(config: Config, before: Config, checkpoint: Path) -> None:
         )
 
 
-def _check_reference(config: Config, before: Config, checkpoint: Path) -> None:
-    """Raise ConfigError if only one of the run and the checkpoint has a reference policy."""
-    if config.needs_reference != before.needs_reference:
-        with_ = "with" if before.needs_reference else "without"
-        rule = f"the checkpoint {checkpoint} was made {with_} a reference policy"
-        in_loss = config.actor.use_kl_loss != before.actor.use_kl_loss
-        key = "actor.use_kl_loss" if in_loss else "algorithm.use_kl_in_reward"
-        raise bad_value(
-            key, config.needs_reference, rule, "the KL settings of that run, or a new run"
-        )
-
-
-def _check_components(config: Config, before: Config, checkpoint: Path) -> None:
+def _check_components(
+    algorithm: AlgorithmConfig, reward: RewardConfig, before: RewardConfig, checkpoint: Path
+) -> None:
     """Raise ConfigError if gdpo would train samples in flight by the components of another reward.
 
-    The finished samples of the checkpoint have the scores of the reward before.
+    The finished samples of the checkpoint have the scores of the reward `before`.
     """
-    if not config.algorithm.needs_components:
+    if not algorithm.needs_components:
         return
     samples = [slot.sample for _, slot in read_ledger(checkpoint).slots if slot.sample is not None]
     scores = [t.score for sample in samples for t in sample.trajectories if t.score is not None]
-    keys = config.algorithm.gdpo_reward_keys
+    keys = algorithm.gdpo_reward_keys
     missing = sorted({key for key in keys for score in scores if key not in score.extra})
-    if not scores or not (
-        missing if keys else _components(config.reward) != _components(before.reward)
-    ):
+    if not scores or not (missing if keys else _components(reward) != _components(before)):
         return
     names = ", ".join(sorted({name for score in scores for name in score.extra})) or "none"
     rule = f"finished samples of the checkpoint {checkpoint} have the components {names}, " + (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from millrace.config import AgentConfig, Config, RewardConfig, RewardModelConfig
+from millrace.config import AgentConfig, RewardConfig, RewardModelConfig
 from millrace.config.checks import on_ray, placed
 from millrace.config.endpoint_keys import PlaceConfig
 from millrace.config.reward_keys import OneReward
@@ -32,7 +32,7 @@ _LOOKED_AT = 64
 """Rows of each source whose columns are looked at."""
 
 
-def make_reward(config: Config) -> RunReward:
+def make_reward(given: RewardConfig, agents: AgentConfig, sides: Sides) -> RunReward:
     """Return the reward of a configuration, not yet started.
 
     Raise ConfigError if a reward model is missing, if the machine lacks GPUs for it, or if millrace
@@ -40,8 +40,8 @@ def make_reward(config: Config) -> RunReward:
     """
     environments: dict[str, list[dict[str, str]]] = {}
     models: dict[str, RewardModelConfig] = {}
-    devices = devices_of(placed(config.reward), config.sides)
-    for section, part in config.reward.parts.items():
+    devices = devices_of(placed(given), sides)
+    for section, part in given.parts.items():
         if part.judge.cache_dir and part.kind == "judge":
             ownership.check(Path(part.judge.cache_dir), f"{section}.judge.cache_dir")
         if part.kind != "model":
@@ -50,14 +50,16 @@ def make_reward(config: Config) -> RunReward:
         models[section] = part.model.model_copy(update={"device": device})
         _check_path(f"{section}.model.path", part.model.path)
     launchers: dict[str, Launcher] = {}
-    for section, part in config.reward.parts.items():
+    for section, part in given.parts.items():
         if part.sandbox:
-            launchers[section] = _isolated(section, part.function)
+            from millrace.run.reward_sandbox import SandboxLauncher
+
+            launchers[section] = SandboxLauncher(section, part.function)
         elif is_in_driver(part.function):
             launchers[section] = DriverLauncher()
-    reward = RunReward(_with_models(config.reward, models), environments, launchers)
-    if config.agents.agent_kind:
-        reward.first = partial(scorer_line, config.agents, config.reward)
+    reward = RunReward(_with_models(given, models), environments, launchers)
+    if agents.agent_kind:
+        reward.first = partial(scorer_line, agents, given)
     return reward
 
 
@@ -78,12 +80,6 @@ def devices_of(
             names = _gpus_for(key, model, sides, gpus, free)
             found[key] = "cuda", [{"CUDA_VISIBLE_DEVICES": name} for name in names]
     return found
-
-
-def _isolated(section: str, function: str) -> Launcher:
-    from millrace.run.reward_sandbox import SandboxLauncher
-
-    return SandboxLauncher(section, function)
 
 
 def scorer_line(agents: AgentConfig, reward: RewardConfig, prompt: Prompt) -> str:

@@ -78,7 +78,8 @@ def check(
         rule = (
             f"the checkpoint {checkpoint} lacks {more:,} rows, from {train.describe(before.rows)}"
         )
-        fix = f"data.appended_rows=use to train on them from the next epoch on, {_without(before)}"
+        fix = "data.appended_rows=use to train on them from the next epoch on, "
+        fix += f"data.train_max_samples={before.rows} to leave them out, or a new run"
         raise bad_value("data.train_files", data.train_files, rule, fix)
     begin, count = before.growth[-1]
     begun = read_manifest(checkpoint).begun
@@ -88,10 +89,6 @@ def check(
         f"{more:,} rows were added to data.train_files. Prompts from {ends:,} on have them"
     )
     return [*kept, (ends, 0)], notes
-
-
-def _without(before: Identity) -> str:
-    return f"data.train_max_samples={before.rows} to leave them out, or a new run"
 
 
 def check_kept(checkpoint: Path, stream: PromptStream) -> None:

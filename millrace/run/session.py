@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from millrace.config import Config
 from millrace.config.checks import placed
-from millrace.config.keys import NO_PROGRESS, Derived, ResumeProgress
+from millrace.config.explain import facts
+from millrace.config.facts import Fixed, NoEffectOnWeights
+from millrace.config.keys import NO_PROGRESS, Derived, ResumeProgress, Work
+from millrace.config.teacher_keys import CLIENT_KEYS
 from millrace.data.curriculum import FILE, Curriculum
 from millrace.data.identity import identity_of
 from millrace.errors import MillraceError, bad_value
 from millrace.observe import trackers
+from millrace.observe.files import flat
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
 from millrace.pipeline import journal, journal_file
@@ -30,9 +37,8 @@ from millrace.run import problems as problems_
 from millrace.run import rows
 from millrace.run.agents import open_agent
 from millrace.run.algorithms import tried
-from millrace.run.digests import digests
-from millrace.run.engines import Engines, open_engines, open_runtime, start_workers
-from millrace.run.folder import RunDir, open_run_dir, release
+from millrace.run.engines import Engines, build_engines, open_runtime, start_workers
+from millrace.run.folder import RunDir, open_eval_dir, open_run_dir, release
 from millrace.run.machine import check_machine, check_shape
 from millrace.run.mirror import Mirror, open_mirror
 from millrace.run.problems import Problems
@@ -48,6 +54,7 @@ from millrace.run.starts import beside, part, shown
 from millrace.run.teachers import OutsideTeachers, open_teachers
 from millrace.schedule.ledger import Ledger, LedgerSnapshot
 from millrace.sync.background import abandonable
+from millrace.waits import wait_server
 from millrace.waits.registry import starting
 
 
@@ -157,8 +164,7 @@ async def open_session(
     config: Config,
     progress: Progress,
     *,
-    open_dir: Callable[[Config], RunDir] = open_run_dir,
-    rollout: bool = True,
+    work: Work = "train",
     scored: bool = True,
 ) -> AsyncIterator[Session]:
     """Open the data, the reward function, the folder, the prompts and the engines.
@@ -167,14 +173,11 @@ async def open_session(
     Everything is closed at exit. `scored` says whether the rewards score rows of the configuration,
     so that they can be checked on those.
     """
-    trains, given = open_dir is open_run_dir, config
-    if not trains:
-        config = config.without_teachers
-    elif not rollout:
-        config = config.of_warm_up
+    trains, rollout = work != "eval", work != "sft"
+    given, config = config, config.for_work(work)
     check_machine(config)
     run: RunDir | None = None
-    if trains and rollout:
+    if work == "train":
         trackers.check(config.trainer.logger)
         with starting("checks of your algorithm"):
             await tried(config, progress.note)
@@ -184,34 +187,36 @@ async def open_session(
         sources = await abandonable(
             problems_.load, config, scored=rollout, note=progress.note, progress=shown_slowly
         )
-    reward = await abandonable(make_reward, config)
+    sides = config.sides
+    reward = await abandonable(make_reward, config.reward, config.agents, sides)
     reward.note = progress.note
     refusable = True
     try:
         # in a thread too: the check reads every byte of a checkpoint
-        run = await abandonable(open_dir, given)
+        run = await abandonable(open_run_dir if trains else open_eval_dir, given)
         for note in (*config.notes, *run.notes):
             progress.note(note)
         async with AsyncExitStack() as stack:
             watching = watched(run.path, config.trainer, progress.note)
             watchman = await stack.enter_async_context(watching)
-            opened = open_runtime(config, run, rollout=rollout, note=progress.note)
+            nccl = config.sync.backend == "auto"
+            opened = open_runtime(sides, run.logs, nccl=nccl, rollout=rollout, note=progress.note)
             runtime = await stack.enter_async_context(opened)
             watchman.side.more = runtime.answers
             folder = problems_.weights_folder(config.model, run.model)
             async with (
                 beside(part("rewards", reward.start() if rollout else asyncio.sleep(0))) as rewards,
-                beside(start_workers(runtime, config.sides, folder, rollout)) as workers,
+                beside(start_workers(runtime, sides, folder, rollout)) as workers,
             ):
                 if rollout:
                     open_caches(reward, run.path, progress.note)
-                opening = _Opening(config, run, progress, trains, rollout)
+                opening = _Opening(config, run, progress, work)
                 problems = await opening.prepare(sources, folder)
                 config = opening.config
                 outside = OutsideTeachers(
                     config.teachers,
                     temperature=config.rollout.temperature,
-                    devices=devices_of(placed(config.reward, config.teachers), config.sides),
+                    devices=devices_of(placed(config.reward, config.teachers), sides),
                     note=progress.note,
                 )
                 longest = config.rollout.max_len
@@ -236,10 +241,17 @@ async def open_session(
                 await stack.enter_async_context(shown(progress, watchman.ask))
                 peers = await workers
             copies = open_mirror(run.store, config.trainer, run.path, progress)
-            engines_ = open_engines(runtime, config, run, peers, trains, progress)
-            async with copies as mirror, engines_ as engines:
-                made = config, run, problems, engines, reward, progress, agent, mirror
-                yield Session(*made, opening.rows, teachers)
+            mirror = await stack.enter_async_context(copies)
+            with starting("engines"):
+                engines = await build_engines(
+                    runtime, config, run, peers, restarts=True, trains=trains
+                )
+            engines.train.folder, scaler, keeper = run.path, engines.scaler, engines.keeper
+            scaler.note = keeper.news.note = engines.train.ranks.note = progress.note
+            keeper.scaling = partial(scaler.serve, run.path / wait_server.FOLDER), scaler.follow
+            await stack.enter_async_context(keeper)
+            made = config, run, problems, engines, reward, progress, agent, mirror
+            yield Session(*made, opening.rows, teachers)
     except MillraceError:
         if run is not None and refusable:  # If workers fail, their logs stay.
             run.discard()
@@ -258,8 +270,7 @@ class _Opening:
     """Changed by what a checkpoint has."""
     run: RunDir
     progress: Progress
-    trains: bool
-    rollout: bool
+    work: Work
     rows: str = ""
     """The name of the rows that the run trains on."""
 
@@ -272,16 +283,13 @@ class _Opening:
             config = config.with_warm_up_of(read_manifest(run.resume_from).counts)
         problems_.copy_config(config.model, run.model)
         check_shape(config.model, config.actor, config.trainer, folder)
-        if self.trains:
+        if self.work != "eval":
             check_end(config, len(problems.train), run.resume_from)
         for text in problems.notes:
             note(text)
-        if problems.train.filtered:
-            found = f"left out {problems.train.filtered} prompts that are longer than "
-            note(f"{found}rollout.max_prompt_length")
         end = config.end_note(len(problems.train), trained_by(run.resume_from))
         for text in (end, config.window_note):
-            if text and self.trains and self.rollout:
+            if text and self.work == "train":
                 note(text)
         self.config = config
         return problems
@@ -290,8 +298,8 @@ class _Opening:
         """Return the problems of rows that are those of the checkpoint, if there is one."""
         config, run, checkpoint = self.config, self.run, self.run.resume_from
         growth: rows.Growth = ()
-        begun = 0
-        if self.trains and checkpoint is not None:
+        begun, trains = 0, self.work != "eval"
+        if trains and checkpoint is not None:
             growth, notes = rows.check(config.data, checkpoint, sources.train, sources.val)
             begun = read_manifest(checkpoint).begun
             for text in notes:
@@ -301,17 +309,43 @@ class _Opening:
             sources,
             run.model,
             growth=growth,
-            use_from=begun if self.trains else None,
-            tries=self.trains and self.rollout,
+            use_from=begun if trains else None,
+            tries=self.work == "train",
             note=self.progress.note,
             progress=problems_.shown_slowly(self.progress.phase),
         )
-        if self.trains:
+        if trains:
             if checkpoint is not None:
                 rows.check_kept(checkpoint, problems.train)
             rows.write(run.path, identity_of(problems.train, sources.val))
             self.rows = rows.training_key(problems.train)
         return problems
+
+
+def digests(values: dict[str, Any], rows: str = "") -> tuple[str, str]:
+    """Return digests of the settings that shape samples, and of those that shape weights too.
+
+    `values` is a configuration as plain data, and `rows` names the rows of the training data. The
+    journal has both digests.
+    """
+    keys = dict(flat(values))
+    teachers = values.get("teachers") or {}
+    free = tuple(f"{key}." for key, _ in facts(NoEffectOnWeights))
+    free += tuple(f"teachers.{name}.{key}." for name in teachers for key in CLIENT_KEYS)
+    samples = {key: keys.get(key) for key, _ in facts(Fixed)} | {"rows": rows}
+    outside = {
+        name: (one["model"] if one["base_url"] else one["path"], one["data_sources"])
+        for name, one in teachers.items()
+        if one["base_url"] or one["place"] == "own"
+    }
+    if outside:  # a finished sample has their log-probs
+        samples["teachers"] = outside
+    training = {key: value for key, value in keys.items() if not f"{key}.".startswith(free)}
+    first, second = (
+        hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        for part in (samples, training)
+    )
+    return first, second
 
 
 def trained_by(checkpoint: Path | None) -> ResumeProgress:

@@ -76,7 +76,7 @@ async def run_sft(config: Config, progress: Progress) -> dict[str, Any]:
     if config.trainer.run_dir and (Path(config.trainer.run_dir) / "sft").exists():
         rule = "its folder sft already has a supervised model"
         raise bad_value("trainer.run_dir", config.trainer.run_dir, rule, "another folder")
-    async with open_session(config, progress, rollout=False) as s:
+    async with open_session(config, progress, work="sft") as s:
         start = time.perf_counter()
         loss = await warm_up(s)
         seconds = time.perf_counter() - start

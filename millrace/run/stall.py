@@ -15,8 +15,7 @@ from millrace.errors import DeadlineError
 from millrace.waits.answer import ProcessStatus
 from millrace.waits.ask import ask
 from millrace.waits.graph import DRIVER
-from millrace.waits.stall import StallWatch, save
-from millrace.waits.verdict import Verdict
+from millrace.waits.verdict import StallWatch, Verdict, save
 from millrace.waits.wait_server import FOLDER, WaitServer
 
 _GRACE_S = 30.0

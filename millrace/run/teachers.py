@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.config import Config, TeacherConfig
+from millrace.config import DistillationConfig, SftConfig, TeacherConfig
 from millrace.config.teacher_keys import weights_of
 from millrace.data.prompts import PromptStream
 from millrace.data.rows import Problem
@@ -32,15 +32,17 @@ _NONE: Mapping[str, TeacherConfig] = {}
 _NO_DEVICES: Mapping[str, tuple[str, Sequence[Mapping[str, str]]]] = {}
 
 
-def check_row(config: Config, row: Problem, where: str) -> None:
+def check_row(
+    teachers: Mapping[str, TeacherConfig], rewarded: bool, row: Problem, where: str
+) -> None:
     """Raise DataError if a row names a wrong teacher, or if nothing would train its samples."""
     try:
-        weights = weights_of(config.teachers, row.data_source, row.extra_info)
+        weights = weights_of(teachers, row.data_source, row.extra_info)
     except ValueError as error:
         fix = "such as math, [math, code] or {math: 0.5}, with names of teachers.NAME"
         given = row.extra_info.get("teachers")
         raise bad_row(f"{where}, extra_info.teachers", given, str(error), fix) from None
-    if not weights and not config.learns_from_rewards:
+    if not weights and not rewarded:
         rule = "no teacher has this data source, and the run learns from teachers alone"
         fix = (
             "extra_info.teachers, teachers.NAME.data_sources, or distillation.use_task_rewards=true"
@@ -65,18 +67,23 @@ def idle(teachers: Mapping[str, TeacherConfig], train: PromptStream) -> Iterator
         )
 
 
-def check_models(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_models(
+    teachers: Mapping[str, TeacherConfig],
+    distillation: DistillationConfig,
+    sft: SftConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     """Raise ConfigError if a teacher has no weights, or reads a token as another one."""
-    own = tokenizer.get_vocab() if config.teachers else {}
+    own = tokenizer.get_vocab() if teachers else {}
     numbers = {
-        "distillation.topk": config.distillation.candidates,
-        "sft.teacher_topk": config.sft.teacher_topk if config.sft.teacher else 0,
+        "distillation.topk": distillation.candidates,
+        "sft.teacher_topk": sft.teacher_topk if sft.teacher else 0,
     }
     for key, topk in numbers.items():
         if topk > len(own) > 0:
             rule = f"the vocabulary has {len(own)} tokens"
             raise bad_value(key, topk, rule, f"{key}={len(own)} for whole distributions")
-    for name, teacher in config.teachers.items():
+    for name, teacher in teachers.items():
         key, folder = f"teachers.{name}.path", Path(teacher.path)
         if not teacher.path:
             continue  # `open_teachers` asks the endpoint

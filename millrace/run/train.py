@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from millrace.config import Config, RolloutConfig
+from millrace.config import Config, GuardConfig, RolloutConfig
 from millrace.observe import trackers
 from millrace.observe.guard import Guard
 from millrace.observe.metrics import RunCounts
@@ -27,11 +27,13 @@ from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.validation import Result
+from millrace.rollout import replica_wait
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.lengths import DrawnLengths
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.retry import RetryingReward
+from millrace.rollout.roster import Change, Roster
 from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
 from millrace.run import starts, supervised
@@ -40,7 +42,6 @@ from millrace.run.callbacks import Callback, Callbacks
 from millrace.run.evaluate import make_validator
 from millrace.run.problems import user_metrics_of
 from millrace.run.proof import make_proof, of_version, refuse
-from millrace.run.replicas import saved_without_replicas, validate_now
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
@@ -135,7 +136,7 @@ async def unless_stopped(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 def first_advice(folder: Path) -> str:
     """Return the first sentence of advice on a run, or nothing if there is none."""
     try:
-        from millrace.report.advice.measure import advise_run
+        from millrace.report.advice.advise import advise_run
 
         return next((str(one) for one in advise_run(RunReader(folder).read())), "")
     except Exception as error:  # noqa: BLE001 - a run does not fail because its advice does
@@ -161,6 +162,7 @@ async def run_training(
     s.checkpoints.supersede(ledger.version)
     history, counts = History(s.run.path, ledger.totals()), s.counts
     called = Callbacks(callbacks, s, counts, stop)
+    grouped = s.config.learns_from_rewards and s.config.rollout.n > 1
     complete = False
     user = user_metrics_of(s.config.observe.metrics, s.problems.chat, s.progress.note)
     outside = trackers.start(c.logger, about(s), s.progress.note)
@@ -178,7 +180,7 @@ async def run_training(
                 save_freq=c.save_freq,
                 async_save=c.async_save,
                 test_freq=s.config.test_freq,
-                guard=make_guard(s.config, rows),
+                guard=make_guard(s.config.guard, rows, grouped=grouped),
                 counts=counts,
                 deadline_s=c.wait_deadline_s,
                 tasks=tasks,
@@ -247,10 +249,10 @@ def make_event_recorder(s: Session, ledger: Ledger, attempt: int) -> EventRecord
     from millrace.runtime.local import visible_gpus
 
     c, checkpoint = s.config, s.run.resume_from
-    tracks = (f"rollout-{i}" for i in range(c.replicas))
+    tracks = (f"rollout-{i}" for i in range(c.rollout.replicas))
     on_cpu = c.trainer.device == "cpu" or not visible_gpus()
     devices = Devices(
-        c.trainer_ranks,
+        c.trainer.ranks,
         dict.fromkeys(tracks, c.rollout.tensor_model_parallel_size),
         share_cores=on_cpu and c.trainer.runtime == "local",
         tools=not isinstance(s.agent, SingleTurn),
@@ -348,6 +350,36 @@ async def train_to_end(
     return complete, started, seconds
 
 
+@contextmanager
+def saved_without_replicas(roster: Roster, stop: StopRequest) -> Iterator[None]:
+    """Stop and save the run once every replica is given up, and then raise ReplicaLost.
+
+    Every change of a replica is an event on its track.
+    """
+    replica_wait.check(roster)
+    stream = current().registry
+
+    def changed(change: Change) -> None:
+        stream.at(f"rollout-{change.replica}", f"replica_{change.to}", why=change.why)
+        if roster.over:
+            stop.request()
+
+    roster.saves = True
+    try:
+        with roster.subscribe(changed):
+            yield
+    finally:
+        roster.saves = False
+    replica_wait.check(roster)
+
+
+async def validate_now(trainer: Trainer, record: RunRecord, phase: str) -> None:
+    """Validate the live weights. Send them again if the replicas that had them are lost."""
+    while not await record.validate_now(trainer.queue.ledger.version, phase):
+        await trainer.republish_live()
+        replica_wait.check(trainer.rollouter.pool.roster)
+
+
 async def finish_run(
     trained: bool, trainer: Trainer, record: RunRecord, stop: StopRequest, *, save_last: bool
 ) -> bool:
@@ -423,12 +455,13 @@ def drawn_lengths(rollout: RolloutConfig) -> DrawnLengths | None:
     )
 
 
-def make_guard(config: Config, rows: dict[int, dict[str, float]]) -> Guard | None:
+def make_guard(
+    section: GuardConfig, rows: dict[int, dict[str, float]], *, grouped: bool
+) -> Guard | None:
     """Return the guard, after it has read the rows of earlier attempts."""
-    section = config.guard
     if not section.enable:
         return None
-    if not config.learns_from_rewards or config.rollout.n == 1:  # equal rewards do not stop it
+    if not grouped:  # equal rewards do not stop it
         section = section.model_copy(update={"max_zero_variance_share": 1.0})
     guard = Guard(section)
     for version, row in rows.items():

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from millrace.config import Config, ModelConfig, Sides, plugins
+from millrace.config import Config, ModelConfig, Sides, TrainerConfig, plugins
 from millrace.runtime.caches import keep_compiled_code
+from millrace.sync.options import SyncOptions
 from millrace.waits.kernel import cpu_s
 from millrace.waits.registry import PROCESS, Start, measuring, starting, take_starts, waiting
 
@@ -99,7 +100,8 @@ class Worker:
 class TrainWorker(Worker):
     """One rank of a train engine, and its end of the weight sync."""
 
-    config: Config
+    trainer: TrainerConfig
+    dtype: str
     engine: TrainRank
     sender: Sender | NullSender | IpcSender
 
@@ -116,34 +118,28 @@ class TrainWorker(Worker):
     ) -> dict[str, Any]:
         """Join the train engine's process group and build this rank. Return its configuration."""
         resolved = Config.model_validate(config)
-        await self.load(resolved.trainer.engine, model_folder)
+        trainer = resolved.trainer
+        await self.load(trainer.engine, model_folder)
         from millrace.models.device import join_group, prepare
 
-        world_size = resolved.trainer_ranks
-        prepare(resolved.trainer)
-        if world_size > 1:
+        self.trainer, self.dtype = trainer, resolved.model.dtype
+        prepare(trainer)
+        if trainer.ranks > 1:
             with waiting("trainer-*", "all ranks to join", "the start of the trainer"):
-                store = self._meet(address, resolved.trainer.wait_deadline_s)
-                join_group(store, rank, world_size, resolved.trainer)
-        self.config = resolved
+                store = self._meet(address, trainer.wait_deadline_s)
+                join_group(store, rank, trainer.ranks, trainer)
         with starting("model"), _moving():
-            build = plugins.load("trainer.engine", resolved.trainer.engine, "train_engines")
-            self.engine = build(resolved, model_folder, rank=rank, world_size=world_size)
+            build = plugins.load("trainer.engine", trainer.engine, "train_engines")
+            self.engine = build(resolved, model_folder, rank=rank, world_size=trainer.ranks)
             self._leave_to_exit()
         return resolved.model_dump(mode="json")
 
-    async def connect(self, config: dict[str, Any], rank: int, address: tuple[str, int]) -> None:
+    async def connect(self, agreed: SyncOptions, rank: int, address: tuple[str, int]) -> None:
         """Build this rank's end of the weight sync. Its `regroup` joins the replicas."""
         from millrace.sync import ipc
         from millrace.sync.collective import join_sender
-        from millrace.sync.options import SyncOptions
 
-        resolved = Config.model_validate(config)
-        store, agreed = (
-            self._meet(address, resolved.trainer.wait_deadline_s),
-            SyncOptions.of(resolved),
-        )
-        where = (self.engine, store, rank, agreed)
+        where = (self.engine, self._meet(address, agreed.wait_deadline_s), rank, agreed)
         by_ipc = ipc.fits(agreed, self.engine.device)
         self.sender = await (ipc.IpcSender.join(*where) if by_ipc else join_sender(*where))
 
@@ -151,7 +147,7 @@ class TrainWorker(Worker):
         """Return the multiplications and additions per second in the training dtype."""
         from millrace.models.device import matmul_rate
 
-        return matmul_rate(self.config.trainer, self.config.model.dtype)
+        return matmul_rate(self.trainer, self.dtype)
 
     async def peak_memory(self) -> int:
         """Return the peak memory of this rank's tensors on its GPU so far, in bytes.
@@ -160,7 +156,7 @@ class TrainWorker(Worker):
         """
         from millrace.models.device import peak_memory
 
-        return peak_memory(self.config.trainer)
+        return peak_memory(self.trainer)
 
 
 class RolloutWorker(Worker):
@@ -195,28 +191,21 @@ class RolloutWorker(Worker):
                 found[f"{PROCESS.name}-core-{rank}"] = [Start(*part) for part in parts]
         return found
 
-    async def connect(self, config: dict[str, Any], replica: int, address: tuple[str, int]) -> None:
+    async def connect(self, agreed: SyncOptions, replica: int, address: tuple[str, int]) -> None:
         """Build this replica's end of the weight sync. Its `regroup` joins the trainer ranks.
 
         A second call leaves the lost ranks of the trainer, and meets those that have their place.
         """
-        from millrace.sync.options import SyncOptions
-
-        resolved = Config.model_validate(config)
         self._store = None
-        store, agreed = (
-            self._meet(address, resolved.trainer.wait_deadline_s),
-            SyncOptions.of(resolved),
-        )
+        store = self._meet(address, agreed.wait_deadline_s)
         engine: Any = self.engine
         if self.receiver is not None:
             await self.receiver.meet(store, agreed, address)
             return
-        if resolved.rollout.engine == "vllm":
+        if agreed.vllm:
             from millrace.vllm.receiver import VllmReceiver
 
-            where = (address, replica, config)
-            self.receiver = await VllmReceiver.join(engine, store, *where, agreed)
+            self.receiver = await VllmReceiver.join(engine, store, address, replica, agreed)
         else:
             from millrace.sync.collective import Receiver
 

@@ -1,7 +1,8 @@
-"""The options of a step, computed once from the configuration."""
+"""The options of a train engine, computed once from the configuration."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,18 +14,27 @@ from millrace.config import (
     ActorConfig,
     AlgorithmConfig,
     Config,
+    CriticConfig,
     DistillationConfig,
+    ModelConfig,
     OptimConfig,
     SftConfig,
+    TeacherConfig,
+    TrainerConfig,
 )
 from millrace.ports import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """The options that the functions of a step read."""
+    """The sections and the numbers that an engine and the functions of its steps read."""
 
+    trainer: TrainerConfig
+    model: ModelConfig
+    sft: SftConfig
     actor: ActorConfig
+    critic: CriticConfig
+    teachers: Mapping[str, TeacherConfig]
     algorithm: AlgorithmConfig
     distillation: DistillationConfig
     signal: Signal
@@ -38,10 +48,6 @@ class StepOptions:
     aggregation: AggMode
     loss_scale: float
     """Divisor of the mode seq-mean-token-sum-norm: Dr.GRPO's constant length."""
-    cliprange_value: float
-    """Clip range of the critic's value loss."""
-    huber_delta: float | None
-    """Where the critic's value loss becomes linear. None: nowhere."""
     critic_warmup: int
     """Number of optimizer steps in which only the critic learns."""
     temperature: float
@@ -52,6 +58,7 @@ class StepOptions:
     seed: int
     router_replay: str
     """model.router_replay."""
+    needs_reference: bool
 
     @property
     def whole_trajectories(self) -> bool:
@@ -64,10 +71,14 @@ class StepOptions:
 
 
 def step_options(config: Config) -> StepOptions:
-    """Return the options of `config`."""
     actor, algorithm, loss = config.actor, config.algorithm, config.actor.policy_loss.loss
     return StepOptions(
+        trainer=config.trainer,
+        model=config.model,
+        sft=config.sft,
         actor=actor,
+        critic=config.critic,
+        teachers=config.teachers,
         algorithm=algorithm,
         distillation=config.distillation,
         signal=config.distillation.own_signal
@@ -83,14 +94,13 @@ def step_options(config: Config) -> StepOptions:
         aggregation=actor.loss_agg_mode
         or loss.default_aggregation(actor.policy_loss.importance_sampling_level),
         loss_scale=actor.loss_scale_factor or float(config.rollout.max_response_length),
-        cliprange_value=config.critic.cliprange_value,
-        huber_delta=config.critic.huber_delta if config.critic.loss_fn_type == "huber" else None,
         critic_warmup=config.critic_warmup_steps,
         temperature=config.rollout.temperature,
         max_tokens=config.max_tokens,
         lag_bound=config.schedule.lag_bound,
         seed=config.trainer.seed,
         router_replay=config.model.router_replay,
+        needs_reference=config.needs_reference,
     )
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import heapq
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from millrace.errors import bad_value
+from millrace.models.mixtures import experts_of
+from millrace.models.shape import mlp_width
 from millrace.train.layout import Ints, Layout, make_layout
 from millrace.train.routing import Routed
 from millrace.train.rows import Rows
@@ -56,13 +60,35 @@ Outputs = tuple[Tensor, ...]
 """The outputs of a model for the trained tokens of a micro-batch, each [M]."""
 
 
-def split(rows: Rows, members: Ints, *, max_tokens: int, world_size: int) -> list[list[Ints]]:
+def attention_length(hf: Any) -> float:
+    """Return the length at which attention costs a row as much as all matrices of the model.
+
+    A row of n tokens then costs n + n^2 / attention_length tokens' passes through the matrices. `hf`
+    is config.json. Causal attention has as many multiplications as a matrix of n x width weights.
+    """
+    heads, hidden = hf.num_attention_heads, hf.hidden_size
+    head = getattr(hf, "head_dim", None) or hidden // heads
+    keys = getattr(hf, "num_key_value_heads", None) or heads
+    chosen = hf.num_experts_per_tok if experts_of(hf) else 1
+    layer = 2 * head * (heads + keys) + 3 * chosen * mlp_width(hf)
+    return float(hidden * (layer + hf.vocab_size / hf.num_hidden_layers) / (heads * head))
+
+
+def split(
+    rows: Rows,
+    members: Ints,
+    *,
+    max_tokens: int,
+    world_size: int,
+    attention_length: float = math.inf,
+) -> list[list[Ints]]:
     """Return the rows that each rank reads: result[micro-batch][rank] is an array of row numbers.
 
     Every row of `members` with a trained token is in exactly one array. The rows of one array have
-    at most `max_tokens` tokens. The ranks' shares of a micro-batch are about equal, and some may be
-    empty. There is at least one micro-batch. The rows of a trajectory are in one array if they
-    have at most `max_tokens` tokens together. The result is the same on every rank.
+    at most `max_tokens` tokens. The ranks' shares of a micro-batch cost about the same time, because
+    they wait for each other, and some may be empty. There is at least one micro-batch. The rows of a
+    trajectory are in one array if they have at most `max_tokens` tokens together. The result is the
+    same on every rank.
 
     Raises ConfigError if a single row exceeds `max_tokens`.
     """
@@ -76,10 +102,13 @@ def split(rows: Rows, members: Ints, *, max_tokens: int, world_size: int) -> lis
             f"actor.ppo_max_token_len_per_gpu={int(lengths.max())} or more",
         )
     units, sizes = _units(rows, members, max_tokens, world_size)
-    # Longest first: `_fill` is greedy and then gives the most even bins.
-    order = np.argsort(-sizes, kind="stable")
+    squares = np.array([np.square(rows.inputs[unit]).sum() for unit in units], dtype=np.float64)
+    costs = sizes + squares / attention_length
+    # Most costly first: `_fill` is greedy and then gives the most even bins.
+    order = np.argsort(-costs, kind="stable")
     micro_batches = max(-(-int(sizes.sum()) // (max_tokens * world_size)), 1)
-    while (bins := _fill(sizes[order], micro_batches * world_size, max_tokens)) is None:
+    limits = sizes[order], costs[order], max_tokens
+    while (bins := _fill(*limits, micro_batches * world_size)) is None:
         micro_batches += 1
     none = np.zeros(0, dtype=np.int64)
     shares = [np.concatenate([none, *(units[order[i]] for i in bin_)]) for bin_ in bins]
@@ -129,20 +158,24 @@ def _units(rows: Rows, members: Ints, max_tokens: int, world_size: int) -> tuple
     return units, np.array([rows.inputs[unit].sum() for unit in units], dtype=np.int64)
 
 
-def _fill(lengths: Ints, num_bins: int, limit: int) -> list[list[int]] | None:
-    """Put each length in turn into the emptiest bin, and return the bins, fullest first.
+def _fill(
+    sizes: Ints, costs: NDArray[np.float64], limit: int, num_bins: int
+) -> list[list[int]] | None:
+    """Put each unit in turn into the cheapest bin with room, and return the bins, costly ones first.
 
-    A bin is a list of indices into `lengths`. Return None if a bin would exceed `limit`.
+    A bin is a list of indices into `sizes`. Return None if a unit finds no room within `limit`.
     """
-    heap = [(0, bin_) for bin_ in range(num_bins)]
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    for i, length in enumerate(lengths.tolist()):
-        load, bin_ = heapq.heappop(heap)
-        if load + length > limit:
+    filled, spent = np.zeros(num_bins, dtype=np.int64), np.zeros(num_bins)
+    for i, size in enumerate(sizes):
+        fits = filled + size <= limit
+        bin_ = int(np.where(fits, spent, math.inf).argmin())
+        if not fits[bin_]:
             return None
         bins[bin_].append(i)
-        heapq.heappush(heap, (load + length, bin_))
-    return [bins[bin_] for load, bin_ in sorted(heap, key=lambda entry: (-entry[0], entry[1]))]
+        filled[bin_] += size
+        spent[bin_] += costs[i]
+    return [bins[bin_] for bin_ in np.argsort(-spent, kind="stable")]
 
 
 def pack(

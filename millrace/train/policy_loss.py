@@ -209,7 +209,9 @@ class CriticLoss:
                 (factors, mask.double(), ended.values, ended.returns),
                 int(mask.sum()),
             )
-        self.cliprange, self.huber_delta = options.cliprange_value, options.huber_delta
+        critic = options.critic
+        self.cliprange = critic.cliprange_value
+        self.huber_delta = critic.huber_delta if critic.loss_fn_type == "huber" else None
 
     def __call__(self, outputs: Outputs, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the micro-batch's share of the loss, and its CRITIC_SUMS [3] float64, detached.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from millrace.algorithms.distillation import divergence
 from millrace.algorithms.kl import adapt
-from millrace.config import Config, OptimConfig
+from millrace.config import OptimConfig
 from millrace.errors import MillraceError
 from millrace.models.model import DTYPES
 from millrace.observe.timing import timed as timed_parts
@@ -28,7 +28,7 @@ from millrace.train.experience import Experience, Forward, Models, make_experien
 from millrace.train.learner import Learner
 from millrace.train.metrics import Meter, batch_metrics, left_out, pad_share
 from millrace.train.mini_batch import mini_batches, settle
-from millrace.train.options import optim_of, step_options
+from millrace.train.options import StepOptions, optim_of
 from millrace.train.packing import MicroBatch, Outputs
 from millrace.train.policy_loss import CRITIC_SUMS, POLICY_SUMS, CriticLoss, PolicyLoss
 from millrace.train.responses import ended_responses
@@ -48,13 +48,12 @@ class TrainSteps(ABC):
     critic: Learner | None
     reference: Forward | None
 
-    def __init__(self, config: Config, model_folder: str, device: torch.device) -> None:
-        self.config = config
-        self.options = step_options(config)
+    def __init__(self, options: StepOptions, model_folder: str, device: torch.device) -> None:
+        self.options = options
         self.model_folder = model_folder
         self.device = device
-        self.kl_coef = config.algorithm.kl_ctrl.kl_coef
-        self.writer = StateWriter(timeout_s=config.trainer.wait_deadline_s)
+        self.kl_coef = options.algorithm.kl_ctrl.kl_coef
+        self.writer = StateWriter(timeout_s=options.trainer.wait_deadline_s)
         self.owns_group = False
         self._seen_version: int | None = None
         self.teachers: Mapping[str, Forward] = {}
@@ -82,8 +81,8 @@ class TrainSteps(ABC):
         self._seen_version = None
         for model in (self.actor, self.critic):
             if model is not None:
-                model.max_skipped_steps = self.config.trainer.max_skipped_steps
-        self.restart(optim_of(self.config.actor.optim, self.config.sft, phase), horizon)
+                model.max_skipped_steps = self.options.trainer.max_skipped_steps
+        self.restart(optim_of(self.options.actor.optim, self.options.sft, phase), horizon)
 
     @property
     def steps(self) -> int:
@@ -174,7 +173,7 @@ class TrainSteps(ABC):
 
     def _arrays(self, batch: TrainBatch) -> BatchArrays:
         """Return the arrays of a batch. Raise MillraceError if it lacks the experts of R3."""
-        arrays = arrays_of(batch, self.options.algorithm, self.config.teachers)
+        arrays = arrays_of(batch, self.options.algorithm, self.options.teachers)
         if self.options.router_replay == "R3" and arrays.rows.experts is None:
             raise MillraceError(
                 "model.router_replay=R3: the samples have no experts. "
@@ -206,7 +205,7 @@ class TrainSteps(ABC):
         """
         rows = rows_of_examples(examples)
         members = np.arange(len(rows.starts))
-        tokens, sft = max(int(rows.trained_tokens.sum()), 1), self.config.sft
+        tokens, sft = max(int(rows.trained_tokens.sum()), 1), self.options.sft
         of_teacher: Tensor | None = None
         if sft.teacher:
             rows, of_teacher = likeliest(self.teachers[sft.teacher], rows, sft.teacher_topk)
@@ -246,7 +245,7 @@ class TrainSteps(ABC):
         self, samples: tuple[Sample, ...], seconds: float
     ) -> list[list[list[float]]]:
         """Read `samples` with transformers' own model on rank 0, if it has room there."""
-        rows, own = rows_of_samples(samples), self.config.model
+        rows, own = rows_of_samples(samples), self.options.model
         flat = reference.log_probs_and_ranks(
             self.model_folder,
             self.full_weights(),

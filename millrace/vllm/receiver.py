@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -59,11 +60,11 @@ class VllmReceiver:
     def __init__(self, engine: VllmEngine, store: Any, replica: int, agreed: SyncOptions) -> None:
         self._engine = engine
         self._store = store
-        self._init: dict[str, Any] = {}
+        self._init = {"replica": replica, "agreed": asdict(agreed)}
         self._replica = replica
         self._shards = agreed.devices
         self._timeout_s = agreed.timeout_s
-        self._stall_s = _FIRST_S
+        self._stall_s = agreed.stall_s
         self._turn = 0
         self._version: PolicyVersion | None = None
 
@@ -74,13 +75,10 @@ class VllmReceiver:
         store: Any,
         address: tuple[str, int],
         replica: int,
-        tree: dict[str, Any],
         agreed: SyncOptions,
     ) -> VllmReceiver:
         """Prepare each of vLLM's workers to receive. `regroup` joins the trainer ranks."""
         made = cls(engine, store, replica, agreed)
-        made._init = {"replica": replica, "config": tree}
-        made._stall_s = tree["rollout"]["stall_s"]
         await made.meet(store, agreed, address)
         return made
 

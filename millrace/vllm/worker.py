@@ -36,7 +36,6 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-from millrace.config import Config
 from millrace.config.vllm_checks import HOST_PID
 from millrace.errors import BrokenTransfer, SyncError
 from millrace.process.death import ignore_stop_signals, prctl
@@ -70,7 +69,8 @@ class StagedInit(WeightTransferInitInfo):
     host: str
     port: int
     replica: int
-    config: dict[str, Any]
+    agreed: dict[str, Any]
+    """The fields of SyncOptions."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         if (inbox := self.__dict__.pop("inbox", None)) is not None:
             inbox.leave()  # the ranks of a lost trainer
             inbox = self._copies = None
-        agreed = SyncOptions.of(Config.model_validate(init_info.config))
+        agreed = SyncOptions(**init_info.agreed)
         limit = timedelta(seconds=agreed.timeout_s)
         self._store = TCPStore(init_info.host, init_info.port, None, False, timeout=limit)
         self._replica = init_info.replica

@@ -8,7 +8,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -152,15 +151,12 @@ def stacks_now() -> dict[str, list[str]]:
     for ident, frame in sys._current_frames().items():
         if ident != own:
             name = names.get(ident, f"thread {ident}")
-            found[name if name not in found else f"{name} {ident}"] = _lines(frame)
+            frames = traceback.StackSummary.extract(
+                traceback.walk_stack(frame), limit=_MOST_FRAMES, lookup_lines=False
+            )
+            lines = [f"{f.filename}:{f.lineno} {f.name}" for f in reversed(frames)]
+            found[name if name not in found else f"{name} {ident}"] = lines
     return found
-
-
-def _lines(frame: FrameType) -> list[str]:
-    frames = traceback.StackSummary.extract(
-        traceback.walk_stack(frame), limit=_MOST_FRAMES, lookup_lines=False
-    )
-    return [f"{f.filename}:{f.lineno} {f.name}" for f in reversed(frames)]
 
 
 def collective_in(stacks: Mapping[str, list[str]]) -> str:

@@ -59,14 +59,10 @@ def ask(run: Path, own: Sequence[ProcessStatus] = ()) -> list[ProcessStatus]:
     for answer in local:
         answer.process = seen[answer.pid]
         answer.children = [seen[pid] for pid in family[answer.pid]]
-        _judge_death(answer)
+        if answer.silent and gone(answer.process):
+            what = "the driver" if answer.name == DRIVER else f"worker {answer.name}"
+            answer.dead = f"{what} (process {answer.pid}) has ended; its log is in RUN/logs"
     return sorted(answers.values(), key=lambda a: (a.name != DRIVER, a.name))
-
-
-def _judge_death(answer: ProcessStatus) -> None:
-    if answer.silent and answer.process is not None and answer.process.state in ("", "Z", "X"):
-        what = "the driver" if answer.name == DRIVER else f"worker {answer.name}"
-        answer.dead = f"{what} (process {answer.pid}) has ended; its log is in RUN/logs"
 
 
 def ask_one(run: Path, told: Told) -> list[ProcessStatus]:

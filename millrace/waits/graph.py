@@ -6,7 +6,7 @@ for its head. A root is a node that waits for nobody, or a circle that nobody le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -15,6 +15,8 @@ from millrace.waits.answer import ProcessStatus, Waited, collective_in
 DRIVER = "driver"
 NETWORK = "the network"
 NOBODY = "nobody"
+LATE_S = 1.0
+"""How late an event loop may be before its tasks count as held up by it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,12 +66,10 @@ class Root:
 class Graph:
     """The nodes and edges of some answers."""
 
-    def __init__(self, answers: Sequence[ProcessStatus], late_s: float = 1.0) -> None:
-        """`late_s` is how late an event loop may be before its tasks count as held up by it."""
+    def __init__(self, answers: Sequence[ProcessStatus]) -> None:
         self.answers = {a.name: a for a in answers}
         self.nodes: dict[str, Node] = {}
         self.edges: list[Edge] = []
-        self._late_s = late_s
         for answer in answers:
             self._add_nodes(answer)
         for node in list(self.nodes.values()):
@@ -105,7 +105,7 @@ class Graph:
         answer = node.answer
         if answer is None:
             return
-        late = answer.late_s >= self._late_s
+        late = answer.late_s >= LATE_S
         if late and answer.name == DRIVER:
             # What its tasks wait for may be there: they have not run since.
             if not node.is_process:
@@ -146,12 +146,9 @@ class Graph:
                 if names:
                     return names
             elif wait.meeting and whom in self.answers:
-                come = self._has_come(whom, wait)
-                return [
-                    self._outside(f"{NETWORK} of {wait.meeting}")
-                    if come
-                    else self._member(whom, node, wait)
-                ]
+                if self._has_come(whom, wait):
+                    return [self._outside(f"{NETWORK} of {wait.meeting}")]
+                return [self._member(whom, node, wait)]
             elif f"{whom}/{wait.what}" in self.nodes:
                 return [f"{whom}/{wait.what}"]
             elif whom in self.nodes and whom != node.name:
@@ -165,7 +162,9 @@ class Graph:
             w.meeting == wait.meeting and w.number >= wait.number + ahead
             for name, answer in self.answers.items()
             if name == process or name.startswith(f"{process}-")  # or a part, such as vLLM's core
-            for w in _waits_of(self.nodes.values(), answer)
+            for node in self.nodes.values()
+            if node.answer is answer
+            for w in node.waits
         )
 
     def _member(self, process: str, node: Node, wait: Waited) -> str:
@@ -176,7 +175,7 @@ class Graph:
         role = node.name.partition("/")[2]
         roles = (role, role.replace("receiver.", "sender."), role.replace("sender.", "receiver."))
         alike = [n for n in inside if n.name.partition("/")[2] in roles]
-        busy = [n for n in inside if n.work or n.waits] if answer.late_s >= self._late_s else []
+        busy = [n for n in inside if n.work or n.waits] if answer.late_s >= LATE_S else []
         return next((n.name for n in (*same, *alike, *busy)), process)
 
 
@@ -185,10 +184,6 @@ def id_of(answer: ProcessStatus, who: str) -> str:
     if not who:
         return answer.name
     return who if answer.name == DRIVER else f"{answer.name}/{who}"
-
-
-def _waits_of(nodes: Iterable[Node], answer: ProcessStatus) -> Iterable[Waited]:
-    return (w for n in nodes if n.answer is answer for w in n.waits)
 
 
 def _collective(answer: ProcessStatus) -> list[Waited]:
@@ -213,12 +208,13 @@ def roots(graph: Graph, patience_s: float) -> list[Root]:
     for edge in graph.edges:
         heads[edge.tail].append(edge.head)
         into[edge.head].append(edge)
+    tails = {name: [edge.tail for edge in edges] for name, edges in into.items()}
     found = []
     for circle in components(heads):
         inside = set(circle)
         if any(head not in inside for name in circle for head in heads[name]):
             continue
-        waiters = _reaching(inside, into) - inside
+        waiters = set(walk(circle, tails, set())) - inside
         reasons = [e for name in circle for e in into[name]]
         found.append(_root(graph, sorted(circle), reasons, waiters, patience_s))
     found = [r for r in found if r.waiters or len(r.nodes) > 1 or r.severe]
@@ -246,58 +242,32 @@ def _root(
         still = answer.still_s if answer.name != DRIVER else None
         moving = not severe and still is not None and still < patience_s
     moving = moving or (not severe and seconds < patience_s)
-    names_ = waiters | set(names)
-    return Root(
-        nodes, len(waiters), reasons, bool(names_ & {"trainer", "sync"}), seconds, moving, severe
-    )
+    trains = bool((waiters | set(names)) & {"trainer", "sync"})
+    return Root(nodes, len(waiters), reasons, trains, seconds, moving, severe)
 
 
-def _reaching(targets: set[str], into: dict[str, list[Edge]]) -> set[str]:
-    """Return every node from which one of `targets` can be reached."""
-    seen, left = set(targets), list(targets)
-    while left:
-        for edge in into[left.pop()]:
-            if edge.tail not in seen:
-                seen.add(edge.tail)
-                left.append(edge.tail)
-    return seen
-
-
-def components(heads: dict[str, list[str]]) -> list[list[str]]:
-    """Return the strongly connected components of a graph, by Tarjan's algorithm."""
-    order: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    on_stack: set[str] = set()
-    found: list[list[str]] = []
-    for start in heads:
-        if start in order:
-            continue
-        calls = [(start, iter(heads[start]))]
-        order[start] = low[start] = len(order)
-        stack.append(start)
-        on_stack.add(start)
+def walk(starts: Iterable[str], heads: Mapping[str, Sequence[str]], seen: set[str]) -> list[str]:
+    """Return the nodes that `starts` reach and that are not in `seen`, each after its heads."""
+    found = []
+    for start in starts:
+        calls = [] if start in seen else [(start, iter(heads[start]))]
+        seen.add(start)
         while calls:
-            name, rest = calls[-1]
-            for head in rest:
-                if head not in order:
-                    order[head] = low[head] = len(order)
-                    stack.append(head)
-                    on_stack.add(head)
-                    calls.append((head, iter(heads[head])))
-                    break
-                if head in on_stack:
-                    low[name] = min(low[name], order[head])
+            head = next((head for head in calls[-1][1] if head not in seen), None)
+            if head is None:
+                found.append(calls.pop()[0])
             else:
-                calls.pop()
-                if calls:
-                    low[calls[-1][0]] = min(low[calls[-1][0]], low[name])
-                if low[name] == order[name]:
-                    circle = []
-                    while True:
-                        circle.append(stack.pop())
-                        on_stack.discard(circle[-1])
-                        if circle[-1] == name:
-                            break
-                    found.append(circle)
+                seen.add(head)
+                calls.append((head, iter(heads[head])))
     return found
+
+
+def components(heads: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """Return the strongly connected components of a graph, by Kosaraju's algorithm."""
+    tails: dict[str, list[str]] = {name: [] for name in heads}
+    for tail, others in heads.items():
+        for head in others:
+            tails[head].append(tail)
+    seen = set[str]()
+    order = reversed(walk(heads, heads, set()))
+    return [circle for name in order if (circle := walk([name], tails, seen))]

@@ -17,7 +17,7 @@ read. Nothing here waits, and nothing imports torch. A registered wait costs les
 | `with starting("imports")` | the body is a part of this process's start; its times are kept |
 | `count("buckets")`, `gauge("tokens", f)` | something moves: slow is not stuck |
 
-A span and a part take a cause too: `waits_for` somebody, or the work `what`, `by` somebody outside.
+A part takes a cause too: it `waits_for` somebody. A span takes the work `what`, `by` somebody outside.
 """
 
 from __future__ import annotations
@@ -85,10 +85,7 @@ class Actor:
     __slots__ = ("_before", "name", "parent", "registry", "since")
 
     def __init__(self, name: str, parent: Actor | None, registry: Registry) -> None:
-        self.name = name
-        self.parent = parent
-        self.registry = registry
-        self.since = 0.0
+        self.name, self.parent, self.registry, self.since = name, parent, registry, 0.0
 
     def __enter__(self) -> Actor:
         self.since = self.registry.clock()
@@ -110,11 +107,8 @@ class Wait:
     def __init__(
         self, whom: str, what: str, meeting: str = "", number: int = 0, work: bool = False
     ) -> None:
-        self.whom = whom
-        self.what = what
-        self.meeting = meeting
-        self.number = number
-        self.work = work
+        self.whom, self.what, self.work = whom, what, work
+        self.meeting, self.number = meeting, number
 
     def __enter__(self) -> Wait:
         actor = self.actor = _current.get()
@@ -228,20 +222,21 @@ def doing(what: str, by: str = "") -> Wait:
     return Wait(by, what, "", 0, True)
 
 
-def span(track: str, name: str, key: str = "", /, *, part: str = "", waits_for: str = "",
-         what: str = "", by: str = "", **facts: Any) -> Span | Part:  # fmt: skip
+def span(track: str, name: str, key: str = "", /, *, part: str = "", what: str = "", by: str = "",
+         **facts: Any) -> Span | Part:  # fmt: skip
     """Make a `with` block a span of a track, and the state `part` of the current actor.
 
-    With `what`, it is also an open wait: for `waits_for`, or for work which `by` does.
+    With `what`, it is also open work, which `by` does.
     """
     made = Span(_current.get().registry, track, name, key, facts)
-    if part or what:
-        return Part(part, waits_for or by, what, not waits_for, made)
-    return made
+    return Part(part, by, what, True, made) if part or what else made
 
 
 def part(name: str, waits_for: str = "", what: str = "") -> Part:
-    """Put the current actor into the state `name` for a `with` block. An inner one suspends it."""
+    """Put the current actor into the state `name` for a `with` block. An inner one suspends it.
+
+    With `what`, it is also an open wait for `waits_for`, or without anybody open work.
+    """
     return Part(name, waits_for, what, not waits_for, None)
 
 

@@ -1,17 +1,24 @@
-"""The verdict on a run: one sentence that names the culprit, what to do next, and a report."""
+"""The verdict on a run: one sentence that names the culprit, what to do next, and a report.
+
+A watch decides that a run stands still, and saves what all processes say.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
-from millrace.waits.answer import Process, ProcessStatus
-from millrace.waits.graph import DRIVER, NETWORK, NOBODY, Edge, Graph, Node, Root, roots
+from millrace.waits.answer import ProcessStatus
+from millrace.waits.graph import DRIVER, LATE_S, NETWORK, NOBODY, Edge, Graph, Node, Root, roots
 
 PATIENCE_S = 10.0
 """Seconds without progress after which something stands still."""
 _MOST_LINES = 40
+MOST_FILES = 10
+"""Stalls of a run that are saved."""
 
 STOPPED, DEAD, KERNEL, LOCKED, SILENT, LOOP, CIRCLE, NETWORK_, NOBODY_, OUTSIDE, WORK, IDLE = (
     *("stopped", "dead", "kernel", "locked", "silent", "loop", "circle", "network", "nobody"),
@@ -103,18 +110,14 @@ def kind_of(root: Root) -> str:
         return NOBODY_ if node.name.startswith(NOBODY) else OUTSIDE
     if answer.dead:
         return DEAD
+    if answer.silent and (process := answer.process) is not None:
+        states = {"T": STOPPED, "t": STOPPED, "Z": DEAD, "X": DEAD, "D": KERNEL}
+        return states.get(process.state, LOCKED if process.computes else SILENT)
     if answer.silent:
-        return _silent(answer.process)
-    if answer.name == DRIVER and node.is_process and answer.late_s >= 1:
+        return SILENT
+    if answer.name == DRIVER and node.is_process and answer.late_s >= LATE_S:
         return LOOP
     return IDLE if node.is_process else WORK
-
-
-def _silent(process: Process | None) -> str:
-    if process is None:
-        return SILENT
-    states = {"T": STOPPED, "t": STOPPED, "Z": DEAD, "X": DEAD, "D": KERNEL}
-    return states.get(process.state, LOCKED if process.computes else SILENT)
 
 
 def says(root: Root, kind: str) -> str:
@@ -125,11 +128,14 @@ def says(root: Root, kind: str) -> str:
     what = wait.what if wait is not None else "its turn"
     if kind == CIRCLE:
         inside = {n.name for n in root.nodes}
-        waits = [e for e in root.reasons if e.tail in inside and e.wait is not None]
+        waits = [e for e in root.reasons if e.tail in inside]
         waits.sort(key=lambda e: (e.tail not in ("trainer", "rollouter", "sync"), e.tail))
-        said = list(dict.fromkeys(_said(e) for e in waits))
-        more = f" and {len(said) - 2} more" if len(said) > 2 else ""
-        return f"{' and '.join(said[:2])}{more}: each waits for the other"
+        texts = [
+            f"{e.tail} has waited {e.wait.seconds:.0f} s for {e.wait.what}" for e in waits if e.wait
+        ]
+        texts = list(dict.fromkeys(texts))
+        more = f" and {len(texts) - 2} more" if len(texts) > 2 else ""
+        return f"{' and '.join(texts[:2])}{more}: each waits for the other"
     if answer is None:
         if kind == NETWORK_:
             return f"all have come to {what}, and it has not ended for {seconds}: {node.name}"
@@ -152,10 +158,11 @@ def says(root: Root, kind: str) -> str:
         at = f", and sleeps in {kernel.wchan}" if kernel is not None and kernel.wchan else ""
         return f"{name} ({process}) does not answer{at}"
     if kind == LOOP:
-        at = innermost(answer)
-        by = next((f" ({w.what})" for w in sorted(node.work, key=lambda w: w.seconds)), "")
-        by = by or _blocking(answer)
-        return f"the driver's event loop has stood still for {seconds} in {at}{by}"
+        # What the loop does, or what a task of it began last.
+        newest = min((w for w in answer.waits if w.work), key=lambda w: w.seconds, default=None)
+        newest = node.newest_work or newest
+        by = f" ({newest.what})" if newest is not None else ""
+        return f"the driver's event loop has stood still for {seconds} in {innermost(answer)}{by}"
     if kind == IDLE:
         return f"{name} does not serve {what}, which it was asked {seconds} ago"
     work = node.newest_work
@@ -182,11 +189,6 @@ def _at_work(graph: Graph, root: Root) -> str:
     return ""
 
 
-def _blocking(answer: ProcessStatus) -> str:
-    newest = min((w for w in answer.waits if w.work), key=lambda w: w.seconds, default=None)
-    return f" ({newest.what})" if newest is not None else ""
-
-
 def called(node: Node) -> str:
     """Return the name of a node in a sentence: "trainer rank 3", "rollout-1", "sample 17"."""
     if node.answer is None or node.answer.name == DRIVER:
@@ -194,11 +196,6 @@ def called(node: Node) -> str:
             "trainer", "rollouter", "sync", "validation", "checkpoint") else node.name  # fmt: skip
     role, _, number = node.answer.name.rpartition("-")
     return f"trainer rank {number}" if role == "trainer" else node.answer.name
-
-
-def _said(edge: Edge) -> str:
-    assert edge.wait is not None
-    return f"{edge.tail} has waited {edge.wait.seconds:.0f} s for {edge.wait.what}"
 
 
 def _waiters(graph: Graph, root: Root) -> str:
@@ -234,6 +231,11 @@ def mostly(graph: Graph, found: Sequence[Root]) -> str:
 def chain_to(graph: Graph, root: Root) -> list[str]:
     """Return the shortest way from the trainer, or from any waiter, to the culprit."""
     goal = {n.name for n in root.nodes}
+
+    def step(edge: Edge) -> str:
+        since = f" since {edge.wait.seconds:.1f} s: {edge.wait.what}" if edge.wait else ""
+        return f"{edge.tail} waits for {edge.head}{since}"
+
     heads: dict[str, list[Edge]] = {}
     for edge in graph.edges:
         heads.setdefault(edge.tail, []).append(edge)
@@ -244,19 +246,12 @@ def chain_to(graph: Graph, root: Root) -> list[str]:
         while left:
             name = left.pop(0)
             if name in goal and ways[name]:
-                return [_step(edge) for edge in ways[name]]
+                return [step(edge) for edge in ways[name]]
             for edge in heads.get(name, ()):
                 if edge.head not in ways:
                     ways[edge.head] = [*ways[name], edge]
                     left.append(edge.head)
     return []
-
-
-def _step(edge: Edge) -> str:
-    if edge.wait is None:
-        return f"{edge.tail} waits for {edge.head}"
-    what = edge.wait.what
-    return f"{edge.tail} waits for {edge.head} since {edge.wait.seconds:.1f} s: {what}"
 
 
 def innermost(answer: ProcessStatus) -> str:
@@ -274,7 +269,12 @@ def report(verdict: Verdict) -> str:
         lines += ["", "the way from the trainer:", *(f"  {step}" for step in verdict.chain)]
     lines += ["", "processes:"] if verdict.answers else []
     for a in verdict.answers:
-        lines.append(f"  {_process_line(a)}")
+        kernel, moved = a.process, sorted(a.progress.items())
+        state = f"{kernel.state} cpu {kernel.cpu_share:.0%} {kernel.wchan}" if kernel else ""
+        counts = ", ".join(f"{k} {v:g} ({s:.0f} s ago)" for k, (v, s) in moved) or "nothing"
+        answers = "DEAD" if a.dead else "does not answer" if a.silent else "answers"
+        late = f", event loop late {a.late_s:.0f} s" if a.late_s >= LATE_S else ""
+        lines.append(f"  {a.name} (process {a.pid}) {answers} {state}{late}; moved: {counts}")
         lines += [f"    child {c.pid} {c.state} {c.wchan} {c.command[:80]}" for c in a.children]
     waits = [(w, a) for a in verdict.answers for w in a.waits]
     waits.sort(key=lambda pair: -pair[0].seconds)
@@ -295,10 +295,53 @@ def report(verdict: Verdict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _process_line(a: ProcessStatus) -> str:
-    kernel = a.process
-    state = f"{kernel.state} cpu {kernel.cpu_share:.0%} {kernel.wchan}" if kernel else ""
-    moved = ", ".join(f"{k} {v:g} ({s:.0f} s ago)" for k, (v, s) in sorted(a.progress.items()))
-    answers = "DEAD" if a.dead else "does not answer" if a.silent else "answers"
-    late = f", event loop late {a.late_s:.0f} s" if a.late_s >= 1 else ""
-    return f"{a.name} (process {a.pid}) {answers} {state}{late}; moved: {moved or 'nothing'}"
+class StallWatch:
+    """Looks at what moves, and raises the alarm once nothing has moved for `stall_s` seconds.
+
+    The driver's counters come first, because they cost nothing. The others are asked only when the
+    driver's stand still. After an alarm, the next one comes after twice the time.
+    """
+
+    def __init__(
+        self,
+        stall_s: float,
+        ask: Callable[[], Sequence[ProcessStatus]],
+        alarm: Callable[[Verdict], None],
+    ) -> None:
+        self._stall_s = stall_s
+        self._ask, self._alarm = ask, alarm
+        self._next = 0.0
+        self._alarms = 0
+        self._began: float | None = None
+
+    def look(self, now: float, own_still_s: float | None) -> None:
+        """Look once. `own_still_s` is the time since a counter of the driver has moved.
+
+        It is None while the driver counts nothing. The time since the first look counts then.
+        """
+        self._began = now if self._began is None else self._began
+        own_still_s = now - self._began if own_still_s is None else own_still_s
+        if own_still_s < self._stall_s:
+            self._alarms = 0
+            return
+        if now < self._next:
+            return
+        answers = self._ask()
+        stills = [still for a in answers if (still := a.still_s) is not None]
+        quiet = min(stills, default=own_still_s)
+        if quiet < self._stall_s:  # Slow is not stuck: a worker moves.
+            self._next = now + self._stall_s - quiet
+            return
+        self._alarms += 1
+        self._next = now + self._stall_s * 2**self._alarms
+        self._alarm(judge(answers, min(PATIENCE_S, self._stall_s)))
+
+
+def save(verdict: Verdict, run: Path) -> Path | None:
+    """Save a verdict as stall-TIME.txt and .json. Return the text, or None if there are enough."""
+    if len(list(run.glob("stall-*.txt"))) >= MOST_FILES:
+        return None
+    path = run / f"stall-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    path.write_text(report(verdict))
+    path.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(verdict)))
+    return path

@@ -54,16 +54,14 @@ class WaitServer:
     def start(self, folder: Path | None = None) -> None:
         """Listen in `folder`. Without one, or on a file system without sockets, only look."""
         if folder is not None:
-            self._listen(folder, self.pulse.registry.name)
+            name = self.pulse.registry.name
+            folder.mkdir(mode=0o700, exist_ok=True)
+            self._files = [folder / f"{name}.sock", folder / f"{name}.json"]
+            with contextlib.suppress(OSError):
+                self._server = listen(self._files[0])
+            about = {"name": name, "pid": os.getpid(), "host": socket.gethostname()}
+            replace_file(self._files[1], json.dumps(about))
         threading.Thread(target=self._run, name="millrace-waits", daemon=True).start()
-
-    def _listen(self, folder: Path, name: str) -> None:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        self._files = [folder / f"{name}.sock", folder / f"{name}.json"]
-        with contextlib.suppress(OSError):
-            self._server = listen(self._files[0])
-        about = {"name": name, "pid": os.getpid(), "host": socket.gethostname()}
-        replace_file(self._files[1], json.dumps(about))
 
     def close(self) -> None:
         """End the thread, and remove its files."""
@@ -77,15 +75,18 @@ class WaitServer:
         asked = self._asked_at
         return 0.0 if asked is None else self.pulse.registry.clock() - asked
 
-    def answer(self, *, stacks: bool = True) -> ProcessStatus:
-        answer = answer_of(self.pulse, stacks=stacks)
+    def answer(self) -> ProcessStatus:
+        answer = answer_of(self.pulse)
         answer.late_s = self.late_s
         return answer
 
     def _run(self) -> None:
         while not self._over.is_set():
             self.pulse.look()
-            self._beat()
+            if self.loop is not None and self._asked_at is None:
+                self._asked_at = self.pulse.registry.clock()
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self.loop.call_soon_threadsafe(setattr, self, "_asked_at", None)
             self.look(self)
             if self._server is None:
                 self._over.wait(_LOOK_S)
@@ -95,28 +96,14 @@ class WaitServer:
                 connection, _ = self._server.accept()
                 with connection:
                     connection.settimeout(_SEND_S)
-                    connection.sendall(self._reply())
+                    try:
+                        reply = msgspec.json.encode([self.answer(), *self.more()])
+                    except Exception:  # noqa: BLE001 - it must not end the thread that answers
+                        traceback.print_exc()
+                        continue  # a failure is no answer, and the next question gets one
+                    connection.sendall(reply)
         if self._server is not None:
             self._server.close()
-
-    def _reply(self) -> bytes:
-        """Return all answers as JSON. A failure is no answer, and the next question gets one."""
-        try:
-            return msgspec.json.encode([self.answer(), *self.more()])
-        except Exception:  # noqa: BLE001 - it must not end the thread that answers
-            traceback.print_exc()
-            return b""
-
-    def _beat(self) -> None:
-        loop = self.loop
-        if loop is None or self._asked_at is not None:
-            return
-        self._asked_at = self.pulse.registry.clock()
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(self._ran)
-
-    def _ran(self) -> None:
-        self._asked_at = None
 
 
 def listen(path: Path) -> socket.socket:

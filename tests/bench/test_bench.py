@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config
 
-from millrace.config import Config, ModelShape, recipe
+from millrace.config import Config, ModelConfig, ModelShape, recipe
 from millrace.errors import ConfigError
 from millrace.extras.bench.flops import train_flops
 from millrace.extras.bench.modes import Arm, arms_of, bench_modes, check_size, remarks, table
@@ -46,9 +46,9 @@ def test_flops_are_those_that_torch_counts(tmp_path: Path, tied: bool, length: i
         model(torch.arange(length)[None] % 50).logits.sum().backward()
     attention = 6 * 3 * 4 * 8 * length**2
     # The first layer's input needs only the embeddings' gradient. torch counts that gradient whole.
-    assert train_flops(tmp_path, [length], Config()) + attention == counter.get_total_flops()
-    assert train_flops(tmp_path, [length, length], Config()) == 2 * train_flops(
-        tmp_path, [length], Config()
+    assert train_flops(tmp_path, [length], ModelConfig()) + attention == counter.get_total_flops()
+    assert train_flops(tmp_path, [length, length], ModelConfig()) == 2 * train_flops(
+        tmp_path, [length], ModelConfig()
     )
     config = Config.model_validate({"model": {"lora_rank": 4}})
     model = lora.inject(model, config.model, seed=0)
@@ -57,13 +57,16 @@ def test_flops_are_those_that_torch_counts(tmp_path: Path, tied: bool, length: i
     # Nothing below the first layer is trained. Its q, k, v and their adapters therefore compute no
     # gradient of their input.
     first = 2 * length * (32 * 8 * (4 + 2 * 2) + 4 * 32 * 3)
-    assert train_flops(tmp_path, [length], config) + attention == counter.get_total_flops() + first
+    assert (
+        train_flops(tmp_path, [length], config.model) + attention
+        == counter.get_total_flops() + first
+    )
 
 
 def test_flops_refuse_a_model_that_their_formula_does_not_fit(tmp_path: Path) -> None:
     GPT2Config(n_embd=8, n_layer=2, n_head=2).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"'gpt2': .* has no hidden_size, num_hidden_layers"):
-        train_flops(tmp_path, [4], Config())
+        train_flops(tmp_path, [4], ModelConfig())
 
 
 def test_arms_are_modes_by_splits_and_colocated_ones_take_all_devices() -> None:
@@ -116,7 +119,8 @@ def test_a_run_without_a_version_to_count_is_refused_before_engines_start() -> N
 
     def check(size: str) -> None:
         c = recipe.load(runs.RECIPE, overrides, [size])
-        check_size(c, 1000, "async_partial", 1)
+        end = c.end(1000)
+        check_size(c.schedule, end, c.value_of(end[0]), "async_partial", 1)
 
     check("rollout.total_rollout_steps=256")
     with pytest.raises(ConfigError, match=r"rollout\.total_rollout_steps = 224.* Fix: 256 or more"):
@@ -298,7 +302,7 @@ def test_bench_train_counts_what_a_step_does(tmp_path: Path) -> None:
     )
     found = done.json
     assert found["tokens_per_step"] == 2 * 4 * 59 and len(found["steps_s"]) == 5
-    per_step = train_flops(tmp_path / "run" / "model", [59] * 8, Config())
+    per_step = train_flops(tmp_path / "run" / "model", [59] * 8, ModelConfig())
     assert found["model_tflops_per_device"] * 1e12 * 2 * found["step_s"] == pytest.approx(per_step)
     assert 0 < found["mfu"] < 1 and 0.05 < found["peak_memory_gib"] < 24
     long = runs.millrace("bench", "train", str(runs.RECIPE), *size, "--length", "300")

@@ -208,7 +208,8 @@ def test_nodes_are_shared_where_both_sides_fit(
     )
     assert config.sides.nodes_needed == config.derived().nodes_needed == nodes
     assert (
-        config.trainer_ranks == train[0] * train[1] and config.replicas == rollout[0] * rollout[1]
+        config.trainer.ranks == train[0] * train[1]
+        and config.rollout.replicas == rollout[0] * rollout[1]
     )
 
 

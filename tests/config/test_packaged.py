@@ -18,6 +18,7 @@ import pytest
 from millrace.config import recipe
 from millrace.config.packaged import FOLDER, find, named, packaged, summary
 from millrace.errors import ConfigError
+from millrace.schedule.modes import MODES
 from tests.e2e.runs import millrace
 from tests.waiting import HANG_S
 
@@ -52,6 +53,26 @@ def test_a_copy_of_a_recipe_is_the_same_recipe(name: str, tmp_path: Path) -> Non
     copy = tmp_path / "my.yaml"
     shutil.copy(packaged()[name], copy)
     assert recipe.load(copy) == recipe.load(packaged()[name])
+
+
+STALE = [
+    mode for mode in MODES if recipe.load("quickstart", [f"mode={mode}"]).schedule.lag_bound > 1
+]
+
+
+@pytest.mark.parametrize("name", [name for name in packaged() if name.startswith("algorithms/")])
+def test_a_recipe_of_an_algorithm_runs_in_every_mode_and_bounds_stale_tokens(name: str) -> None:
+    for mode in MODES:
+        assert recipe.load(name, [f"mode={mode}"]).name == name.rpartition("/")[2]
+    assert len(STALE) > 3
+    corrected = recipe.load(name).algorithm.rollout_correction.rollout_is
+    for mode in STALE:  # The loss bounds nothing that a ratio to the trainer's own policy hides.
+        overrides = [f"mode={mode}", "async_training.use_rollout_log_probs=false"]
+        if corrected:
+            recipe.load(name, overrides)
+            continue
+        with pytest.raises(ConfigError, match=r"Fix: .*rollout_correction\.rollout_is"):
+            recipe.load(name, overrides)
 
 
 def test_a_file_wins_over_a_packaged_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,7 @@ from millrace.data.sources import load_source
 from millrace.data.tokenizer import make_tokenizer
 from millrace.errors import ConfigError, DataError
 from millrace.models.model import write_shape
-from millrace.run.problems import Problems, load, prepare
-from millrace.run.prompt_notes import first_prompts
+from millrace.run.problems import Problems, first_prompts, load, prepare
 from tests.data.test_tokenizer import CHATML
 
 ASKED = "What is 1 + 1?"

@@ -139,7 +139,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         JUDGE + "test_a_key_that_no_header_can_have_is_refused_and_not_shown",
     ),
     "Warnings about a tracker leave out the password of a URL.": (
-        "tests/observe/test_background.py::test_a_password_is_never_cut_open",
+        "tests/observe/test_trackers.py::test_a_password_is_never_cut_open",
     ),
     "Programs of agents get none of your variables, but for a few such as PATH and those that"
     " `agents.env` names.": (PROGRAM,),

@@ -39,7 +39,8 @@ async def trained(
 ) -> list[dict[str, float]]:
     """Return the rows of a run with this reward."""
     overrides = [FAST, f"rollout.total_rollout_steps={samples}", *overrides]
-    reward = make_reward(recipe.load(runs.RECIPE, [*runs.SMALL, *overrides]))
+    config = recipe.load(runs.RECIPE, [*runs.SMALL, *overrides])
+    reward = make_reward(config.reward, config.agents, config.sides)
     try:
         await reward.start()
         folder.mkdir()

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from millrace.config import Config
+from millrace.run.engines import sync_options
 from millrace.sync.buckets import checksum, plan, specs_of
 from millrace.sync.ipc import IpcSender, IpcStaging
-from millrace.sync.options import SyncOptions
 from millrace.sync.proof import bit_sums
 from millrace.sync.table import Shards
 
@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
     "async_training": {"placement": "colocated"},
     "sync": {"bucket_mb": 1, "timeout_s": 60},
 }
-AGREED = SyncOptions.of(Config.model_validate(CONFIG))
+AGREED = sync_options(Config.model_validate(CONFIG))
 VERSIONS = 3
 
 

@@ -47,6 +47,19 @@ def test_a_shape_becomes_a_qwen2_folder_without_weights(folder: Any) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "generation_config.json"]
 
 
+def test_a_shape_with_experts_becomes_a_mixture(tmp_path: Path) -> None:
+    shape = SHAPE.model_copy(update={"num_experts": 4, "num_experts_per_tok": 3})
+    write_shape(tmp_path, shape, vocab_size=19)
+    model: Any = load_model(tmp_path, seed=7, dtype="float32")
+    assert model.config.model_type == "qwen3_moe" and model.config.head_dim == 8
+    tokens = torch.arange(19)[None]
+    for layer in model.model.layers:
+        assert layer.mlp.experts.gate_up_proj.shape == (4, 2 * 32, 16)
+        chosen = layer.mlp.gate(torch.randn(5, 16))[-1]
+        assert chosen.shape == (5, 3) and int(chosen.max()) < 4
+    assert model(tokens).logits.isfinite().all()
+
+
 def test_the_same_seed_gives_the_same_bits_and_leaves_the_global_random_state_alone(
     folder: Any,
 ) -> None:

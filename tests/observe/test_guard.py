@@ -110,11 +110,8 @@ def test_limits_are_exclusive_so_a_metric_at_its_limit_is_fine() -> None:
 
 def test_entropy_is_compared_with_its_first_rows_and_before_that_with_the_floor_alone() -> None:
     guard = Guard(GuardConfig(entropy_rows=2, min_entropy_share=0.5, min_entropy=0.1))
-    falling = [3.0, 1.0, 0.9, 0.85, 1.1, 0.05]
-    seen = [
-        names(guard.check(version, {"actor/entropy": value}))
-        for version, value in enumerate(falling)
-    ]
+    falling = enumerate([3.0, 1.0, 0.9, 0.85, 1.1, 0.05])
+    seen = [names(guard.check(version, {"actor/entropy": value})) for version, value in falling]
     assert seen == [[], [], ["entropy_collapse"], ["entropy_collapse"], [], ["entropy_collapse"]]
     early = Guard(GuardConfig(min_entropy=0.1))
     assert names(early.check(0, {"actor/entropy": 0.05})) == ["entropy_collapse"]
@@ -123,10 +120,8 @@ def test_entropy_is_compared_with_its_first_rows_and_before_that_with_the_floor_
 def test_a_spike_is_one_against_the_median_of_the_rows_before_it() -> None:
     guard = Guard(GuardConfig(max_grad_spike=3.0, grad_rows=4, min_grad_rows=2))
     # The first two have too few rows. Then the medians are 1, 1, 1, 5.5, 5.5, 1, 5.5 and 5.5.
-    norms = [1.0, 1.0, 10.0, 1.0, 10.0, 1.0, 1.0, 10.0, 10.0, 10.0]
-    seen = [
-        bool(guard.check(version, {"actor/grad_norm": norm})) for version, norm in enumerate(norms)
-    ]
+    norms = enumerate([1.0, 1.0, 10.0, 1.0, 10.0, 1.0, 1.0, 10.0, 10.0, 10.0])
+    seen = [bool(guard.check(version, {"actor/grad_norm": norm})) for version, norm in norms]
     assert seen == [False, False, True, False, True, False, False, True, False, False]
 
 
@@ -140,26 +135,15 @@ def test_a_median_of_0_tells_nothing_and_an_infinite_norm_is_a_spike() -> None:
 
 def test_equal_rewards_must_be_so_in_versions_in_a_row() -> None:
     guard = Guard(GuardConfig(equal_reward_versions=2))
-    stds = [0.0, 0.1, 0.0, 0.0, 0.0, 0.1]
-    assert [len(guard.check(version, {"reward/std": std})) for version, std in enumerate(stds)] == [
-        0,
-        0,
-        0,
-        1,
-        1,
-        0,
-    ]
+    stds = enumerate([0.0, 0.1, 0.0, 0.0, 0.0, 0.1])
+    seen = [len(guard.check(version, {"reward/std": std})) for version, std in stds]
+    assert seen == [0, 0, 0, 1, 1, 0]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {},
-        {"val/x/greedy": 1.0},
-        {"response_length/clip_ratio": math.nan},
-        {"response_length/clip_ratio": None},
-    ],
-)
+CLIP = "response_length/clip_ratio"
+
+
+@pytest.mark.parametrize("row", [{}, {"val/x/greedy": 1.0}, {CLIP: math.nan}, {CLIP: None}])
 def test_a_row_without_the_metric_neither_ends_an_alarm_nor_begins_one(
     row: dict[str, float | None],
 ) -> None:
@@ -184,9 +168,8 @@ def test_what_began_and_ended_accounts_for_what_holds(rows: list[dict[str, float
         assert holding | set(names(guard.began)) - set(names(guard.ended)) >= now
         assert now == (holding | set(names(guard.began))) - set(names(guard.ended))
         assert not holding & set(names(guard.began)) and set(names(guard.ended)) <= holding
-        assert {name for name, value in guard.as_metrics().items() if value} == {
-            f"alarm/{name}" for name in now
-        }
+        active = {name for name, value in guard.as_metrics().items() if value}
+        assert active == {f"alarm/{name}" for name in now}
         holding = now
 
 
@@ -210,19 +193,15 @@ def test_options_that_could_never_act_are_refused() -> None:
     for options in ({"entropy_rows": 0}, {"equal_reward_versions": 0}):
         with pytest.raises(ValueError, match="greater than or equal to 1"):
             GuardConfig(**options)
-    with pytest.raises(
-        ConfigError,
-        match=r"guard.min_grad_rows = 21: the median has at most guard.grad_rows = 20 rows",
-    ):
+    with pytest.raises(ConfigError, match=r"guard.min_grad_rows = 21: .* guard.grad_rows = 20"):
         Config(guard={"min_grad_rows": 21})
 
 
 def test_an_alarm_whose_metric_hovers_at_its_limit_begins_once_and_ends_once() -> None:
     """Such a metric occurs at the end of the quickstart, where nearly every problem is solved."""
     guard, began, ended = Guard(GuardConfig()), 0, 0
-    for version, share in enumerate(
-        [0.90, 0.96, 0.94, 0.97, 0.93, 0.95, 0.86, 0.85, 0.94], start=1
-    ):
+    shares = [0.90, 0.96, 0.94, 0.97, 0.93, 0.95, 0.86, 0.85, 0.94]
+    for version, share in enumerate(shares, start=1):
         guard.check(version, {"train/zero_advantage_share": share})
         began, ended = began + len(guard.began), ended + len(guard.ended)
         assert bool(guard.as_metrics()["alarm/zero_variance"]) == (2 <= version <= 7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from millrace.config import GuardConfig
 from millrace.observe.guard import Guard
 from millrace.observe.metrics import RunCounts, Synced, VersionMetrics, percentile
-from millrace.observe.timing import LiveTime
+from millrace.observe.timing import live_row
 from millrace.ports import RolloutStats, StepReport, TransferReport
 from millrace.schedule.continuation import next_prompt
 from millrace.types import (
@@ -41,6 +42,19 @@ def trajectory(*segments: Segment, score: float | None = 1.0, **extra: float) ->
 
 def sample(index: int, prompt_length: int, admitted: int, *trajectories: Trajectory) -> Sample:
     return Sample(Prompt(index, tokens_of([1] * prompt_length), "", "d"), trajectories, admitted)
+
+
+def row_of(metrics: VersionMetrics, **changes: Any) -> dict[str, float]:
+    """Return the row of a version without time, rollouts and a sync."""
+    given: dict[str, Any] = {"timing": {}, "before": RolloutStats(), "after": RolloutStats()}
+    return metrics.row(**given | {"usable_slots": 1, "synced": Synced()} | changes)
+
+
+def stepped(version: int, *samples: Sample) -> VersionMetrics:
+    """Return the metrics of one step on these samples."""
+    metrics = VersionMetrics()
+    metrics.stepped(samples, version, StepReport(1))
+    return metrics
 
 
 TOOL = Segment(tokens_of([5, 5]), Author.ENVIRONMENT)
@@ -112,15 +126,15 @@ SECONDS = TIMING | {
 }
 
 
-def row(**changes: object) -> dict[str, float]:
-    given: dict[str, object] = {
+def row(**changes: Any) -> dict[str, float]:
+    given = {
         "timing": TIMING,
         "before": RolloutStats(tokens=100, prefill_tokens=50, busy_slot_s=7.0, slots=16),
         "after": RolloutStats(tokens=160, prefill_tokens=75, busy_slot_s=47.0, slots=16),
         "usable_slots": 8,
-        "synced": Synced(TransferReport(4096, 1.25), 0.125, 0.25, LiveTime(8.0, 6.0)),
+        "synced": Synced(TransferReport(4096, 1.25), 0.125, 0.25, live_row(8.0, 6.0)),
     }
-    return collected().row(**(given | changes))  # type: ignore[arg-type]
+    return row_of(collected(), **given | changes)
 
 
 EXPECTED = {
@@ -221,13 +235,7 @@ def test_fractions_stay_between_0_and_1_whatever_clocks_say() -> None:
     Busy slots may therefore exceed the wall time, and a period may be empty.
     """
     busier = row(after=RolloutStats(tokens=100, prefill_tokens=50, busy_slot_s=1000.0, slots=16))
-    empty = VersionMetrics().row(
-        timing={},
-        before=RolloutStats(),
-        after=RolloutStats(),
-        usable_slots=8,
-        synced=Synced(TransferReport(0, 0.0), 0.0),
-    )
+    empty = row_of(VersionMetrics(), usable_slots=8)
     for each in (row(), busier, empty):
         for name, value in each.items():
             if name.endswith(("_ratio", "idle_ratio")):
@@ -244,26 +252,10 @@ def test_shaped_rewards_show_what_is_trained_on_and_what_was_said_and_a_greedy_b
         for value in (0.5, 1.0)
     ]
     greedy = Trajectory.of((said(0, 50),), Score(7.0, raw=8.0))
-    rows = []
-    for baseline in (None, greedy):
-        metrics = VersionMetrics()
-        metrics.stepped(
-            [Sample(Prompt(0, tokens_of([1]), "", "d"), tuple(shaped), 3, baseline)],
-            3,
-            StepReport(1),
-        )
-        rows.append(
-            metrics.row(
-                timing={"step": 1.0}, before=RolloutStats(), after=RolloutStats(), usable_slots=1,
-                synced=Synced(TransferReport(0, 0.0), 0.0),
-            )
-        )  # fmt: skip
-    without, found = rows
-    assert (
-        found["reward/mean"],
-        found["reward/score/mean"],
-        found["reward/overlong_reward/mean"],
-    ) == (0.75, 1.0, -0.25)
+    both = (sample(0, 1, 3, *shaped), replace(sample(0, 1, 3, *shaped), greedy=greedy))
+    without, found = (row_of(stepped(3, each), timing={"step": 1.0}) for each in both)
+    names = ("reward/mean", "reward/score/mean", "reward/overlong_reward/mean")
+    assert [found[name] for name in names] == [0.75, 1.0, -0.25]
     assert found == without | {"reward/greedy/mean": 7.0}
 
 
@@ -287,19 +279,17 @@ def test_a_row_has_the_extremes_of_its_batches_and_the_means_of_all_else(
     metrics = VersionMetrics()
     for steps, own in ((3, 1.0), (1, 3.0)):
         metrics.stepped([], 3, StepReport(steps, {name: own}))
-    none = RolloutStats(0, 0, 0.0, 1)
-    synced = Synced(TransferReport(0, 0.0), 0.0)
-    row = metrics.row(timing={}, before=none, after=none, usable_slots=1, synced=synced)
-    assert row[name] == value
+    assert row_of(metrics)[name] == value
 
 
 def test_the_counts_of_a_run_go_on_from_its_checkpoint() -> None:
-    names = [
-        f"fully_async/count/{kind}_processed" for kind in ("stale_samples", "stale_trajectory")
-    ]
     rows = [
-        dict(zip(names, counts, strict=True)) | {"train/optimizer_steps": 4.0}
-        for counts in ((2.0, 5.0), (0.0, 0.0), (1.0, 4.0))
+        {
+            "fully_async/count/stale_samples_processed": samples,
+            "fully_async/count/stale_trajectory_processed": trajectories,
+            "train/optimizer_steps": 4.0,
+        }
+        for samples, trajectories in ((2.0, 5.0), (0.0, 0.0), (1.0, 4.0))
     ]
     whole = RunCounts({"actor_warmup_steps": 7.0})
     assert [list(whole.add(row).values()) for row in rows[:2]] == [[2.0, 5.0], [2.0, 5.0]]
@@ -311,46 +301,21 @@ def test_the_counts_of_a_run_go_on_from_its_checkpoint() -> None:
 
 
 def test_a_trajectory_that_says_nothing_is_as_old_as_now() -> None:
-    metrics = VersionMetrics()
-    metrics.stepped([sample(0, 1, 2, trajectory(score=None))], 2, StepReport(1))
-    found = metrics.row(
-        timing={},
-        before=RolloutStats(),
-        after=RolloutStats(),
-        usable_slots=1,
-        synced=Synced(TransferReport(0, 0.0), 0.0),
-    )
-    assert (
-        found["staleness/hist/0"] == 1.0
-        and found["reward/mean"] == 0.0
-        and found["fully_async/partial/max_partial_span"] == 0.0
-    )
+    found = row_of(stepped(2, sample(0, 1, 2, trajectory(score=None))))
+    assert found["staleness/hist/0"] == 1.0 and found["reward/mean"] == 0.0
+    assert found["fully_async/partial/max_partial_span"] == 0.0
 
 
 def test_counts_of_agents_are_means_shares_or_sums_and_missing_without_agents() -> None:
     def row(*counts: dict[str, float]) -> dict[str, float]:
-        plain = Trajectory.of((said(0, 2),), Score(1.0))
-        episodes = tuple(replace(plain, counts=c) for c in counts)
-        metrics = VersionMetrics()
-        metrics.stepped([Sample(Prompt(0, tokens_of([1]), "", "d"), episodes)], 0, StepReport(1))
-        whole = metrics.row(
-            timing={"step": 1.0},
-            before=RolloutStats(),
-            after=RolloutStats(),
-            usable_slots=1,
-            synced=Synced(TransferReport(0, 0.0), 0.0),
-        )
+        episodes = (replace(trajectory(said(0, 2)), counts=c) for c in counts)
+        whole = row_of(stepped(0, sample(0, 1, 0, *episodes)), timing={"step": 1.0})
         return {name: value for name, value in whole.items() if name.startswith("agents/")}
 
     assert row({}, {}) == {}
     one = {"turns": 3.0, "threads": 1.0, "context_tokens": 10.0, "ended/done": 1.0}
-    two = {
-        "turns": 1.0,
-        "threads": 2.0,
-        "context_tokens": 4.0,
-        "ended/turns": 1.0,
-        "forks/edited": 2.0,
-    }
+    two = {"turns": 1.0, "threads": 2.0, "context_tokens": 4.0, "ended/turns": 1.0}
+    two["forks/edited"] = 2.0
     assert row(one, two | {"dead_turns": 1.0}) == {
         "agents/turns/mean": 2.0,
         "agents/turns/max": 3.0,
@@ -369,21 +334,15 @@ def test_kv_of_older_weights_is_a_figure_of_its_own() -> None:
     def segment(version: int, kv_version: int | None, tokens: int) -> Segment:
         return replace(said(version, tokens), kv_version=kv_version)
 
-    def row_of(*segments: Segment) -> dict[str, float]:
-        metrics = VersionMetrics()
-        metrics.stepped([sample(0, 1, 2, trajectory(*segments))], 5, StepReport(1))
-        stats = RolloutStats(reused_tokens=30), RolloutStats(reused_tokens=50, evicted_tokens=4)
-        return metrics.row(
-            timing={"train": 2.0},
-            before=stats[0],
-            after=stats[1],
-            usable_slots=1,
-            synced=Synced(TransferReport(0, 0.0), 0.0),
-        )
+    def row(*segments: Segment) -> dict[str, float]:
+        before = RolloutStats(reused_tokens=30)
+        after = RolloutStats(reused_tokens=50, evicted_tokens=4)
+        metrics = stepped(5, sample(0, 1, 2, trajectory(*segments)))
+        return row_of(metrics, timing={"train": 2.0}, before=before, after=after)
 
-    found = row_of(segment(3, None, 6), TOOL, segment(4, 1, 2), segment(5, 3, 4))
+    found = row(segment(3, None, 6), TOOL, segment(4, 1, 2), segment(5, 3, 4))
     assert found["staleness/kv_mean"] == pytest.approx((2 * 3 + 4 * 2) / 12)
     assert found["staleness/kv_max"] == 3.0
     assert found["rollouter/reused_tokens_per_s"] == 10.0
     assert found["rollouter/evicted_tokens_per_s"] == 2.0
-    assert "staleness/kv_mean" not in row_of(segment(3, None, 6), segment(4, 4, 2))
+    assert "staleness/kv_mean" not in row(segment(3, None, 6), segment(4, 4, 2))

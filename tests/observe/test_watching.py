@@ -1,7 +1,8 @@
-"""Parts of an actor's time, metrics.jsonl and the output for people."""
+"""Parts of an actor's time and their totals, metrics.jsonl and the output for people."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import time
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from millrace.observe.panel import BARS, sparkline
-from millrace.observe.progress import Lines, Progress
+from millrace.observe.progress import Lines, LiveView, Progress
 from millrace.observe.sinks import JsonLines, make_sinks
-from millrace.observe.timing import ActorClock
+from millrace.observe.timing import IDLE, SYNC, TOTALS, ActorClock, live_row, seconds_of, timing_row
 from millrace.waits.registry import Part, Registry, acting, part, within
 from millrace.waits.stream import Event, Stream
 
@@ -114,12 +115,8 @@ def test_a_resumed_run_drops_the_rows_that_it_makes_again_and_a_torn_one(tmp_pat
     second = JsonLines(path, 2)
     second.write(3, {"a": 33.0})
     second.close()
-    assert rows(path) == [
-        {"version": 0, "a": 0.5},
-        {"version": 1, "a": 1.5},
-        {"version": 2, "a": 2.5},
-        {"version": 3, "a": 33.0},
-    ]
+    kept = [{"version": v, "a": a} for v, a in enumerate((0.5, 1.5, 2.5, 33.0))]
+    assert rows(path) == kept
 
 
 def test_a_resumed_run_drops_rows_that_nobody_can_read(tmp_path: Path) -> None:
@@ -164,11 +161,8 @@ def test_tensorboard_shows_a_step_that_a_resumed_run_makes_again_once(tmp_path: 
         time.sleep(1)  # files of one second have no order
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [
-        (1, 0.25),
-        (2, 0.5),
-        (3, 0.5),
-    ]
+    found = [(e.step, e.value) for e in events.Scalars("reward/mean")]
+    assert found == [(1, 0.25), (2, 0.5), (3, 0.5)]
 
 
 def test_a_sparkline_rises_from_the_lowest_to_the_highest_bar() -> None:
@@ -212,23 +206,14 @@ def test_lines_say_what_a_version_came_to_and_when_the_run_ends(tmp_path: Path) 
     clock = Clock()
     path = tmp_path / "out"
     with path.open("w") as file:
-        progress = Progress(
-            Lines(Console(file=file, width=300), every_s=0.0), "name", "mode", clock
-        )
+        lines = Lines(Console(file=file, width=300), every_s=0.0)
+        progress = Progress(lines, "name", "mode", clock)
         progress.phase("supervised warm-up", 3, 10, "loss 0.5")
         progress.training(20, 100, 2, 10)
         clock.now += 10
         progress.trained(20, 0.5)
-        progress.row(
-            4,
-            {
-                "reward/mean": 0.5,
-                "staleness/mean": 1.0,
-                "trainer/idle_ratio": 0.25,
-                "rollouter/idle_ratio": 0.5,
-                "rollouter/tokens_per_s": 1234.0,
-            },
-        )
+        row = {"reward/mean": 0.5, "staleness/mean": 1.0, "rollouter/tokens_per_s": 1234.0}
+        progress.row(4, row | {"trainer/idle_ratio": 0.25, "rollouter/idle_ratio": 0.5})
     said = path.read_text().splitlines()
     assert said[:2] == ["supervised warm-up 3/10 loss 0.5", "training"]
     assert said[-1].startswith(
@@ -254,3 +239,95 @@ def test_a_watcher_with_names_gets_the_events_of_these_names_alone() -> None:
             for name in ("request", "score", "request"):
                 stream.at("run", name)
     assert narrow.seen == ["request", "request"] and wide == 3 * ["request", "score", "request"]
+
+
+seconds = st.floats(0, 1e4)
+PARTS = (*IDLE, *SYNC, "train", "save_checkpoint", "switch", "other")
+ENGINE = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+
+
+@given(
+    st.dictionaries(st.sampled_from(PARTS), seconds),
+    st.lists(st.dictionaries(st.sampled_from(ENGINE), seconds), max_size=3),
+)
+def test_parts_add_up_to_the_step_whatever_the_engine_measures(
+    watch: dict[str, float], calls: list[dict[str, float]]
+) -> None:
+    found = seconds_of(watch, calls)
+    parts = {name: value for name, value in found.items() if name not in TOTALS}
+    whole = sum(watch.values())
+    assert all(value >= 0 for value in found.values())
+    assert sum(parts.values()) == pytest.approx(found["step"]) == pytest.approx(whole)
+    inside = sum(found.get(name, 0.0) for name in (*ENGINE, "train_other"))
+    assert inside == pytest.approx(found["train"]) == watch.get("train", 0.0)
+    row = timing_row(found)
+    shares = sum(row[f"timing_share/{name}"] for name in parts)
+    assert shares == pytest.approx(1.0 if whole else 0.0)
+    assert (
+        0 <= row["fully_async/trainer/idle_ratio"] <= row["trainer/idle_ratio"] + 1e-9 <= 1 + 1e-6
+    )
+
+
+def test_totals_have_the_parts_of_their_names() -> None:
+    watch = {name: 2.0**k for k, name in enumerate(dict.fromkeys(PARTS))}
+    found = seconds_of(watch, [{"update_actor": 3.0}, {"update_actor": 1.0, "ref": 0.5}])
+    assert found["gen"] == watch["wait_samples"] + watch["wait_prev_gen"]
+    assert found["sync"] == sum(watch[name] for name in SYNC)
+    assert (found["update_actor"], found["ref"]) == (4.0, 0.5)
+    assert found["train_other"] == watch["train"] - 4.5
+    idle = timing_row(found)["trainer/idle_ratio"] * found["step"]
+    assert idle == pytest.approx(sum(watch[name] for name in IDLE))
+
+
+def test_an_engine_with_a_fast_clock_keeps_the_shares_of_its_parts() -> None:
+    found = seconds_of({"train": 2.0}, [{"ref": 1.0, "update_actor": 3.0}])
+    assert (found["ref"], found["update_actor"], found["train_other"]) == (0.5, 1.5, 0.0)
+
+
+def test_a_wait_moves_to_its_name_and_no_second_is_lost() -> None:
+    now = 0.0
+    registry = Registry("driver", lambda: now)
+    clock = ActorClock(0.0, "trainer")
+
+    def rename(seconds: float, source: str) -> None:
+        facts = {"source": source, "target": "wait_prev_gen"}
+        registry.at("trainer", "relabelled", seconds=seconds, **facts)
+
+    with within(registry.root), acting("trainer"), registry.watched_by(clock):
+        with part("wait_samples"):
+            now = 3.0
+        with part("train"):
+            now = 7.0
+        rename(2.0, "wait_samples")
+        rename(1.0, "switch")  # there is no such second
+        assert clock.until(now) == {"wait_samples": 1.0, "wait_prev_gen": 2.0, "train": 4.0}
+        rename(9.0, "wait_samples")
+    found = {"other": 0.0, "wait_samples": 0.0, "wait_prev_gen": 3.0, "train": 4.0, "switch": 0.0}
+    assert clock.flush(now) == found
+
+
+def test_rollouts_without_time_are_not_idle() -> None:
+    assert live_row(0.0, 0.0)["fully_async/rollouter/idle_ratio"] == 0.0
+    assert live_row(4.0, 0.0)["fully_async/rollouter/idle_ratio"] == 1.0
+
+
+def test_a_run_has_the_panel_of_watch_and_one_for_its_start() -> None:
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    view = LiveView(console)
+    progress = Progress(view, "quickstart", "async_partial", lambda: 0.0)
+
+    def drawn() -> str:
+        console.print(view.picture(progress.state))
+        return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+    progress.phase("supervised warm-up", 3, 10, "loss 0.5")
+    assert "supervised warm-up  loss 0.5" in drawn()
+    progress.training(0, 5120, 0, 80)
+    progress.trained(64, 0.25)
+    progress.row(1, {"staleness/mean": 0.5, "trainer/idle_ratio": 0.25})
+    progress.validated(1, {"val/sort/mean@1": 0.75})
+    shown = drawn()
+    assert "running  version 1 of 80  samples 64 of 5,120" in shown
+    assert "held out, version 1  sort/mean@1 0.750" in shown
+    assert "0.50 mean, - max" in shown and "trainer 25%" in shown
+    assert "no sign of life" not in shown, "the process that draws it lives"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from millrace.schedule.schedule import Schedule
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
+from millrace.train.rows import rows_of_samples
 from millrace.types import Floats, Sample, SamplingParams, Segment, floats_of
 from tests.pipeline.simulated import RUNS, LongTail, Record, schedule_of
 
@@ -87,9 +90,38 @@ class World:
     notes: list[str]
 
 
-def world(schedule: Schedule, engines: int = 2, **options: Any) -> World:
+class Routed(Engine):
+    """A replica that returns an expert for each token that it read, from `experts_from` on.
+
+    An interruption ends the first call of each turn before a token is drawn.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.begun: set[tuple[str, int]] = set()
+
+    async def generate(self, tokens: Any, params: SamplingParams, session: str) -> Any:
+        if (turn := (session, len(tokens))) not in self.begun:
+            self.begun.add(turn)
+            return ()
+        segments = await super().generate(tokens, params, session)
+        if not segments:
+            return segments
+        assert params.experts_from is not None
+        read = len(tokens) - 1 + sum(len(s.tokens) for s in segments) - params.experts_from
+        return (replace(segments[0], experts=array("B", [1] * read)), *segments[1:])
+
+
+def world(
+    schedule: Schedule,
+    engines: int = 2,
+    *,
+    kind: type[Engine] = Engine,
+    params: SamplingParams = SamplingParams(64),  # noqa: B008 - immutable
+    **options: Any,
+) -> World:
     train = Displaced()
-    replicas = [Engine(train) for _ in range(engines)]
+    replicas = [kind(train) for _ in range(engines)]
     pool = RolloutPool(replicas, Roster(engines, max_restarts=1))
     refused: list[GapError] = []
     notes: list[str] = []
@@ -99,7 +131,7 @@ def world(schedule: Schedule, engines: int = 2, **options: Any) -> World:
         SimWeightSync(COST, replicas),
         turns_of(schedule.colocated, pool, train),
         LongTail(),
-        SamplingParams(64),
+        params,
         schedule,
         Limits("float32", 1e-5, 128, 48),
         note=notes.append,
@@ -143,6 +175,25 @@ def test_every_mode_proves_all_replicas_in_both_rounds_and_brings_the_weights_ba
         assert {1, 2, 4, 8, 16, 24} <= set(engine.drawn_at)
     assert one.proof.limit == 1e-5
     assert "engines proven" in one.notes[0]
+
+
+def test_every_token_that_the_proof_reads_has_its_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    async def log_probs(self: Displaced, samples: tuple[Sample, ...]) -> list[list[float]]:
+        rows = rows_of_samples(samples)  # It refuses samples that lack experts.
+        assert rows.experts is not None
+        for start, length in zip(rows.starts, rows.inputs, strict=True):
+            assert (rows.experts[start : start + length] == 1).all()
+            read.append(int(length))
+        return await old(self, samples)
+
+    old = Displaced.log_probs
+    monkeypatch.setattr(Displaced, "log_probs", log_probs)
+    params = SamplingParams(64, experts_from=0)
+    found = partial(world, schedule_of("async_partial"), kind=Routed, params=params)
+    _, verdict = run(found, lambda one: one.proof.run(0))
+    assert verdict.error() is None and len(read) > 50
 
 
 @pytest.mark.parametrize(("version", "where"), [(0, TRUE), (1, DISPLACED)])

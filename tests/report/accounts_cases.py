@@ -1,17 +1,21 @@
-"""The accounts of simulated runs."""
+"""The accounts of simulated runs: of one attempt, and of three with a stop and a kill between."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.report.accounts.devices import DeviceAccount
-from millrace.report.accounts.flow import FlowAccount
+from millrace.report.accounts.devices import DeviceAccount, FlowAccount
 from millrace.report.accounts.tokens import TokenAccount
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, State
 from millrace.schedule.schedule import Schedule
+from millrace.simulate.cost import CostModel
+from millrace.types import Sample
 from millrace.waits.stream import Event
 from tests.pipeline.simulated import Outcome, simulate
+
+COST = CostModel(reward_s=0.3, log_prob_token_s=0.0001)
 
 
 @dataclass
@@ -68,9 +72,10 @@ class Accounts:
 
 
 def run(schedule: Schedule, samples: int, accounts: Accounts, **options: Any) -> Outcome:
-    return simulate(
-        schedule, samples, replicas=accounts.replicas, watchers=accounts.watchers, **options
-    )
+    options = {"cost": COST, "replicas": accounts.replicas, **options}
+    outcome = simulate(schedule, samples, watchers=accounts.watchers, **options)
+    accounts.check_time()
+    return outcome
 
 
 def held(snapshot: LedgerSnapshot) -> int:
@@ -82,3 +87,48 @@ def held(snapshot: LedgerSnapshot) -> int:
         trajectories += [sample.greedy] if sample and sample.greedy else []
         count += sum(len(s.tokens) for t in trajectories for s in t.segments)
     return count
+
+
+def check_a_stop_and_a_kill(
+    schedule: Schedule,
+    samples: int,
+    stop_at: float,
+    cut: Callable[[int], int],
+    held: Callable[[LedgerSnapshot], int] = held,
+    **options: Any,
+) -> None:
+    """One attempt stops. A second one resumes, is killed after some version, and a third resumes.
+
+    `cut` chooses one of so many checkpoints of the second attempt. `held` counts those of a snapshot.
+    """
+
+    def trained(done: list[Sample]) -> int:
+        return sum(t.num_policy_tokens for s in done for t in s.trajectories)
+
+    first = Accounts(options.pop("replicas", 1))
+    stopped = run(schedule, samples, first, stop_at=stop_at, **options)
+    snapshot = stopped.record.saved or stopped.ledger.snapshot()
+    first.tokens.end(snapshot)
+    totals = first.tokens.totals()
+    assert sum(totals.values()) == first.tokens.generated
+    assert totals.get("held", 0) == held(snapshot)
+
+    second = Accounts(first.replicas, first.tokens.counts(snapshot), first.tokens.generated)
+    resumed = run(schedule, samples, second, start=snapshot, **options)
+    totals = second.tokens.totals()
+    assert "held" not in totals and "lost" not in totals
+    done = [s for o in (stopped, resumed) for _, s in o.trained]
+    every = [t for s in done for t in (*s.trajectories, *([s.greedy] if s.greedy else []))]
+    assert totals["trained"] == trained(done)
+    assert totals.get("dead", 0) == sum(t.dead_tokens for t in every)
+
+    # The second attempt is killed at its end instead. The third one resumes from some version.
+    if not second.cuts:
+        return
+    at, kept, _ = second.cuts[cut(len(second.cuts))]
+    third = Accounts(first.replicas, kept, second.tokens.generated)
+    repeated = run(schedule, samples, third, start=at, **options)
+    totals = third.tokens.totals()
+    assert totals["trained"] == trained([*done[: at.retired], *(s for _, s in repeated.trained)])
+    survives = sum(int(n) for n in kept.values()) + held(at)
+    assert totals.get("lost", 0) == second.tokens.generated - survives and "held" not in totals

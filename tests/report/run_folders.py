@@ -13,10 +13,9 @@ from millrace.config.packaged import find
 from millrace.observe.sinks import JsonLines
 from millrace.persist.accounts import FILE
 from millrace.persist.history import History
-from millrace.report.accounts.devices import DeviceAccount
-from millrace.report.accounts.flow import FlowAccount
-from millrace.report.accounts.lines import Accounts
+from millrace.report.accounts.devices import DeviceAccount, FlowAccount
 from millrace.report.accounts.tokens import TokenAccount
+from millrace.report.record import Accounts
 from millrace.report.samples.store import SampleStore
 from millrace.report.trace.writer import TraceWriter
 from millrace.schedule.ledger import Ledger, LedgerSnapshot

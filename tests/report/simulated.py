@@ -17,8 +17,7 @@ from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
-from millrace.report.advice.measure import measured_of
-from millrace.report.advice.measured import Measured, Setup
+from millrace.report.advice.measure import Measured, Setup, measured_of
 from millrace.report.record import Devices, EventRecorder
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.episode import SingleTurn
@@ -93,7 +92,6 @@ class Case:
     def setup(self) -> Setup:
         return Setup(
             schedule=self.schedule,
-            mode=self.mode,
             n=self.n,
             trainers=self.trainers,
             rollouts=self.rollouts,

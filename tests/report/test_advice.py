@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from millrace.report.accounts.flow import FlowAccount
+from millrace.persist.run_reader import RunReader
+from millrace.report.accounts.devices import FlowAccount
 from millrace.report.accounts.pace import StepCost
-from millrace.report.advice.advise import Advice, advise
+from millrace.report.advice.advise import Advice, advise, advise_run
 from millrace.report.advice.balance import nothing
+from millrace.report.advice.measure import Measured, measure
 from millrace.report.advice.throughput import Throughput
 from millrace.simulate.cost import CostModel
 from millrace.types import Prompt
@@ -178,6 +181,15 @@ def followed(case: Case, advice: Advice) -> Case:
     return case
 
 
+def said(measured: Measured) -> str:
+    return str([str(one) for one in advise(measured)])
+
+
+def on_one_cpu(measured: Measured) -> Measured:
+    """Return the figures as those of devices that are processes on the cores of one CPU."""
+    return replace(measured, setup=replace(measured.setup, share_cores=True))
+
+
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_the_first_sentence_names_the_constraint_and_its_number_gives_the_gain(name: str) -> None:
     situation = SITUATIONS[name]
@@ -246,7 +258,7 @@ def test_dropped_samples_are_named_with_a_bound_of_what_they_cost() -> None:
 def test_responses_that_are_read_again_at_each_sync_are_named() -> None:
     case = FLAT.but(slots=128, staleness=3.0, cost=replace(COST, prefill_token_s=0.005))
     before = run(case)
-    (about,) = [one for one in advise(before) if one.key == "mode" and one.value == "async_swap"]
+    (about,) = [one for one in advise(before) if one.overrides[:1] == ("mode=async_swap",)]
     assert "because syncs interrupt responses" in about.text and about.gain is None
     assert run(followed(case, about)).rate > 1.1 * before.rate
 
@@ -268,51 +280,36 @@ def test_a_worker_that_rests_between_bursts_of_calls_is_not_busy() -> None:
 
 def test_seconds_with_a_call_of_the_reward_count_once() -> None:
     account = FlowAccount(now=0.0)
-    phases: tuple[tuple[float, Phase], ...] = (
-        (1.0, "begin"),
-        (2.0, "begin"),
-        (3.0, "end"),
-        (5.0, "end"),
-        (8.0, "begin"),
-    )
-    for time, phase in phases:
+    phases: list[Phase] = ["begin", "begin", "end", "end", "begin"]
+    for time, phase in zip((1.0, 2.0, 3.0, 5.0, 8.0), phases, strict=True):
         account(Event(time, "rewards", "score", phase, "1/0"))
     assert account.scoring.until(10.0) == 7.0 and account.any_score.until(10.0) == 6.0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "rollouts are the bound",
-        "training is the bound",
-        "asynchrony gains nothing",
-        "turns on shared devices",
-    ],
-)
+MOVES = ("rollouts are the bound", "training is the bound")
+
+
+@pytest.mark.parametrize("name", [*MOVES, "asynchrony gains nothing", "turns on shared devices"])
 def test_devices_on_the_cores_of_one_cpu_are_not_moved_or_added(name: str) -> None:
     """Two processes on the same cores compute no more than one."""
     measured = run(SITUATIONS[name].case)
-    on_cpu = replace(measured, setup=replace(measured.setup, share_cores=True))
-    words = str([str(one) for one in advise(measured)]), str([str(one) for one in advise(on_cpu)])
+    words = said(measured), said(on_one_cpu(measured))
     assert "n_gpus_per_node" in words[0] and "n_gpus_per_node" not in words[1]
 
 
 def test_turns_are_no_advice_if_small_steps_may_take_as_long_as_large_ones() -> None:
     measured = run(SITUATIONS["asynchrony gains nothing"].case)
     assert measured.step_cost and advise(measured)[0].overrides[0] == "mode=colocate_sync"
-    flat = replace(
-        measured, flat_cost=StepCost(measured.step_cost.step_s(measured.busy_slots), 0.0)
-    )
-    assert "colocate_sync" not in str([str(one) for one in advise(flat)])
+    step_s = measured.step_cost.step_s(measured.busy_slots)
+    assert "colocate_sync" not in said(replace(measured, flat_cost=StepCost(step_s, 0.0)))
 
 
 def test_syncs_on_the_cores_of_one_cpu_are_not_overlapped() -> None:
     """The sync takes the cores from the steps that it overlaps."""
     measured = run(FLAT.but(slots=256, staleness=3.0, cost=replace(SLOW_TRAINER, transfer_s=3.0)))
-    on_cpu = replace(measured, setup=replace(measured.setup, share_cores=True))
-    words = str([str(one) for one in advise(measured)]), str([str(one) for one in advise(on_cpu)])
+    words = said(measured), said(on_one_cpu(measured))
     assert "overlap_sync" in words[0] and "overlap_sync" not in words[1]
-    assert all(one.at_most for one in advise(on_cpu) if one.gain is not None)
+    assert all(one.at_most for one in advise(on_one_cpu(measured)) if one.gain is not None)
 
 
 def test_samples_that_a_failing_reward_dropped_ask_for_another_reward() -> None:
@@ -324,8 +321,7 @@ def test_samples_that_a_failing_reward_dropped_ask_for_another_reward() -> None:
 
 def test_turns_on_one_cpu_ask_for_a_measurement() -> None:
     measured = run(SITUATIONS["turns on shared devices"].case)
-    on_cpu = replace(measured, setup=replace(measured.setup, share_cores=True))
-    assert nothing(Throughput(on_cpu)).text.endswith("millrace bench modes")
+    assert nothing(Throughput(on_one_cpu(measured))).text.endswith("millrace bench modes")
 
 
 def test_a_full_ledger_before_a_slow_trainer_does_not_promise_full_engines() -> None:
@@ -390,3 +386,136 @@ def test_rewards_that_nobody_waits_for_are_no_advice_in_turns() -> None:
         if one.key == "reward.num_workers":
             gain = run(followed(case, one)).rate / before.rate - 1
             assert one.gain is not None and abs(one.gain - gain) < 0.15
+
+
+LOSSY = Case(
+    window=8,
+    slots=96,
+    median=60.0,
+    limit=256,
+    versions=20,
+    cost=CostModel(
+        token_s=0.005,
+        request_s=1e-5,
+        train_token_s=2e-5,
+        step_s=0.02,
+        transfer_s=0.05,
+        pause_s=0.01,
+    ),
+    queue=0.6,
+)
+"""Engines that lose more than half of their time while requests wait, so full ones are slower."""
+
+
+def test_engines_that_lose_time_while_requests_wait_are_not_filled() -> None:
+    """The best staleness is where few requests wait, and a larger one is slower."""
+    before = run(LOSSY.but(staleness=1.0))
+    assert before.step_cost and before.step_cost.queue == pytest.approx(0.6, abs=0.1)
+    first = advise(before)[0]
+    assert "has the best rate" in first.text and first.at_most and first.gain is not None
+    best = run(followed(LOSSY, first)).rate
+    assert 1.3 * before.rate < best <= (1 + first.gain) * before.rate
+    full = run(LOSSY.but(staleness=4.0)).rate
+    assert best > 1.1 * full
+    about = advise(run(LOSSY.but(staleness=2.6)))
+    (nothing_more,) = [one for one in about if "would gain nothing" in one.text]
+    assert nothing_more.gain is None and not nothing_more.overrides
+
+
+def test_checkpoints_of_engines_that_lose_time_still_are_advice() -> None:
+    """In turns, engines may give more samples than those that are full all the time."""
+    cost = replace(LOSSY.cost, switch_s=0.05)
+    case = LOSSY.but(mode="colocate_sync", slots=48, cost=cost, save_freq=1, save_s=1.0)
+    before = run(case)
+    first = advise(before)[0]
+    assert first.key == "trainer.save_freq" and first.gain is not None
+    after = run(followed(case, first))
+    assert after.rate == pytest.approx((1 + first.gain) * before.rate, rel=0.05)
+
+
+def test_a_gain_is_a_bound_where_syncs_make_engines_read_much_again() -> None:
+    """Fuller engines read more tokens again, and no figure shows how long that takes."""
+    few = SITUATIONS["ledger full, slow rewards"].case
+    for case, bound in ((MEASURED, True), (MEASURED.but(mode="async_swap"), False), (few, False)):
+        measured = run(case)
+        first = advise(measured)[0]
+        assert first.key == "async_training.staleness_threshold" and first.gain is not None
+        assert first.at_most is bound is Throughput(measured).rereads
+
+
+def test_contexts_that_no_sync_interrupted_are_not_read_again() -> None:
+    """Siblings find their prompt in a cache. Each turn of an agent reads what came before it."""
+    measured = run(MEASURED)
+    # 8 responses of 300 tokens to a prompt of 1,000. A tenth of the groups is interrupted half way.
+    # Of 1,220 read tokens, 220 were read again.
+    groups = measured.drawn_tokens / 2400
+    cached = replace(
+        measured,
+        read_tokens=1220 * groups,
+        reused_tokens=7700 * groups,
+        prompt_tokens=8000 * groups,
+    )
+    assert 0 < cached.read_again <= 220 / 2400
+    whole = replace(cached, read_tokens=8000 * groups, reused_tokens=0.0)
+    assert whole.read_again == 0
+    assert replace(measured, agents=True).read_again == 0 < measured.read_again
+    assert not any("mode=async_swap" in str(one) for one in advise(replace(measured, agents=True)))
+
+
+@pytest.mark.parametrize("mode", ["colocate_sync", "colocate_partial"])
+def test_a_larger_window_is_a_bound_where_windows_overlap_already(mode: str) -> None:
+    cost = replace(GROWING, train_token_s=2.5e-4, transfer_s=0.3, switch_s=0.3)
+    case = Case(mode=mode, slots=256, window=8, trainers=2, rollouts=2, cost=cost)
+    key = "async_training.trigger_parameter_sync_step"
+    (about,) = [one for one in advise(run(case)) if one.key == key]
+    assert about.at_most is (mode == "colocate_partial")
+
+
+@pytest.mark.parametrize(
+    ("case", "train_token_s"),
+    [
+        (Case(mode="async_partial", slots=128, staleness=0.3, window=8, versions=16), 5e-4),
+        (Case(mode="async_partial", slots=128, staleness=0.3, window=16, versions=16), 5e-4),
+        (
+            Case(mode="colocate_sync", slots=128, window=8, versions=24, trainers=2, rollouts=2),
+            2.5e-4,
+        ),
+    ],
+)
+def test_the_next_step_has_slots_while_a_window_trains(case: Case, train_token_s: float) -> None:
+    """With fewer, both sides take turns, and the promise would be far too large."""
+    cost = replace(GROWING, train_token_s=train_token_s, transfer_s=0.1, switch_s=0.3)
+    case = case.but(cost=cost)
+    before = run(case)
+    key = "async_training.staleness_threshold="
+    (about,) = [one for one in advise(before) if any(o.startswith(key) for o in one.overrides)]
+    after = run(followed(case, about))
+    schedule = after.setup.schedule
+    assert schedule.capacity >= schedule.window + schedule.step_size
+    assert about.gain == pytest.approx(after.rate / before.rate - 1, abs=0.05)
+
+
+RUNS = Path(__file__).parent / "h200"
+FEW, MANY = (RunReader(RUNS / name).read() for name in ("run-0", "run-1"))
+"""Two runs on two H200s (benchmarks/results/advice.md). Engines idle in the first one. In the second
+one all slots are busy, and it was slower."""
+
+
+def test_the_measured_case_is_explained_without_a_promise_that_full_engines_break() -> None:
+    before, after = measure(FEW), measure(MANY)
+    assert before and after and before.step_cost
+    assert after.drawn_tokens / after.seconds < 0.9 * before.drawn_tokens / before.seconds
+    first, *others = advise_run(FEW)
+    assert first.text.startswith(
+        "The ledger is full while engines idle 23% of the time: a sample waits for the longest of its "
+        "8 responses. A larger async_training.staleness_threshold would gain nothing"
+    )
+    assert f"lose {before.step_cost.queue:.0%}" in first.text and before.step_cost.queue > 0.5
+    assert not first.overrides
+    assert all("staleness_threshold" not in one.key and one.gain is None for one in others)
+
+
+def test_more_slots_for_full_engines_are_only_a_bound() -> None:
+    """No step with more requests was measured."""
+    (slots,) = [one for one in advise_run(MANY) if one.key == "rollout.max_num_seqs"]
+    assert slots.text.startswith("The decode slots are full") and slots.at_most

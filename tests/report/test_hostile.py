@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from millrace.errors import MillraceError
 from millrace.persist.run_reader import RunReader, load
 from millrace.report import query
-from millrace.report.advice.measure import advise_run
+from millrace.report.advice.advise import advise_run
 from millrace.report.live.look import look_at
-from millrace.report.page import sections
-from millrace.report.page.write import write_report
+from millrace.report.page.write import of_run, write_report
 from tests.report.run_folders import write_run
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -56,12 +57,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(whole: Path, folder: Path) -> Path:
-    for path in whole.rglob("*"):
-        if path.is_file():
-            target = folder / path.relative_to(whole)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
-    return folder
+    return Path(shutil.copytree(whole, folder))
 
 
 def read_all(folder: Path) -> None:
@@ -78,7 +74,7 @@ def test_a_bad_configuration_is_named(whole: Path, tmp_path: Path, name: str) ->
     folder = copied(whole, tmp_path / "run")
     (folder / "config.yaml").write_text(CONFIGS[name])
     read_all(folder)
-    assert "Not readable: config.yaml: " in json.dumps(sections.of_run(load(folder))[0])
+    assert "Not readable: config.yaml: " in json.dumps(of_run(load(folder))[0])
 
 
 def test_a_pipe_is_not_read(whole: Path, tmp_path: Path) -> None:
@@ -94,7 +90,7 @@ def test_a_report_does_not_show_a_file_outside_of_the_folder(whole: Path, tmp_pa
     secret.write_text("key: SECRET\n")
     (folder / "config.yaml").unlink()
     (folder / "config.yaml").symlink_to(secret)
-    assert "SECRET" not in json.dumps(sections.of_run(load(folder))[0])
+    assert "SECRET" not in json.dumps(of_run(load(folder))[0])
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -119,15 +115,8 @@ def test_a_line_without_end_does_not_fill_the_memory(
     read_all(folder)
 
 
-SLICE = {
-    "pid": 9999,
-    "tid": 9999,
-    "ph": "X",
-    "ts": 1,
-    "dur": 2,
-    "cat": "request",
-    "name": "request 1/0",
-}
+SLICE: dict[str, Any] = {"pid": 9999, "tid": 9999, "ph": "X", "ts": 1, "dur": 2}
+SLICE |= {"cat": "request", "name": "request 1/0"}
 SLICES = {
     "huge tokens": SLICE | {"args": {"tokens": 10**400, "stop": "eos"}},
     "large tokens": SLICE | {"args": {"tokens": 2**70, "stop": "eos"}},
@@ -149,19 +138,9 @@ def test_a_bad_slice_of_a_trace_does_no_harm(
 ) -> None:
     folder = copied(whole, tmp_path / "run")
     path = next((folder / "trace").iterdir())
-    process = {
-        "ph": "M",
-        "pid": 9999,
-        "tid": 0,
-        "ts": 0,
-        "name": "process_name",
-        "args": {"name": track},
-    }
-    more = [json.dumps(line, separators=(",", ":")) for line in (process, SLICES[name])]
-    # A reader skips a track by the first key of a line.
-    more = [line.replace('"pid":9999,', "").replace("{", '{"pid":9999,', 1) for line in more]
-    path.write_text(
-        path.read_text().rstrip().removesuffix("]") + ",\n" + ",\n".join(more) + "\n]\n"
-    )
+    process = {"ph": "M", "pid": 9999, "tid": 0, "ts": 0, "name": "process_name"}
+    lines = (process | {"args": {"name": track}}, SLICES[name])
+    whole_text = path.read_text().rstrip().removesuffix("]")
+    path.write_text(",\n".join([whole_text, *map(json.dumps, lines)]) + "\n]\n")
     read_all(folder)
     query.query(RunReader(folder).read(), "select * from spans")

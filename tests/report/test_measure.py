@@ -15,8 +15,8 @@ from millrace.persist.accounts import FILE
 from millrace.persist.run_reader import RunReader
 from millrace.ports import RolloutStats
 from millrace.report.accounts.pace import LoadAccount, Loads, StepCost, step_costs
-from millrace.report.advice.advise import Advice
-from millrace.report.advice.measure import advise_run, checked, measure
+from millrace.report.advice.advise import Advice, advise_run, checked
+from millrace.report.advice.measure import measure
 from millrace.simulate import clock
 from millrace.waits.stream import Event, Phase
 from tests.report.simulated import Case, run, simulated_run

@@ -8,6 +8,7 @@ import os
 import re
 from base64 import b64decode
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,23 @@ from millrace.errors import ConfigError
 from millrace.persist import accounts, ownership
 from millrace.persist.run_reader import RunReader, load
 from millrace.report.advice.advise import Advice
-from millrace.report.page import compare, curves, head, sections
+from millrace.report.page import compare, curves, head
 from millrace.report.page import timeline as timelines
 from millrace.report.page.figures import rounded
 from millrace.report.page.head import state_of as whether_complete
 from millrace.report.page.lanes import NAMES, columns, lanes
-from millrace.report.page.samples import choose, count, read_table
+from millrace.report.page.samples import choose, count, read_table, read_texts
 from millrace.report.page.states import STATES, state_of
-from millrace.report.page.timeline import timeline
+from millrace.report.page.timeline import timeline, windows
 from millrace.report.page.totals import devices
-from millrace.report.page.window import windows
-from millrace.report.page.write import LIMIT, MARK, write_report
+from millrace.report.page.write import LIMIT, MARK, of_run, write_report
 from millrace.report.trace import spans
 from millrace.report.trace.spans import Span
+from millrace.types import Author, Score, Segment, Thread, Trajectory, tokens_of
 from tests.pipeline.simulated import RUNS
 from tests.report.run_folders import keep_samples, renamed, write_config, write_metrics, write_run
-from tests.report.runs import sample
+from tests.report.runs import sample, segment
+from tests.report.test_accounts import Tools
 
 OWN_STATES = ("generate", "validate", "idle")
 
@@ -48,10 +50,13 @@ def data_of(page: Path, name: str) -> Any:
     return json.loads(gzip.decompress(b64decode(packed[1])))
 
 
+@pytest.mark.parametrize("agents", [False, True])
 @pytest.mark.parametrize("mode", [mode for mode in RUNS if "+" not in mode])
-def test_the_timeline_agrees_with_the_accounts(tmp_path: Path, mode: str) -> None:
-    folder = write_run(tmp_path / "run", mode=mode)
+def test_the_timeline_agrees_with_the_accounts(tmp_path: Path, mode: str, agents: bool) -> None:
+    options: dict[str, Any] = {"samples": 40, "agent": Tools(), "chance": None} if agents else {}
+    folder = write_run(tmp_path / "run", mode=mode, **options)
     run = load(folder)
+    assert run.agents == agents
     colocated = run.key("async_training.placement") == "colocated"
     found = columns(spans.read(folder))
     expected = RunReader(folder).read().accounts[-1].devices
@@ -64,9 +69,12 @@ def test_the_timeline_agrees_with_the_accounts(tmp_path: Path, mode: str) -> Non
         drawn = dict.fromkeys(NAMES, 0.0)
         for start, end, state in zip(lane.starts, lane.ends, lane.states, strict=True):
             drawn[NAMES[state]] += end - start
-        # The accounts do not divide the trainer's wait.
-        for merged in (drawn, times):
-            merged["wait_trajectories"] += merged.pop("wait_rewards", 0.0)
+        if lane.name == "trainer":  # the accounts do not divide its wait
+            for merged in (drawn, times):
+                for cause in ("rewards", "tools"):
+                    merged["wait_trajectories"] += merged.pop(f"wait_{cause}", 0.0)
+        else:
+            assert not agents or times["wait_tools"] > 0
         for name in STATES:
             assert abs(drawn.get(name, 0) - times.get(name, 0)) <= 0.02 * found.end, (lane.name, name)  # fmt: skip
 
@@ -197,7 +205,7 @@ def test_a_comparison_says_what_could_not_be_read(tmp_path: Path) -> None:
 
 
 def test_every_chart_is_a_valid_figure_of_plotly(tmp_path: Path) -> None:
-    page, _ = sections.of_run(load(write_run(tmp_path / "run")))
+    page, _ = of_run(load(write_run(tmp_path / "run")))
     figures = [b for s in page["sections"] for b in s["blocks"] if b["type"] == "figure"]
     assert len(figures) >= 8
     for block in figures:
@@ -206,7 +214,7 @@ def test_every_chart_is_a_valid_figure_of_plotly(tmp_path: Path) -> None:
 
 
 def test_sentences_name_keys_that_exist(tmp_path: Path) -> None:
-    page, _ = sections.of_run(load(write_run(tmp_path / "run")))
+    page, _ = of_run(load(write_run(tmp_path / "run")))
     texts = json.dumps(page["sections"])
     looks = " ".join(look.lifts for look in STATES.values())
     named = re.findall(r"`([a-z_]+\.[a-z_.]+)[`=]", texts + looks)
@@ -238,7 +246,7 @@ def test_damaged_accounts_are_counted_and_named_where_advice_is_missing(tmp_path
     folder = load(run)
     note = f"accounts.jsonl: {len(whole) - 1} lines are not readable"
     assert note in folder.notes and len(folder.accounts) == 1
-    page, _ = sections.of_run(folder)
+    page, _ = of_run(folder)
     assert f"No advice, perhaps because of damaged files: {note}" in json.dumps(page["sections"])
 
 
@@ -355,3 +363,72 @@ def test_a_run_that_has_not_trained_yet_is_a_run(tmp_path: Path) -> None:
     (tmp_path / ownership.MARKER).touch()
     with pytest.raises(ConfigError, match=r"has not trained yet.*millrace watch"):
         load(tmp_path)
+
+
+def test_a_run_without_agents_has_no_section_of_agents(tmp_path: Path) -> None:
+    run = load(write_run(tmp_path / "run", samples=16))
+    assert not run.agents and not curves.agents(run)
+
+
+def test_the_section_of_agents_sums_dead_turns_and_counts(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", samples=40, agent=Tools(), chance=None)
+    run = load(folder)
+    for row in run.rows.values():
+        row["agents/tool_calls"] = 3.0
+    turns, ended, sessions, counts = curves.agents(run)
+    dead = sum(row["agents/dead_turns"] for row in run.rows.values())
+    assert dead and f"{dead:,.0f} turns were dead" in turns["how"]
+    assert [line["name"] for line in turns["data"]][2:] == ["threads, mean", "threads, most"]
+    assert [area["name"] for area in ended["data"]] == ["done"]
+    assert set(ended["data"][0]["y"]) == {100.0}
+    assert {area["name"] for area in sessions["data"]} >= {"draw", "wait for a tool"}
+    assert counts["rows"] == [["tool_calls", str(3 * len(run.rows))]]
+
+
+def _response(folder: Path, *threads: Thread, messages: Any = ()) -> dict[str, Any]:
+    """Return what the browser gets for a trajectory."""
+    write_config(folder)
+    one = Trajectory(threads, Score(1.0), "turns", messages)
+    keep_samples(folder, {1: [replace(sample(0), trajectories=(one,))]})
+    table = read_table(folder)
+    ((made,),) = (s["responses"] for s in read_texts(table, choose(table)).values())
+    assert isinstance(made, dict)
+    return made
+
+
+def test_the_browser_names_who_said_what(tmp_path: Path) -> None:
+    call = {"function": {"name": "look", "arguments": '{"at": 5}'}}
+    messages = (
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "<b>go</b>"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "7"},
+        {"role": "tool", "content": "8"},
+        {"role": "assistant", "content": "A"},
+        {"role": "user", "content": [{"type": "text", "text": "more"}]},
+        {"role": "assistant", "content": "B"},
+    )
+    heard = lambda i: Segment(tokens_of([i]), Author.ENVIRONMENT)  # noqa: E731
+    said = lambda i: segment(0, [i])  # noqa: E731
+    thread = Thread((said(65), heard(70), said(66), heard(71), said(67)))
+    made = _response(tmp_path, thread, messages=messages)
+    assert [part[1] for part in made["segments"]] == ["policy", "tool", "policy", "user", "policy"]
+    assert (made["ended"], made["threads"]) == ("turns", 1)
+    assert made["messages"][2:4] == [["assistant", 'calls look({"at": 5})'], ["tool", "7"]]
+    assert json.loads(made["messages"][6][1]) == messages[6]["content"]
+
+
+def test_parts_that_fit_no_messages_keep_their_author(tmp_path: Path) -> None:
+    opened = Thread((segment(0, [66]),), tokens_of([88]))
+    first = Thread((segment(0, [65]), Segment(tokens_of([70]), Author.ENVIRONMENT)))
+    messages = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "A"})
+    made = _response(tmp_path, first, opened, messages=messages)
+    assert [p[1] for p in made["segments"]] == ["policy", "environment", "opening", "policy"]
+    assert made["threads"] == 2
+
+
+def test_a_long_conversation_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
+    messages = tuple({"role": "user", "content": str(i)} for i in range(1000))
+    said = _response(tmp_path, Thread((segment(0, [65]),)), messages=messages)["messages"]
+    assert [text for _, text in said[:2]] == ["0", "1"] and said[-1] == ["user", "999"]
+    assert ["…", "[940 messages are left out]"] in said and len(said) == 61

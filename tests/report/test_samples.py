@@ -292,7 +292,7 @@ def test_texts_of_any_kind_are_kept(tmp_path: Path) -> None:
 def test_the_files_of_a_run_are_compressed(tmp_path: Path) -> None:
     assert samples.dataset(tmp_path).to_table(columns=["reward"]).num_rows == 0
     Run(tmp_path, ["samples"]).go([1])
-    path = samples.files(tmp_path)[0]
+    path = samples.files(tmp_path, [])[0]
     assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
 
 
@@ -357,7 +357,7 @@ def test_a_file_from_before_windows_is_read(tmp_path: Path) -> None:
 
 def test_a_file_without_newer_columns_is_left_out_and_named(tmp_path: Path) -> None:
     Run(tmp_path, ["samples"]).go([1, 2])
-    old = samples.files(tmp_path)[0]
+    old = samples.files(tmp_path, [])[0]
     pq.write_table(pq.read_table(old, partitioning=None).drop_columns(["threads", "messages"]), old)
     notes: list[str] = []
     assert old not in samples.files(tmp_path, notes)

@@ -1,8 +1,12 @@
-"""A trace with some samples only: each is drawn whole or not at all, and the times of devices stay exact."""
+"""A trace with some samples only, or with a gap.
+
+Each sample is drawn whole or not at all, the times of devices stay exact, and the load decides.
+"""
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,18 +19,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.persist.run_reader import RunReader
-from millrace.report.accounts.devices import DeviceAccount
-from millrace.report.accounts.flow import FlowAccount
+from millrace.report.accounts.devices import DeviceAccount, FlowAccount
 from millrace.report.page.curves import lengths
 from millrace.report.page.lanes import columns, lanes
-from millrace.report.page.timeline import _some_samples
+from millrace.report.page.timeline import timeline
 from millrace.report.query import query
 from millrace.report.trace import writer as writing
 from millrace.report.trace.choice import SampleChoice
 from millrace.report.trace.chrome import Translator
 from millrace.report.trace.lanes import GAP, Line
 from millrace.report.trace.spans import Span, read
-from millrace.report.trace.writer import TraceWriter
+from millrace.report.trace.writer import TraceSampler, TraceWriter
 from millrace.schedule.schedule import Placement, Schedule
 from millrace.waits.stream import Event
 from tests.report.runs import Clock, Run, Watch, life
@@ -56,7 +59,7 @@ def of_calls(calls: Sequence[Call]) -> list[Event]:
 
 def draw(events: Sequence[Event], thin: dict[int, int] | None = None, batch: int = 5) -> list[Line]:
     """Return the lines of events. `thin` has the new number of each batch that changes it."""
-    translator, out, queue = Translator(0.0), list[Line](), list[Event]()
+    translator, queue = Translator(0.0), list[Event]()
     choice, end = SampleChoice(), events[-1].time if events else 0.0
     for i, event in enumerate(events):
         if thin and i % batch == 0 and i // batch in thin:
@@ -64,17 +67,13 @@ def draw(events: Sequence[Event], thin: dict[int, int] | None = None, batch: int
         if choice.calls_for(event.phase, event.key):
             queue.append(event)
         if i % batch == 0:
-            drain(queue, translator, out)
-            translator.write_begun(event.time, out)
-    drain(queue, translator, out)
-    translator.end_all(end, out, GAP)
-    return out
-
-
-def drain(queue: list[Event], translator: Translator, out: list[Line]) -> None:
+            while queue:
+                translator.add(queue.pop(0))
+            translator.write_begun(event.time)
     for event in queue:
-        translator.add(event, out)
-    queue.clear()
+        translator.add(event)
+    translator.end_all(end, GAP)
+    return translator.take()
 
 
 def slices(out: Sequence[Line]) -> list[tuple[str, str, str, float, float, dict[str, Any]]]:
@@ -238,7 +237,8 @@ def test_a_thread_that_takes_too_much_draws_fewer_and_says_so_once(
     assert "some samples only" in " ".join(reader.notes)
     found = columns(read(tmp_path))
     found.replicas["rollout-0"] = np.array([[0.0, 1.0, 0.0]])
-    assert "does not show" in _some_samples(found) and found.every() == 8
+    (chart, *_) = timeline(reader, found)
+    assert "does not show" in chart["note"] and found.every() == 8
     at = [span.start for span in thinned]
     assert found.every(0, at[0]) == 1 and found.every(at[0], at[1]) == 2 == found.every(0, at[1])
 
@@ -249,3 +249,95 @@ def test_few_lengths_of_a_trace_give_no_verdict() -> None:
     assert "prefers some lengths" in said
     said = lengths(many, few, "")["how"]
     assert "too few for a verdict" in said and "prefers" not in said and "%" not in said
+
+
+class Load:
+    """A thread with a load, and what its pace says."""
+
+    def __init__(self, most: float) -> None:
+        self.pace, self.now, self.used, self.calls = TraceSampler(most), 0.0, 0.0, 0
+        assert self(0.5) is None, "the first look begins a window"
+
+    def __call__(self, load: float, seconds: float = 2.5, calls: int = 1) -> int | None:
+        self.now, self.used = self.now + seconds, self.used + load * seconds
+        self.calls += calls
+        return self.pace.choose(self.now, self.used, self.calls)
+
+
+def test_a_pace_follows_the_load() -> None:
+    after = Load(0.01)
+    assert [after(0.5), after(0.5), after(0.009), after(0.5, 1.0)] == [2, 4, None, None]
+    assert after(0.5) == 8
+    assert [after(0.002) for _ in range(11)] == [None] * 4 + [4] + [None] * 4 + [2] + [None]
+    assert [after(1.0) for _ in range(7)] == [4, 8, 16, 32, 64, None, None]
+
+
+def test_a_time_without_calls_says_nothing() -> None:
+    """On shared devices the trainer has turns, in which nothing is drawn."""
+    after, numbers = Load(0.015), []
+    for _ in range(50):
+        numbers += [after(0.05), after(0.05), after(0.0, calls=0), after(0.0, 30, calls=0)]
+    assert [n for n in numbers if n] == [2, 4, 8, 16, 32, 64]
+
+
+def test_a_thread_that_never_rests_is_thinned_to_the_end() -> None:
+    """Events come faster than they are drawn. So it looks at its pace after each batch."""
+    after, numbers = Load(0.015), []
+    for _ in range(2000):
+        numbers.append(after(1.0, 0.01))
+    assert [n for n in numbers if n] == [2, 4, 8, 16, 32, 64]
+
+
+def test_a_pace_of_a_whole_core_never_thins() -> None:
+    after = Load(1.0)
+    assert not any(after(1.0001) for _ in range(50))
+
+
+@pytest.mark.parametrize("to_the_end", [False, True])
+def test_a_state_ends_where_the_trace_lost_events(tmp_path: Path, to_the_end: bool) -> None:
+    clock, released = Clock(0.0), threading.Event()
+
+    class Held(TraceWriter):
+        def _work(self) -> None:
+            released.wait()
+            super()._work()
+
+    writer = Held(tmp_path, 1, clock, lambda note: None, most_events=2)
+    watch = Watch(clock, [writer])
+    for clock.now, state in ((0.0, "idle"), (1.0, "generate"), (2.0, "idle")):
+        watch.state("rollout-0", state)  # the queue has no place for the last one
+    released.set()
+    while writer._events:
+        time.sleep(0.001)
+    if not to_the_end:
+        clock.now = 100.0
+        watch.state("rollout-0", "generate")
+    clock.now = 101.0
+    writer.close()
+    found = [(s.name, s.start, s.end) for s in read(tmp_path) if s.track in ("run", "rollout-0")]
+    assert found[:3] == [("idle", 0.0, 1.0), ("generate", 1.0, 2.0), ("gap", 2.0, 2.0)]
+    assert found[3:] == ([] if to_the_end else [("generate", 100.0, 101.0)])
+
+
+def test_a_trace_that_has_ended_keeps_no_states(tmp_path: Path) -> None:
+    notes, replicas = list[str](), {"rollout-0": 1}
+    account = DeviceAccount(
+        0.0, Schedule(ppo_mini_batch_size=1), FlowAccount(0.0), trainers=1, replicas=replicas
+    )
+    writer = TraceWriter(
+        *(tmp_path, 1, lambda: 0.0, notes.append),
+        limit_mb=0,
+        every_s=0.01,
+        most_events=100,
+        states=account.states,  # type: ignore[arg-type]
+    )
+    account.tell(0.0, writer.put)
+    while not writer._ended:
+        time.sleep(0.01)
+    watch = Watch(lambda: 0.0, [account, writer])
+    for i in range(200):
+        with watch.span("rollout-0", "request", f"{i}/0"):
+            pass
+    assert not writer._events
+    writer.close()
+    assert len(notes) == 1 and "report.trace_mb" in notes[0]

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from millrace.cli.why import verdict_on
 from millrace.observe.guard import CAUSES
 from millrace.observe.panel import ago, panel, plain, sentence
 from millrace.persist.run_reader import RunReader
-from millrace.report.live.look import RunSnapshot, look_at
+from millrace.report.live.look import AdviceCache, RunSnapshot, look_at
 from millrace.run.folder import release
 from tests.report.folders import Run, account, devices, row
 
@@ -37,6 +38,13 @@ def drawn(look: RunSnapshot, width: int = 100, advice: tuple[str, ...] = ()) -> 
 
 def words(text: str) -> str:
     return " ".join(text.replace("│", " ").split())
+
+
+def seen(run: Run, *also: dict[str, Any]) -> str:
+    """Return the words that a terminal shows of a run, after `also` are its accounts."""
+    if also:
+        account(run.path, *also)
+    return words(drawn(look_at(RunReader(run.path))))
 
 
 @pytest.fixture
@@ -209,24 +217,16 @@ def test_the_newest_validation_is_shown_with_the_first(run: Run) -> None:
     run.version(1)
     assert "before" not in drawn(look_at(RunReader(run.path)))
     run.metrics.write(1, {"val/sort/mean@1": 0.75})
-    shown = words(drawn(look_at(RunReader(run.path))))
+    shown = seen(run)
     assert "held out, version 1 sort/mean@1 0.750 before: sort/mean@1 0.250" in shown
 
 
 def line(event: str, version: int, attempt: int, wait: float, work: float) -> dict[str, Any]:
-    seconds = {"trainer": {"update_actor": work, "wait_samples": wait}}
     tokens = {"trained": 900 * version, "held": 100 * version}
-    return {
-        "event": event,
-        "limit": 5120,
-        "attempt": attempt,
-        "version": version,
-        "time": 1e9,
-        "seconds": wait + work,
-        "generated": 1000 * version,
-        "tokens": tokens,
-        "devices": devices(seconds),
-    }
+    about = {"event": event, "attempt": attempt, "version": version, "time": 1e9, "limit": 5120}
+    seconds = devices({"trainer": {"update_actor": work, "wait_samples": wait}})
+    drawn = {"generated": 1000 * version, "tokens": tokens}
+    return {**about, **drawn, "seconds": wait + work, "devices": seconds}
 
 
 def test_a_device_shows_its_last_versions_and_its_whole_run(run: Run) -> None:
@@ -236,11 +236,8 @@ def test_a_device_shows_its_last_versions_and_its_whole_run(run: Run) -> None:
     account(run.path, *lines)
     (device,) = look_at(RunReader(run.path)).devices
     assert device.recent == {"update_actor": 1.0}
-    assert device.whole == {
-        "wait_samples": pytest.approx(2 / 3),
-        "update_actor": pytest.approx(1 / 3),
-    }
-    shown = words(drawn(look_at(RunReader(run.path))))
+    assert device.whole == pytest.approx({"wait_samples": 2 / 3, "update_actor": 1 / 3})
+    shown = seen(run)
     assert f"trainer 0% 67% {'█' * 24} update_actor 100%" in shown
     assert "tokens 30,000 generated: trained 90.0%, held 10.0%" in shown
 
@@ -251,8 +248,7 @@ def test_a_replica_that_left_has_no_idle_share_of_the_last_versions(run: Run) ->
     for v in range(1, 13):
         seconds["trainer"] = {"other": 1.0 + v}
         lines.append(line("version", v, 1, 1 + v, v) | {"devices": devices(seconds)})
-    account(run.path, *lines)
-    shown = words(drawn(look_at(RunReader(run.path))))
+    shown = seen(run, *lines)
     assert "trainer 0% 0%" in shown and "rollout-1 100%" in shown
     assert "rollout-1 0%" not in shown
 
@@ -271,8 +267,7 @@ def test_a_replica_without_work_is_idle_and_a_trainer_that_does_other_things_is_
     run: Run,
 ) -> None:
     seconds = {"trainer": {"other": 1.0}, "rollout-0": {"other": 1.0}, "rollout-1": {"tail": 1.0}}
-    account(run.path, line("start", 0, 1, 1, 1) | {"devices": devices(seconds)})
-    shown = words(drawn(look_at(RunReader(run.path))))
+    shown = seen(run, line("start", 0, 1, 1, 1) | {"devices": devices(seconds)})
     assert "trainer 0% 0%" in shown and "rollout-0 100% 100%" in shown
     assert "rollout-1 100% 100%" in shown
 
@@ -332,4 +327,33 @@ def test_the_age_has_one_unit() -> None:
 
 def test_the_figures_of_the_newest_row_stand_alone_without_accounts(run: Run) -> None:
     run.metrics.write(1, {k: v for k, v in row(1).items() if k.startswith("reward")})
-    assert "staleness - mean, - max" in words(drawn(look_at(RunReader(run.path))))
+    assert "staleness - mean, - max" in seen(run)
+
+
+LOOK = RunSnapshot("run", "quick", "async_partial", age_s=0.0, attempt=1, version=1)
+
+
+def test_advice_is_computed_for_new_versions_and_seldom() -> None:
+    now, asked = [0.0], list[float]()
+
+    def advise(run: RunReader) -> list[str]:
+        asked.append(now[0])
+        now[0] += 2.0  # it takes two seconds
+        return [f"advice {len(asked)}"]
+
+    advice_cache = AdviceCache(RunReader(Path("run")), lambda: now[0], advise)
+    for second in range(100):
+        now[0] = max(now[0], float(second))
+        said = advice_cache.on(replace(LOOK, version=1 if second < 50 else second))
+    assert asked == [0.0, 50.0, 90.0] and said == ["advice 3"]
+    now[0] = 100.0
+    end = replace(LOOK, version=99, state="complete")
+    assert advice_cache.on(end) == ["advice 4"] and advice_cache.on(end) == ["advice 4"]
+
+
+def test_advice_that_fails_does_not_end_the_view() -> None:
+    def fail(run: RunReader) -> list[str]:
+        raise ValueError("no figures")
+
+    advice_cache = AdviceCache(RunReader(Path("run")), advise=fail)
+    assert advice_cache.on(LOOK) == ["none: ValueError: no figures"]

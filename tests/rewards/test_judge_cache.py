@@ -259,14 +259,19 @@ def test_a_disk_that_cannot_be_written_is_refused_at_the_start(
         (tmp_path / "judge").mkdir(exist_ok=True)
 
 
+def reward_of(keys: list[str]) -> RunReward:
+    config = recipe.load("quickstart", keys)
+    return make_reward(config.reward, config.agents, config.sides)
+
+
 def test_a_foreign_folder_or_a_link_is_refused(server: Endpoint, tmp_path: Path) -> None:
     foreign, mine = tmp_path / "foreign", tmp_path / "mine"
     foreign.mkdir()
     (foreign / "judge.sqlite").write_text('["a", 10.0]\n')
     keys = [f"reward.judge.base_url={server.url}", "reward.judge.model=m"]
     with pytest.raises(ConfigError, match=r"reward\.judge\.cache_dir = .*no run of millrace made"):
-        make_reward(recipe.load("quickstart", [*keys, f"reward.judge.cache_dir={foreign}"]))
-    reward = make_reward(recipe.load("quickstart", [*keys, f"reward.judge.cache_dir={mine}"]))
+        reward_of([*keys, f"reward.judge.cache_dir={foreign}"])
+    reward = reward_of([*keys, f"reward.judge.cache_dir={mine}"])
     open_caches(reward, tmp_path)
     assert (mine / ownership.MARKER).is_file() and (mine / "judge.sqlite").is_file()
     (mine / "judge.sqlite").unlink()
@@ -274,7 +279,7 @@ def test_a_foreign_folder_or_a_link_is_refused(server: Endpoint, tmp_path: Path)
     with pytest.raises(ConfigError, match=r"reward\.judge\.cache_dir = .*links"):
         open_caches(reward, tmp_path)
     (tmp_path / "judge").symlink_to(foreign)
-    open_caches(make_reward(recipe.load("quickstart", keys)), tmp_path)
+    open_caches(reward_of(keys), tmp_path)
     assert not (tmp_path / "judge").is_symlink() and len(list(foreign.iterdir())) == 1
 
 

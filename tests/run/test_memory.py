@@ -115,8 +115,11 @@ def test_a_layer_keeps_the_bytes_of_the_estimate(
     assert layer_bytes(size, width) == pytest.approx(found, rel=0.05)  # it leaves routes out
 
 
-def test_a_shape_has_the_parameters_of_the_model_that_is_built(tmp_path: Path) -> None:
-    overrides = ["model.shape.vocab_size=101", "model.shape.tie_word_embeddings=false"]
+@pytest.mark.parametrize("more", [[], ["model.shape.num_experts=6"]])
+def test_a_shape_has_the_parameters_of_the_model_that_is_built(
+    tmp_path: Path, more: list[str]
+) -> None:
+    overrides = ["model.shape.vocab_size=101", "model.shape.tie_word_embeddings=false", *more]
     config = recipe.load("quickstart", overrides)
     size = size_of(config.model)
     write_shape(

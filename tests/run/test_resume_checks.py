@@ -14,8 +14,8 @@ from millrace.config.explain import all_keys, describe, facts, section_of
 from millrace.config.facts import Compared, Fixed, FixedRows, Past
 from millrace.errors import ConfigError
 from millrace.models.model import write_shape
-from millrace.run.digests import digests
 from millrace.run.folder import open_run_dir
+from millrace.run.session import digests
 from millrace.schedule.ledger import Slot, State
 from millrace.train.fsdp import engine as fsdp_train
 from millrace.types import Prompt, Sample, Score, Trajectory, floats_of, tokens_of

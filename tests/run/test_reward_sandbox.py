@@ -53,7 +53,7 @@ async def reward_of(
 ) -> Any:
     spec = f"reward.function={where or folder_of(tmp_path) / 'fn.py'}:{name}"
     config = recipe.load("quickstart", ["reward.sandbox=true", spec, *overrides])
-    reward = make_reward(config)
+    reward = make_reward(config.reward, config.agents, config.sides)
     try:
         await reward.start()
         yield reward

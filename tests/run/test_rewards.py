@@ -33,7 +33,8 @@ def placed(
 ) -> dict[str, list[str]]:
     """Return the device and the GPUs of the workers of each reward model."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    reward = make_reward(recipe.load("quickstart", list(overrides)))
+    config = recipe.load("quickstart", list(overrides))
+    reward = make_reward(config.reward, config.agents, config.sides)
     return {
         name: [pool.job.spec["device"], *(e.get("CUDA_VISIBLE_DEVICES", "") for e in pool.environments)]
         for name, pool in reward.parts.items()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from millrace.config import Config
 from millrace.ports import TransferReport
+from millrace.run.engines import sync_options
 from millrace.sync.collective import Receiver, Sender, join_sender
 from millrace.sync.options import SyncOptions
 from millrace.sync.table import Shards
@@ -172,17 +173,17 @@ async def fleet(
     replicas = [holders(i) for i in range(REPLICAS)]
     joined: Any = await asyncio.gather(
         *(
-            join_sender(source, store, rank, SyncOptions.of(config))  # type: ignore[arg-type]
+            join_sender(source, store, rank, sync_options(config))  # type: ignore[arg-type]
             for rank, source in enumerate(sources)
         ),
         *(
-            Receiver.join(holder, store, i, SyncOptions.of(config))
+            Receiver.join(holder, store, i, sync_options(config))
             for i, holder in enumerate(replicas)
         ),
     )
     await regroup(joined[:ranks], dict(enumerate(joined[ranks:])))
     ends = list(joined[:ranks]), list(joined[ranks:])
-    yield Fleet(sources, replicas, *ends, store, SyncOptions.of(config))
+    yield Fleet(sources, replicas, *ends, store, sync_options(config))
 
 
 def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:

@@ -22,11 +22,11 @@ from millrace.decode import engine as torch_rollout
 from millrace.errors import SyncError
 from millrace.models.model import write_shape
 from millrace.ports import TrainBatch
+from millrace.run.engines import sync_options
 from millrace.sync import collective
 from millrace.sync.adapters import LoraStaging
 from millrace.sync.buckets import ALIGN
 from millrace.sync.collective import Receiver, join_sender
-from millrace.sync.options import SyncOptions
 from millrace.sync.proof import bit_sums
 from millrace.sync.table import Shards
 from millrace.train.fsdp import engine as fsdp_train
@@ -98,17 +98,17 @@ async def fleet(
     replicas = [holders(i) for i in range(REPLICAS)]
     joined: Any = await asyncio.gather(
         *(
-            join_sender(source, store, rank, SyncOptions.of(config))
+            join_sender(source, store, rank, sync_options(config))
             for rank, source in enumerate(sources)
         ),
         *(
-            Receiver.join(holder, store, i, SyncOptions.of(config))
+            Receiver.join(holder, store, i, sync_options(config))
             for i, holder in enumerate(replicas)
         ),
     )
     await regroup(joined[:ranks], dict(enumerate(joined[ranks:])))
     ends = list(joined[:ranks]), list(joined[ranks:])
-    yield Fleet(sources, replicas, *ends, store, SyncOptions.of(config))
+    yield Fleet(sources, replicas, *ends, store, sync_options(config))
 
 
 def draw(f: Fleet, seed: int) -> dict[str, Tensor]:
@@ -340,8 +340,8 @@ def test_trainer_and_rollout_engine_agree_on_log_probs_after_every_sync(tmp_path
             dist.HashStore(),
         )
         sender, receiver = await asyncio.gather(
-            join_sender(engine, store, 0, SyncOptions.of(config)),
-            Receiver.join(replica, store, 0, SyncOptions.of(config)),
+            join_sender(engine, store, 0, sync_options(config)),
+            Receiver.join(replica, store, 0, sync_options(config)),
         )
         await regroup([sender], {0: receiver})
         base, seen = {name: own.clone() for name, _, _, _, own in engine.shards()}, []

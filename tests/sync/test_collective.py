@@ -20,10 +20,10 @@ from torch import Tensor
 
 from millrace.config import Config
 from millrace.errors import SyncError
+from millrace.run.engines import sync_options
 from millrace.sync import collective, table
 from millrace.sync.buckets import ALIGN, Bucket, plan, specs_of
 from millrace.sync.collective import Receiver, Sender
-from millrace.sync.options import SyncOptions
 from tests.sync.fleet import (
     REPLICAS,
     TRAINERS,
@@ -343,7 +343,7 @@ def test_models_that_differ_are_refused_by_replica_and_tensor(
                 Holder(change(model(0))),
                 store,
                 0,
-                SyncOptions.of(Config(sync={"timeout_s": HANG_S})),
+                sync_options(Config(sync={"timeout_s": HANG_S})),
             )
         )
 

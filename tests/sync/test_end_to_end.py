@@ -28,9 +28,9 @@ from millrace.ports import TransferReport
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
+from millrace.run.engines import sync_options
 from millrace.schedule.ledger import Ledger
 from millrace.sync.collective import Receiver, Sender, join_sender
-from millrace.sync.options import SyncOptions
 from millrace.train.fsdp import engine as fsdp_train
 from millrace.types import Completion, Prompt, SamplingParams, Score, tokens_of
 from tests.pipeline.simulated import Record
@@ -128,11 +128,8 @@ async def train(
     replicas = [torch_rollout.build(c.sides, c.model, folder), broken]
     store = dist.HashStore()
     joined = await asyncio.gather(
-        join_sender(engine, store, 0, SyncOptions.of(c)),
-        *(
-            Receiver.join(replica, store, i, SyncOptions.of(c))
-            for i, replica in enumerate(replicas)
-        ),
+        join_sender(engine, store, 0, sync_options(c)),
+        *(Receiver.join(replica, store, i, sync_options(c)) for i, replica in enumerate(replicas)),
     )
     await regroup(joined[:1], dict(enumerate(joined[1:])))
     ledger = Ledger(c.schedule, samples)

@@ -23,11 +23,11 @@ from torch import Tensor
 from millrace import codec
 from millrace.config import Config
 from millrace.errors import SyncError
+from millrace.run.engines import sync_options
 from millrace.sync import ipc
 from millrace.sync.buckets import plan, specs_of
 from millrace.sync.ipc import IpcSender, IpcStaging, fits
 from millrace.sync.membership import Membership
-from millrace.sync.options import SyncOptions
 from millrace.sync.proof import bit_sums
 from millrace.sync.table import Shards
 from tests.waiting import HANG_S
@@ -83,7 +83,7 @@ def pair(on_load: Callable[[Pair, str, Tensor], None] = lambda p, name, tensor: 
             on_load(made, name, tensor)
             made.live[name] = tensor.clone()
 
-    store, agreed = dist.HashStore(), SyncOptions.of(Config(sync={"timeout_s": HANG_S}))
+    store, agreed = dist.HashStore(), sync_options(Config(sync={"timeout_s": HANG_S}))
     first = Membership(store, agreed, CPU, [0], "trainer rank 0")
     second = Membership(store, agreed, CPU, [0], "replica 3")
     made = Pair(
@@ -167,10 +167,10 @@ def test_it_is_for_vllm_on_shared_gpus() -> None:
         )
 
     cuda = torch.device("cuda", 0)
-    assert fits(SyncOptions.of(config("vllm", "colocated")), cuda)
-    assert not fits(SyncOptions.of(config("vllm", "separate")), cuda)
-    assert not fits(SyncOptions.of(config("torch", "colocated")), cuda)
-    assert not fits(SyncOptions.of(config("vllm", "colocated")), CPU)
+    assert fits(sync_options(config("vllm", "colocated")), cuda)
+    assert not fits(sync_options(config("vllm", "separate")), cuda)
+    assert not fits(sync_options(config("torch", "colocated")), cuda)
+    assert not fits(sync_options(config("vllm", "colocated")), CPU)
 
 
 CUDA_ARGUMENTS = (
@@ -240,5 +240,5 @@ def test_slots_that_are_none_are_a_sync_error(monkeypatch: pytest.MonkeyPatch) -
     store.set("millrace/sync/ipc/GPU-1", pickle.dumps([1]))  # type: ignore[arg-type]
     with pytest.raises(SyncError, match="replica 3: the store has no slots of a trainer rank on"):
         IpcStaging.join(
-            specs_of(model(1)), store, CPU, 3, SyncOptions.of(Config()), lambda weights: None
+            specs_of(model(1)), store, CPU, 3, sync_options(Config()), lambda weights: None
         )

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from millrace.config import Config
 from millrace.errors import BrokenTransfer, SyncError
+from millrace.run.engines import sync_options
 from millrace.sync.collective import Receiver, join_sender
 from millrace.sync.groups import Group, Operation, finish
-from millrace.sync.options import SyncOptions
 from tests.sync import test_adapters
 from tests.sync.fleet import TRAINERS, Fleet, Holder, Source, equal, fleet, large, model, regroup
 from tests.sync.test_adapters import draw, size
@@ -126,7 +126,7 @@ def test_who_does_not_come_is_named_and_a_later_generation_supersedes() -> None:
     async def main(seconds: float) -> None:
         store, sources = dist.HashStore(), [Source(model(1), rank) for rank in range(TRAINERS)]
         trainer = {"n_gpus_per_node": TRAINERS}
-        agreed = SyncOptions.of(Config(trainer=trainer, sync={"timeout_s": HANG_S}))
+        agreed = sync_options(Config(trainer=trainer, sync={"timeout_s": HANG_S}))
         *senders, receiver = await asyncio.gather(
             *(join_sender(source, store, r, agreed) for r, source in enumerate(sources)),  # type: ignore[arg-type]
             Receiver.join(Holder(model(1)), store, 0, agreed),
@@ -151,8 +151,8 @@ VICTIM = """
 import asyncio, os, signal, sys
 from millrace.sync import staging as inbox
 from torch.distributed import TCPStore
-from tests.sync.fleet import SyncOptions, Config, Holder, Receiver, large
-agreed = SyncOptions.of(Config.model_validate_json(sys.argv[2]))
+from tests.sync.fleet import sync_options, Config, Holder, Receiver, large
+agreed = sync_options(Config.model_validate_json(sys.argv[2]))
 finish, left = inbox.finish, [5]
 def dies(work):
     finish(work)
@@ -190,7 +190,7 @@ def test_a_receiver_killed_in_the_middle_of_a_transfer(
             rollout={"n_gpus_per_node": 2},
             sync={"bucket_mb": 1, "timeout_s": HANG_S},
         )
-        agreed = SyncOptions.of(config)
+        agreed = sync_options(config)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         victim = [sys.executable, "-c", VICTIM, str(store.port), config.model_dump_json()]
         killed.append(subprocess.Popen(victim))

@@ -17,6 +17,7 @@ from millrace.train.experience import Experience, Models, make_experience
 from millrace.train.fsdp.critic import PackedCritic
 from millrace.train.fsdp.engine import FsdpTrainEngine
 from millrace.train.fsdp.policy import PackedPolicy
+from millrace.train.options import step_options
 from millrace.train.rows import arrays_of
 from millrace.types import (
     Author,
@@ -72,12 +73,12 @@ def engine_of(folder: str, config: Config) -> FsdpTrainEngine:
 
     engine = FsdpTrainEngine(
         model(),
-        config,
+        step_options(config),
         model_folder=f"{folder}/tied",
         rank=0,
         world_size=1,
         device=CPU,
-        critic=PackedCritic(model().model) if config.needs_critic else None,
+        critic=PackedCritic(model().model) if config.algorithm.needs_critic else None,
         reference=model().requires_grad_(False) if config.needs_reference else None,
     )
     engine.restart(OPTIM, HORIZON)

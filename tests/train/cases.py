@@ -23,6 +23,7 @@ from millrace.train.fsdp.engine import FsdpTrainEngine, build
 from millrace.train.fsdp.policy import PackedPolicy
 from millrace.train.fsdp.sharding import mesh_of, shard
 from millrace.train.metrics import Meter
+from millrace.train.options import step_options
 from millrace.train.rows import rows_of_examples
 from millrace.types import Segment, Trajectory, floats_of, tokens_of
 from tests.random_models import write_random
@@ -173,7 +174,12 @@ def engine_of(case: Any, folder: Any, rank: Any, layout: Any = "1") -> Any:
     mesh = mesh_of(*sections, world_size, CPU)
     policy = shard(PackedPolicy(model_of(case, folder)), *sections, mesh, CPU)
     engine = FsdpTrainEngine(
-        policy, config, model_folder=f"{folder}/tied", rank=rank, world_size=world_size, device=CPU
+        policy,
+        step_options(config),
+        model_folder=f"{folder}/tied",
+        rank=rank,
+        world_size=world_size,
+        device=CPU,
     )
     engine.restart(OPTIM, HORIZON)
     return engine

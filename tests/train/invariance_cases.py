@@ -223,7 +223,7 @@ def engine_of(
 
     engine = FsdpTrainEngine(
         shard(model(), *sections, mesh, CPU),
-        config,
+        step_options(config),
         model_folder=folder,
         rank=rank,
         world_size=world_size,
@@ -250,7 +250,7 @@ def run_case(engine: FsdpTrainEngine, case: dict[str, Any], cut: int) -> dict[st
     """Return the sums, the gradients and the number of trained tokens of one mini-batch."""
     config = config_of(case)
     options = engine.options = step_options(config)
-    critic = engine.critic if config.needs_critic else None
+    critic = engine.critic if config.algorithm.needs_critic else None
     for model in (engine.actor, engine.critic, engine.reference, *engine.teachers.values()):
         model.limit = cut
     for teacher in engine.teachers.values():

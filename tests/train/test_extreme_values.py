@@ -123,7 +123,7 @@ def trained(given: Given, config: Config, cut: int, dtype: Any = torch.float64) 
     """Return sums, gradients and metrics of one step, with micro-batches of `cut` trajectories."""
     options = step_options(config)
     policy = given.model(given.current, given.entropies, given.current.exp())
-    critic = given.model(given.values) if config.needs_critic else None
+    critic = given.model(given.values) if config.algorithm.needs_critic else None
     data = make_experience(
         given.arrays, Models(policy, critic, given.model(given.reference)), options, 0.1
     )
@@ -133,7 +133,7 @@ def trained(given: Given, config: Config, cut: int, dtype: Any = torch.float64) 
     learners: list[tuple[str, Any, Any, tuple[Tensor, ...]]] = [
         ("policy", PolicyLoss, POLICY_SUMS, (given.current, given.entropies))
     ]
-    if config.needs_critic:
+    if config.algorithm.needs_critic:
         learners.append(("critic", CriticLoss, CRITIC_SUMS, (given.values,)))
     for name, make, names, outputs in learners:
         loss_of, meter = make(data, mini, options), Meter(names)

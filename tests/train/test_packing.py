@@ -6,6 +6,7 @@ spread tokens evenly over ranks.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from millrace.errors import ConfigError
 from millrace.train.layout import EXACT_LENGTHS
-from millrace.train.packing import pack, split
+from millrace.train.packing import attention_length, pack, split
 from millrace.train.rows import rows_of_examples, rows_of_samples
 from millrace.types import Author, Prompt, Sample, Segment, Trajectory, floats_of, tokens_of
 from tests.train.samples import random_samples
@@ -70,20 +73,27 @@ def test_rows_hold_every_token_in_order(counts: Any, seed: int) -> None:
 
 
 @settings(max_examples=60)
-@given(COUNTS, st.integers(0, 99), st.sampled_from([21, 40, 1000]), st.integers(1, 4))
+@given(
+    COUNTS,
+    st.integers(0, 99),
+    st.sampled_from([21, 40, 1000]),
+    st.integers(1, 4),
+    st.sampled_from([5.0, 1000.0, math.inf]),
+)
 def test_shares_cover_each_trained_row_once_within_the_limit(
-    counts: Any, seed: int, limit: Any, world_size: Any
+    counts: Any, seed: int, limit: Any, world_size: Any, length: float
 ) -> None:
     rows = rows_of_samples(random_samples(seed, counts))
     members = np.arange(len(rows.starts))
-    shares = split(rows, members, max_tokens=limit, world_size=world_size)
+    keys = {"max_tokens": limit, "world_size": world_size, "attention_length": length}
+    shares = split(rows, members, **keys)
     assert shares and all(len(ranks) == world_size for ranks in shares)
     dealt = [row for ranks in shares for share in ranks for row in share.tolist()]
     assert sorted(dealt) == np.flatnonzero(rows.trained_tokens).tolist()
     for ranks in shares:
         loads = [int(rows.inputs[share].sum()) for share in ranks]
         assert max(loads) <= limit
-    again = split(rows, members, max_tokens=limit, world_size=world_size)
+    again = split(rows, members, **keys)
     assert [[s.tolist() for s in ranks] for ranks in again] == [
         [s.tolist() for s in ranks] for ranks in shares
     ]
@@ -95,6 +105,57 @@ def test_ranks_get_about_the_same_number_of_tokens() -> None:
         for ranks in split(rows, np.arange(256), max_tokens=1000, world_size=world_size):
             loads = [int(rows.inputs[share].sum()) for share in ranks]
             assert max(loads) - min(loads) <= 70  # about one row
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_ranks_of_a_micro_batch_get_rows_that_cost_about_the_same(world_size: int) -> None:
+    """A step takes as long as the slowest rank of each micro-batch."""
+    lengths = np.random.default_rng(0).lognormal(5.5, 1.0, 512).astype(int).clip(20, 2000)
+    one = tokens_of([1])
+    rows = rows_of_examples([(one, tokens_of([2] * n)) for n in lengths])
+    costs = rows.inputs + rows.inputs**2 / 1000
+
+    def waiting(length: float) -> float:
+        keys: Any = {"max_tokens": 4000, "world_size": world_size, "attention_length": length}
+        loads = [[costs[s].sum() for s in ranks] for ranks in split(rows, np.arange(512), **keys)]
+        return float(1 - costs.sum() / world_size / np.max(loads, 1).sum())
+
+    assert waiting(1000.0) < 0.4 * waiting(math.inf) and waiting(1000.0) < 0.1
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Qwen2Config(hidden_size=64, intermediate_size=160),
+        LlamaConfig(hidden_size=32, intermediate_size=80, head_dim=24),
+        Qwen3MoeConfig(
+            hidden_size=64,
+            head_dim=32,
+            moe_intermediate_size=48,
+            num_experts=6,
+            num_experts_per_tok=3,
+        ),
+    ],
+    ids=lambda kind: str(kind.model_type),
+)
+def test_at_the_length_of_attention_its_products_cost_as_much_as_the_matrices(kind: Any) -> None:
+    kind.update(
+        {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"vocab_size": 50, "max_position_embeddings": 512}
+    )
+    model: Any = AutoModelForCausalLM.from_config(kind, attn_implementation="eager")
+    model.set_experts_implementation("eager")
+
+    def flops(n: int) -> int:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.zeros(1, n, dtype=torch.long), use_cache=False)
+        return int(counter.get_total_flops())
+
+    # a n + b n^2, without causality: half of the products are masked.
+    one, two = flops(100), flops(200)
+    square = (two - 2 * one) / 20_000
+    matrices = (one - 10_000 * square) / 100
+    assert attention_length(kind) == pytest.approx(matrices / (square / 2), rel=0.03)
 
 
 def test_a_row_over_the_limit_is_refused() -> None:

@@ -16,10 +16,12 @@ from tests.train.samples import VOCAB, random_samples
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture(scope="module", params=[0, 4], ids=["dense", "experts"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     path = str(tmp_path_factory.mktemp("model"))
-    shape = ModelShape(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    shape = ModelShape(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_experts=request.param
+    )
     write_shape(path, shape, vocab_size=VOCAB, eos_token_id=0)
     return path
 

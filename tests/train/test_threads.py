@@ -17,6 +17,7 @@ from millrace.ports import TrainBatch
 from millrace.train.fsdp.engine import FsdpTrainEngine
 from millrace.train.fsdp.policy import PackedPolicy
 from millrace.train.fsdp.sharding import mesh_of, shard
+from millrace.train.options import step_options
 from millrace.train.packing import pack, split
 from millrace.train.rows import arrays_of, rows_of_samples
 from millrace.types import Author, Sample, Segment, Thread, Trajectory, floats_of, tokens_of
@@ -116,7 +117,12 @@ def test_the_gradient_of_a_float32_model_is_the_same_within_a_millionth(folder: 
         model = load_model(f"{folder}/tied", seed=1, dtype="float32")
         policy = shard(PackedPolicy(model), config.model, config.trainer, mesh, CPU)
         engine = FsdpTrainEngine(
-            policy, config, model_folder=f"{folder}/tied", rank=0, world_size=1, device=CPU
+            policy,
+            step_options(config),
+            model_folder=f"{folder}/tied",
+            rank=0,
+            world_size=1,
+            device=CPU,
         )
         engine.restart(OPTIM.model_copy(update={"clip_grad": 1e9}), HORIZON)
         found: dict[str, torch.Tensor] = {}

@@ -14,9 +14,9 @@ from transformers import PretrainedConfig
 
 from millrace.config import Config, ModelShape
 from millrace.models.model import load_model, write_shape
+from millrace.run.engines import sync_options
 from millrace.runtime.worker import _vllm_environment
 from millrace.sync.collective import join_sender
-from millrace.sync.options import SyncOptions
 from millrace.sync.table import Shards
 from millrace.testing import joined
 from millrace.types import Segment
@@ -94,11 +94,10 @@ class Replica:
     async def join(self) -> None:
         """Connect the trainer and the engine, which may have had another trainer before."""
         self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        tree, address = self.config.model_dump(mode="json"), ("127.0.0.1", self.store.port)
-        agreed = SyncOptions.of(self.config)
+        address, agreed = ("127.0.0.1", self.store.port), sync_options(self.config)
         self.sender, self.receiver = await asyncio.gather(
             join_sender(self, self.store, 0, agreed),  # type: ignore[arg-type]
-            VllmReceiver.join(self.engine, self.store, address, 0, tree, agreed),
+            VllmReceiver.join(self.engine, self.store, address, 0, agreed),
         )
         await regroup([self.sender], {0: self.receiver})
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 from torch.distributed import TCPStore
 
+from millrace.config import Config
 from millrace.errors import ReplicaLost, SyncError
 from millrace.ports import RolloutStats
+from millrace.run.engines import sync_options
 from millrace.vllm import receiver
 from millrace.vllm.receiver import VllmReceiver
 
@@ -44,10 +46,8 @@ def made(
     patch.setattr(receiver, "_PROBE_S", 0.2)
     patch.setattr(receiver, "_POLL_S", 0.1)
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    agreed = SimpleNamespace(devices=1, timeout_s=timeout_s)
-    end = VllmReceiver(cast("Any", Engine(store, report_s, probe_s)), store, 0, cast("Any", agreed))
-    end._stall_s = 1.5
-    return end
+    agreed = replace(sync_options(Config()), timeout_s=timeout_s, stall_s=1.5)
+    return VllmReceiver(cast("Any", Engine(store, report_s, probe_s)), store, 0, agreed)
 
 
 def test_workers_that_do_not_answer_a_probe_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from millrace import testing
 from millrace.errors import BrokenTransfer, SyncError, WorkerError
-from millrace.sync.options import SyncOptions
+from millrace.run.engines import sync_options
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, tokens_of
 from millrace.vllm import receiver
@@ -302,8 +302,8 @@ def test_a_restarted_replica_joins_and_a_changed_weight_is_found(
         waiting = asyncio.ensure_future(replica.receiver.transfer(70))
         await asyncio.sleep(0.3)
         await regroup([replica.sender], {}, 2)
-        agreed, tree = SyncOptions.of(replica.config), replica.config.model_dump(mode="json")
-        where = (replica.store, ("127.0.0.1", replica.store.port), 0, tree, agreed)
+        address = "127.0.0.1", replica.store.port
+        where = (replica.store, address, 0, sync_options(replica.config))
         assert await regroup([replica.sender], {0: replica.receiver}, 3) == [None]
         with pytest.raises(BrokenTransfer, match="broke off"):
             await waiting

@@ -78,13 +78,14 @@ def scenario(mode: str, *, validates: bool = False, heals: bool = True) -> Scena
     if not heals:
         rollout |= {"heartbeat_s": NEVER_S, "stall_s": NEVER_S}
     groups = config.algorithm.filter_groups.model_copy(update={"enable": False})
+    whole = config.algorithm.tppo.model_copy(update={"window": 0})
     sections = {
         "async_training": config.async_training.model_copy(
             update=keys | {"require_batches": 1, "trigger_parameter_sync_step": 1}
             | {"overlap_sync": False}
         ),
         "actor": config.actor.model_copy(update={"ppo_mini_batch_size": 2}),
-        "algorithm": config.algorithm.model_copy(update={"filter_groups": groups}),
+        "algorithm": config.algorithm.model_copy(update={"filter_groups": groups, "tppo": whole}),
         "rollout": config.rollout.model_copy(update=rollout),
         "trainer": config.trainer.model_copy(update=trainer),
     }  # fmt: skip

@@ -21,7 +21,7 @@ from millrace.ports import PolicySession
 from millrace.rollout.lengths import DrawnLengths
 from millrace.run.session import Session
 from millrace.schedule.modes import MODES
-from millrace.types import Ending, Score, Tokens, tokens_of
+from millrace.types import Ending, Score, tokens_of
 
 OWN_LENGTHS = ["rollout.ignore_eos=true", "rollout.drawn_lengths.enable=false"]
 """The agent draws the length of each turn."""
@@ -87,14 +87,12 @@ class DrawnAgent:
                 since = clock()
                 await asyncio.sleep(w.tool_ms.of(rng.getrandbits(63)) / 1000)
                 own.tool_s += clock() - since
-                context, after = self._result(rng, session.prompt.tokens), turn.number
+                size, after = w.result.of(rng.getrandbits(63)), turn.number
+                context = tokens_of(rng.choices(session.prompt.tokens, k=size))
         own.wall_s = clock() - begin
         for name in Totals.__slots__:  # type: ignore[attr-defined]
             setattr(self.totals, name, getattr(self.totals, name) + getattr(own, name))
         return Ending(score=Score(float(rng.random() < 0.5)))
-
-    def _result(self, rng: random.Random, words: Tokens) -> Tokens:
-        return tokens_of(rng.choices(words, k=self.workload.result.of(rng.getrandbits(63))))
 
     async def close(self) -> None:
         return None
@@ -195,7 +193,7 @@ def _figures(agent: DrawnAgent, measured: Figures, s: Session) -> Figures:
         raise bad_value("rollout.total_rollout_steps", 0, "no episode finished", "a larger value")
     draws = measured["drawing"] + measured["at_gate"]
     gate = measured["at_gate"] / draws if draws else 0.0
-    slots = config.rollout.max_num_seqs * config.replicas
+    slots = config.rollout.max_num_seqs * config.rollout.replicas
     return {
         "tool_median_s": agent.workload.tool_ms.median / 1000,
         "sessions": config.schedule.capacity * config.rollout.n,

@@ -57,15 +57,14 @@ def bench_sync(
     Example: millrace bench sync shapes/qwen2_1.5b --repeats 10
     """
     config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
-    from millrace.extras.bench.sync import bench_sync as work
+    from millrace.extras.bench.sync import bench_sync as measure
+    from millrace.run.session import open_session
 
-    result = run_async(
-        json_,
-        config.name,
-        "bench sync",
-        lambda progress: work(config, progress, repeats),
-        lambda: False,
-    )
+    async def work(progress: Progress) -> dict[str, Any]:
+        async with open_session(config, progress) as s:
+            return await measure(s, repeats)
+
+    result = run_async(json_, config.name, "bench sync", work, lambda: False)
     lines = [
         f"{result['bytes'] / 1e6:,.1f} MB over {result['transport']}; "
         f"the bare link carries {result['link_gb_per_s']:.4g} GB/s"
@@ -97,7 +96,8 @@ def bench_train(
     """
     config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
     from millrace.errors import bad_value
-    from millrace.extras.bench.train import bench_train as work
+    from millrace.extras.bench.train import bench_train as measure
+    from millrace.run.session import open_session
 
     limit = config.max_tokens
     if length > limit:
@@ -108,13 +108,12 @@ def bench_train(
             f"must be at most actor.ppo_max_token_len_per_gpu{share} = {limit}",
             f"--length {limit} or less",
         )
-    result = run_async(
-        json_,
-        config.name,
-        "bench train",
-        lambda progress: work(config, progress, length=length, steps=steps),
-        lambda: False,
-    )
+
+    async def work(progress: Progress) -> dict[str, Any]:
+        async with open_session(config, progress, work="sft") as s:
+            return await measure(s, length=length, steps=steps)
+
+    result = run_async(json_, config.name, "bench train", work, lambda: False)
     report(
         json_,
         result,
@@ -179,15 +178,8 @@ def bench_modes(
         run_async(json_, config.name, "bench modes", measure, lambda: False)
     finally:
         if figures:  # after an error or a stop, report the runs that are complete
-            _report_modes(json_, folder, figures, planned=len(arms) * repeats)
-
-
-def _report_modes(
-    json_: bool, folder: Path, figures: list[dict[str, Any]], *, planned: int
-) -> None:
-    from millrace.extras.bench.modes import remarks, table
-
-    _report_runs(json_, folder, figures, [table(figures), *remarks(figures)], planned=planned)
+            lines = [work.table(figures), *work.remarks(figures)]
+            _report_runs(json_, folder, figures, lines, planned=len(arms) * repeats)
 
 
 def _report_runs(

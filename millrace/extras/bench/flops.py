@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from millrace.config import Config
+from millrace.config import ModelConfig
 from millrace.errors import bad_value
 
 _READ = (
@@ -15,7 +15,7 @@ _READ = (
 )
 
 
-def train_flops(model_folder: Path, lengths: list[int], config: Config) -> float:
+def train_flops(model_folder: Path, lengths: list[int], model: ModelConfig) -> float:
     """Return the FLOPs of training on rows of `lengths` tokens, forward and backward.
 
     Multiplications and additions both count.
@@ -42,10 +42,10 @@ def train_flops(model_folder: Path, lengths: list[int], config: Config) -> float
     layer = hidden * head * (2 * heads + 2 * keys) + 3 * hidden * shape["intermediate_size"]
     weights = layers * layer + hidden * shape["vocab_size"]
     per_token = 6.0 * weights
-    if config.model.lora_rank:
+    if model.lora_rank:
         from millrace.train.fsdp.lora import num_trained
 
-        per_token = 4.0 * weights + 6.0 * num_trained(model_folder, config.model)
+        per_token = 4.0 * weights + 6.0 * num_trained(model_folder, model)
     return sum(per_token * n + 6.0 * layers * heads * head * n * n for n in lengths)
 
 

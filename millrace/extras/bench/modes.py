@@ -11,19 +11,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from millrace.config import Config, recipe
+from millrace.config import recipe
 from millrace.errors import bad_value
 from millrace.extras.bench.flops import shape_of, train_flops
 from millrace.observe.progress import Progress
 from millrace.persist.run_reader import RunReader
 from millrace.rollout.episode import request_seed
 from millrace.run import problems
-from millrace.run.folder import RunDir, open_run_dir
+from millrace.run.folder import open_run_dir
 from millrace.run.session import Session, open_session
 from millrace.run.stop import StopRequest
 from millrace.run.train import drawn_lengths, run_training
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.modes import MODES
+from millrace.schedule.schedule import Schedule
 from millrace.schedule.steady import counted
 from millrace.types import SamplingParams
 
@@ -191,7 +192,8 @@ async def run_arms(
     for arm in arms:
         c = recipe.load(path, overrides, [*QUIET, *arm.overrides])
         rows = rows or await asyncio.to_thread(problems.prompts_of_an_epoch, c)
-        check_size(c, rows, arm.mode, skip)
+        end = c.end(rows)
+        check_size(c.schedule, end, c.value_of(end[0]), arm.mode, skip)
     for k, group in enumerate(engines.values()):
         config = recipe.load(
             path,
@@ -208,7 +210,9 @@ async def run_arms(
                     own = recipe.load(
                         path, overrides, [*fixed, *(_uniform(s) if arm.uniform else ())]
                     )
-                    session = replace(s, config=own, run=folder_of_run(own, s))
+                    run = open_run_dir(own)
+                    run.model.symlink_to(s.run.model.resolve())
+                    session = replace(s, config=own, run=run)
                     figures.append(await measure(arm, turn, session))
                     # Write now, because a later arm may fail.
                     with (folder / "figures.jsonl").open("a") as lines:
@@ -242,13 +246,6 @@ def _uniform(s: Session) -> list[str]:
 def _samples(s: Session) -> int:
     """Return the number of samples of the run."""
     return s.derived.samples
-
-
-def folder_of_run(config: Config, s: Session) -> RunDir:
-    """Return a folder for one run on a session's engines, with a link to their model."""
-    run = open_run_dir(config)
-    run.model.symlink_to(s.run.model.resolve())
-    return run
 
 
 async def run_once(s: Session, skip: int) -> dict[str, Any]:
@@ -303,9 +300,11 @@ async def run_once(s: Session, skip: int) -> dict[str, Any]:
     }
 
 
-def check_size(config: Config, rows: int, mode: str, skip: int) -> None:
-    """Raise ConfigError if no version of a run on `rows` rows of data is in `counted`."""
-    schedule, (key, total) = config.schedule, config.end(rows)
+def check_size(
+    schedule: Schedule, end: tuple[str, int], value: object, mode: str, skip: int
+) -> None:
+    """Raise ConfigError if no version of a run is in `counted`. `end` has its key and samples."""
+    key, total = end
     if not counted(total, skip, schedule):
         versions, window = schedule.versions(total), schedule.window
         least = next(n for n in itertools.count(window, window) if counted(n, skip, schedule))
@@ -314,7 +313,7 @@ def check_size(config: Config, rows: int, mode: str, skip: int) -> None:
             "fills or drains, or --skip leaves them out"
         )
         fix = f"{least} or more samples"
-        raise bad_value(key, config.value_of(key), rule, fix)
+        raise bad_value(key, value, rule, fix)
 
 
 def _with_ceilings(
@@ -329,7 +328,7 @@ def _with_ceilings(
 
     The limits are the matmul rate, and the decoding speed without training.
     """
-    flops = train_flops(s.run.model, _lengths(s), s.config)
+    flops = train_flops(s.run.model, _lengths(s), s.config.model)
     per_sample = flops / _samples(s)
     stepping = measured["step_s"] / measured["version_s"]
     mfu = measured["samples_per_s"] * per_sample / (arm.trainers * rate) / stepping
@@ -413,8 +412,8 @@ def figures_of_flow(run: RunReader, versions: range) -> dict[str, Any]:
     that takes from it, or adds to it, cannot continue. Without the accounts, because the disk was
     full, there is no stock and no advice.
     """
-    from millrace.report.advice.advise import advise
-    from millrace.report.advice.measure import checked, measured_of, setup_of
+    from millrace.report.advice.advise import advise, checked
+    from millrace.report.advice.measure import measured_of, setup_of
 
     if run.config is None or not versions:
         return {}

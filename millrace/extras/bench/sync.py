@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from millrace.config import Config
 from millrace.errors import DeadlineError
-from millrace.observe.progress import Progress
-from millrace.run.session import Session, open_session
+from millrace.run.session import Session
 from millrace.types import SamplingParams
 
 
@@ -33,19 +31,18 @@ class SyncFigures:
         return self.bytes / self.transfer_s / 1e9
 
 
-async def bench_sync(config: Config, progress: Progress, repeats: int) -> dict[str, Any]:
+async def bench_sync(s: Session, repeats: int) -> dict[str, Any]:
     """Time `repeats` syncs of idle engines, `repeats` syncs of busy engines, and the bare link."""
-    async with open_session(config, progress) as s:
-        await s.engines.train.begin("rl", 1)
-        await s.engines.publish(0)
-        link = [await s.engines.sync.remote.link() for _ in range(3)]
-        ceiling = max(report.bytes / report.seconds for report in link)
-        transport = await s.engines.sync.remote.transport()
-        progress.phase("syncing an idle engine")
-        idle = [await _sync(s, 1 + k, "idle") for k in range(repeats)]
-        progress.phase("syncing a busy engine")
-        # Colocated replicas draw no tokens during a sync.
-        busy = [] if s.config.schedule.colocated else await _under_load(s, 1 + repeats, repeats)
+    await s.engines.train.begin("rl", 1)
+    await s.engines.publish(0)
+    link = [await s.engines.sync.remote.link() for _ in range(3)]
+    ceiling = max(report.bytes / report.seconds for report in link)
+    transport = await s.engines.sync.remote.transport()
+    s.progress.phase("syncing an idle engine")
+    idle = [await _sync(s, 1 + k, "idle") for k in range(repeats)]
+    s.progress.phase("syncing a busy engine")
+    # Colocated replicas draw no tokens during a sync.
+    busy = [] if s.config.schedule.colocated else await _under_load(s, 1 + repeats, repeats)
     figures: dict[str, Any] = {
         "transport": transport,
         "bytes": idle[0].bytes,

@@ -255,8 +255,7 @@ class Attempt:
         trainers = [peer for name, peer in peers.items() if name.startswith("trainer")]
         rollouts = [peer for name, peer in peers.items() if name.startswith("rollout")]
         config = scenario.config
-        where = config, trainers, rollouts, config.schedule.colocated
-        engines = engines_of(*where, restarts=True, starter=self)
+        engines = engines_of(config.sides, trainers, rollouts, restarts=True, starter=self)
         await engines.sync.connect()
         self._engines = engines
         engines.keeper.scaling = (engines.scaler.follow,)

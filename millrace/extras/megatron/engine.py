@@ -24,6 +24,7 @@ from millrace.extras.megatron.trainable import ForwardRunner, MegatronTrainable
 from millrace.models.checks import has_weights
 from millrace.models.device import pick
 from millrace.models.model import load_model
+from millrace.train.options import StepOptions, step_options
 from millrace.train.step import TrainSteps
 
 
@@ -36,7 +37,7 @@ class MegatronTrainEngine(TrainSteps):
     def __init__(
         self,
         policy: Policy,
-        config: Config,
+        options: StepOptions,
         *,
         hf: Any,
         shape: Shape,
@@ -45,17 +46,17 @@ class MegatronTrainEngine(TrainSteps):
         device: torch.device,
         reference: Policy | None = None,
     ) -> None:
-        super().__init__(config, model_folder, device)
+        super().__init__(options, model_folder, device)
         self.hf, self.shape, self.rank = hf, shape, rank
         self.policy = policy
         place = (shape, rank, device)
         self.actor: MegatronTrainable = MegatronTrainable(
-            policy, config.actor, config.trainer.megatron, *place
+            policy, options.actor, options.trainer.megatron, *place
         )
         self.critic = None
         self.owns_sizes = False
         self.reference: ForwardRunner | None = reference and ForwardRunner(
-            reference, config.actor, *place
+            reference, options.actor, *place
         )
 
     def restart(self, optim: OptimConfig, horizon: int) -> None:
@@ -105,7 +106,7 @@ class MegatronTrainEngine(TrainSteps):
     async def sleep(self) -> None:
         """Free the memory of optimizer state and gradients on a GPU, if trainer.offload is set."""
         self.actor.gather()
-        if self.device.type == "cuda" and self.config.trainer.offload:
+        if self.device.type == "cuda" and self.options.trainer.offload:
             self.actor.park()
             torch.cuda.empty_cache()
 
@@ -143,7 +144,7 @@ def build(config: Config, model_folder: str, *, rank: int, world_size: int) -> M
     reference = policy().requires_grad_(False) if config.needs_reference else None
     engine = MegatronTrainEngine(
         policy(),
-        config,
+        step_options(config),
         hf=hf,
         shape=shape,
         model_folder=model_folder,

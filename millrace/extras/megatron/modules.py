@@ -37,7 +37,7 @@ from millrace.train.log_probs import (
     vocabulary_of,
 )
 from millrace.train.packed_attention import packed_attention
-from millrace.train.packing import MicroBatch
+from millrace.train.packing import MicroBatch, attention_length
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # The router of 0.16.1 reads this name, which it imports only with TransformerEngine.
@@ -134,6 +134,7 @@ class Policy(GPTModel):  # type: ignore[misc]
         # A tuple hides the table from casts to half precision: it must stay float32.
         self._rotary = (LlamaRotaryEmbedding(hf),)
         self._shape, self._mixture = shape, experts_of(hf) > 0
+        self.attention_length = attention_length(hf)
         self.routers = Routers(self.decoder, hf, shape)
         if self.post_process:
             tensor = parallel_state.get_tensor_model_parallel_group()

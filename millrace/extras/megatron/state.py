@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from millrace.config import Config
 from millrace.errors import CheckpointError
 from millrace.extras.megatron.mapping import Box, Kind, names_of
 from millrace.extras.megatron.shape import Shape
@@ -20,6 +19,7 @@ from millrace.extras.megatron.trainable import ForwardRunner, MegatronTrainable
 from millrace.extras.megatron.weights import is_copy, parameters
 from millrace.train.chunks import Chunks
 from millrace.train.optim import adamw
+from millrace.train.options import StepOptions
 from millrace.train.state_reader import load_state
 from millrace.train.state_writer import StateWriter, expect_one_process
 
@@ -38,7 +38,7 @@ class Restorable(Protocol):
     kl_coef: float
     actor: MegatronTrainable
     reference: ForwardRunner | None
-    config: Config
+    options: StepOptions
     writer: StateWriter
     shape: Shape
     rank: int
@@ -101,7 +101,7 @@ def load(engine: Restorable, folder: str) -> None:
     actor.weights_loaded()
     actor.steps = int(state["steps"].item())
     actor.nonfinite_in_a_row = int(state["nonfinite_in_a_row"].item())
-    if engine.config.algorithm.kl_ctrl.type == "adaptive":
+    if engine.options.algorithm.kl_ctrl.type == "adaptive":
         engine.kl_coef = float(state["kl_coef"].item())
     torch.set_rng_state(state["random"])
 

@@ -62,8 +62,13 @@ class ForwardRunner:
 
     def micro_batches(self, rows: Rows, members: Ints) -> list[MicroBatch]:
         """Return this rank's micro-batches of the rows `members`, equally many on every rank."""
-        place, size = self.place, self.shape.data
-        shares = split(rows, members, max_tokens=self.limit, world_size=size)
+        place, costs = self.place, self.policy.attention_length
+        shares = split(
+            *(rows, members),
+            max_tokens=self.limit,
+            world_size=self.shape.data,
+            attention_length=costs,
+        )
         return [
             pack(rows, s[place.data], self.device, padded=self.padded, division=self.division)
             for s in shares

@@ -216,7 +216,7 @@ NEEDLESS: dict[str, str] = {
     "rollout.skip_tokenizer_init": "engines get tokens",
     "rollout.trace.*": _IF_ON,
     "skip.*": _IF_ON,
-    "trainer.balance_batch": "ranks always get equal shares of the tokens",
+    "trainer.balance_batch": "ranks always get rows of equal cost, tokens and attention",
     "trainer.del_local_ckpt_after_load": "trainer.max_ckpt_to_keep decides it",
     "trainer.val_generations_to_log_to_wandb": "the run's folder always has transcripts of "
     "validation",

@@ -1,4 +1,4 @@
-"""The account of time: every second of every device has one state.
+"""The account of time: every second of every device has one state, and samples wait in states.
 
 | track | states |
 |---|---|
@@ -25,8 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from millrace.observe.timing import ActorClock, Seconds, StateClock
-from millrace.report.accounts.flow import FlowAccount
+from millrace.observe.timing import ActorClock, Integral, Seconds, StateClock
 from millrace.report.accounts.tokens import VALIDATION
 from millrace.schedule.ledger import State
 from millrace.schedule.schedule import Schedule
@@ -42,6 +41,66 @@ IDLE_TRACK = "rollouts"
 
 _OF_TRAINER = (State.READY, State.TAKEN)
 _OF_SYNC = (State.TRAINED, State.SEALED)
+
+
+class FlowAccount:
+    """A watcher of samples, requests, rewards and teachers. Validations do not count."""
+
+    names = frozenset({"request", "score", "log_probs", "retired", "dropped", *map(str, State)})
+
+    def __init__(self, now: float) -> None:
+        self.slots = {state: Integral(now) for state in State}
+        """Sample-seconds by state, and the number of samples in it."""
+        self.drawing, self.scoring = Integral(now), Integral(now)
+        """Seconds of all requests, and of all calls of the reward."""
+        self.reading = Integral(now)
+        """Seconds of all calls of teachers outside of the trainer."""
+        self.any_score = Integral(now)
+        """Seconds with at least one call of the reward."""
+        self.requests = self.tokens = self.scores = self.retired = 0
+        """Requests and their tokens, calls of the reward, and samples that have come to an end."""
+        self._states: dict[str, State] = {}
+
+    def __call__(self, event: Event) -> None:
+        now, track, name, phase, key, facts = event
+        by = 1 if phase == "begin" else -1
+        if track == "samples":
+            self._move(event)
+        elif key.startswith(VALIDATION):
+            return
+        elif name == "request":
+            self.drawing.change(now, by)
+            if phase == "end":
+                self.requests += 1
+                self.tokens += facts.get("tokens", 0)
+        elif name == "log_probs":
+            self.reading.change(now, by)
+        elif name == "score":
+            self.scoring.change(now, by)
+            if (self.scoring.level > 0) != self.any_score.level:
+                self.any_score.change(now, 1 if self.scoring.level > 0 else -1)
+            self.scores += phase == "end"
+
+    def _move(self, event: Event) -> None:
+        ends = event.name in ("retired", "dropped")
+        if not ends and event.name not in self.slots:
+            return
+        if (before := self._states.pop(event.key, None)) is not None:
+            self.slots[before].change(event.time, -1)
+        if ends:
+            self.retired += event.name == "retired"
+        else:
+            self._states[event.key] = state = State(event.name)
+            self.slots[state].change(event.time, 1)
+
+    @property
+    def occupied(self) -> int:
+        """The number of samples in a slot."""
+        return len(self._states)
+
+    def count(self, one: State, other: State) -> int:
+        """Return the number of samples in one of two states."""
+        return self.slots[one].level + self.slots[other].level
 
 
 class _Replica:
@@ -153,16 +212,19 @@ class DeviceAccount:
         elif name == "score":
             if not self._tools and not self._flow.reading.level:
                 return  # Else it may change what idle replicas wait for.
-        elif name == "log_probs":
-            pass  # It may change the same.
-        elif event.track == "samples":
-            pass  # Samples say nothing of devices.
+        elif name == "log_probs" or event.track == "samples":
+            pass  # They may change the same.
         elif event.track == "trainer" and (event.phase == "state" or name == "relabelled"):
             self._trainer(event)
         elif name == "replica_stale" and event.track not in self._replicas:
             self._join(event)
-        elif name == "replica_left" and event.track in self._replicas:
-            self._leave(event)
+        elif name == "replica_left" and event.track in self._replicas:  # its seconds stay
+            replica, track = self._replicas.pop(event.track), event.track
+            spent = replica.until(event.time, self._idle.until(event.time))
+            self._left[track] = self._left.get(track, Seconds()) + spent
+            self._number_idle -= replica.state == IDLE
+            self._lost.discard(track)
+            self._show(event.time, track, LEFT)
         elif name in ("replica_lost", "replica_retired") and event.track in self._replicas:
             self._lost.add(event.track)
         elif name == "replica_live":
@@ -189,15 +251,6 @@ class DeviceAccount:
         self._number_idle += 1
         self._show(event.time, event.track, IDLE)
         return joined
-
-    def _leave(self, event: Event) -> None:
-        """Keep the seconds of a replica that leaves."""
-        replica, track = self._replicas.pop(event.track), event.track
-        seconds = replica.until(event.time, self._idle.until(event.time))
-        self._left[track] = self._left.get(track, Seconds()) + seconds
-        self._number_idle -= replica.state == IDLE
-        self._lost.discard(track)
-        self._show(event.time, track, LEFT)
 
     def _idle_state(self) -> str:
         """Return the state of every replica that has no request."""

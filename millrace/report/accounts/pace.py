@@ -87,18 +87,15 @@ class LoadAccount:
         load = engine.slots if waits else engine.level
         seconds, engine.since = now - engine.since, now
         if load > 0 and seconds > 0:
-            bin_ = self._full if waits else self._bins.get(load) or self._bin(load)
+            if (bin_ := self._full if waits else self._bins.get(load)) is None:
+                name = str(int(math.log(load) / WIDTH))
+                bin_ = self._bins[load] = self.bins.setdefault(name, [0.0, 0.0])
             bin_[0] += seconds
             bin_[1] += seconds * load
         if event.name == "request":
             engine.level += 1 if event.phase == "begin" else -1
         else:
             engine.slots = event.facts["stats"].slots
-
-    def _bin(self, load: int) -> list[float]:
-        name = str(int(math.log(load) / WIDTH))
-        found = self._bins[load] = self.bins.setdefault(name, [0.0, 0.0])
-        return found
 
 
 class _Version(NamedTuple):
@@ -133,7 +130,13 @@ def step_costs(versions: Sequence[tuple[Loads, float]]) -> tuple[StepCost, StepC
     1 + 4 / (v - 2) times as large. q is 0 if that is likely. None if any share explains the tokens
     nearly as well as the best.
     """
-    points = [point for one in versions if (point := _version(*one)) is not None]
+    points = []
+    for loads, tokens in versions:
+        bins = {name: bin_ for name, bin_ in loads.items() if min(bin_) > 0}
+        total = sum(seconds for seconds, _ in bins.values())
+        if bins and tokens > total * LEAST_TOKENS:
+            shares = [(load / s, s / total, name == WAIT) for name, (s, load) in bins.items()]
+            points.append(_Version(shares, tokens / total))
     if len(points) < LEAST_VERSIONS:
         return None
     top = max(load for one in points for load, _, _ in one.loads)
@@ -147,15 +150,6 @@ def step_costs(versions: Sequence[tuple[Loads, float]]) -> tuple[StepCost, StepC
         return None
     flattest = next(one for one in tries if one.error <= likely * best.error)
     return best.cost(top), flattest.cost(top)
-
-
-def _version(loads: Loads, tokens: float) -> _Version | None:
-    bins = {name: bin_ for name, bin_ in loads.items() if min(bin_) > 0}
-    total = sum(seconds for seconds, _ in bins.values())
-    if not bins or not tokens > total * LEAST_TOKENS:
-        return None
-    shares = [(load / s, s / total, name == WAIT) for name, (s, load) in bins.items()]
-    return _Version(shares, tokens / total)
 
 
 def _fit(points: Sequence[_Version], share: float, top: float, *, queue: bool) -> _Fit:

@@ -47,13 +47,10 @@ class TokenAccount:
         `counts` has its counts, `slots` its samples. `generated` is the total that earlier attempts
         have recorded. What they drew after the checkpoint is lost.
         """
-        self.buckets: Counter[str] = Counter(
-            {
-                name.removeprefix(PREFIX): int(count)
-                for name, count in (counts or {}).items()
-                if name.startswith(PREFIX)
-            }
-        )
+        self.buckets: Counter[str] = Counter()
+        for name, count in (counts or {}).items():
+            if name.startswith(PREFIX):
+                self.buckets[name.removeprefix(PREFIX)] = int(count)
         self._in_slots = {sample_id: tokens_of_slot(slot) for sample_id, slot in slots}
         self._dropped: dict[int, tuple[str, int]] = {}
         """Reason and tokens of every sample that was dropped since the last version."""
@@ -69,8 +66,14 @@ class TokenAccount:
 
     def __call__(self, event: Event) -> None:
         if event.name == "request":
-            if event.phase == "end":
-                self._count(event.key, event.facts.get("tokens", 0))
+            if event.phase == "begin":
+                return
+            tokens, sample = event.facts.get("tokens", 0), event.key.partition("/")[0]
+            self._returned += tokens
+            if event.key.startswith(VALIDATION):
+                self.buckets["evaluated"] += tokens
+            else:
+                self._in_slots[int(sample)] = self._in_slots.get(int(sample), 0) + tokens
         elif event.name == "stats":
             new: RolloutStats = event.facts["stats"]
             self._start.setdefault(event.track, new)
@@ -84,27 +87,17 @@ class TokenAccount:
             self._dropped[sample_id] = reason, tokens
             self.buckets[f"dropped/{reason}"] += tokens
         elif event.name == "recalled":
-            self._recall(int(event.key), event.facts["tokens"])
+            # What the journal has of a sample. It may be more than earlier lines recorded.
+            sample_id, tokens = int(event.key), event.facts["tokens"]
+            found = max(0, tokens - self._in_slots.get(sample_id, 0))
+            self._in_slots[sample_id] = self._in_slots.get(sample_id, 0) + found
+            recorded = min(found, self.buckets["lost"])
+            self.buckets["lost"] -= recorded
+            self._earlier += found - recorded
         elif event.name == "stepped":
             self._add_step(event)
         elif event.name == "published":
             self._publish(set(event.facts["ids"]))
-
-    def _count(self, session: str, tokens: int) -> None:
-        self._returned += tokens
-        if session.startswith(VALIDATION):
-            self.buckets["evaluated"] += tokens
-            return
-        sample_id = int(session.partition("/")[0])
-        self._in_slots[sample_id] = self._in_slots.get(sample_id, 0) + tokens
-
-    def _recall(self, sample_id: int, tokens: int) -> None:
-        """Count what the journal has of a sample. It may be more than earlier lines recorded."""
-        found = max(0, tokens - self._in_slots.get(sample_id, 0))
-        self._in_slots[sample_id] = self._in_slots.get(sample_id, 0) + found
-        recorded = min(found, self.buckets["lost"])
-        self.buckets["lost"] -= recorded
-        self._earlier += found - recorded
 
     def _add_step(self, event: Event) -> None:
         samples, totals = event.facts["samples"], event.facts["report"].totals
@@ -141,10 +134,8 @@ class TokenAccount:
 
     def read(self) -> int:
         """Return the tokens that this attempt has read into KV caches."""
-        return sum(
-            now.prefill_tokens - self._start[track].prefill_tokens
-            for track, now in self._now.items()
-        )
+        last, first = self._now.values(), (self._start[track] for track in self._now)
+        return sum(s.prefill_tokens for s in last) - sum(s.prefill_tokens for s in first)
 
     def totals(self) -> dict[str, int]:
         """Return every bucket that has tokens. They add up to `generated`."""

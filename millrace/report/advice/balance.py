@@ -1,14 +1,14 @@
-"""Advice on the balance between trainer, engines and ledger."""
+"""A sentence of advice, and those on the balance between trainer, engines and ledger."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from millrace.report.advice.sentence import STALENESS, Advice, devices, number
 from millrace.report.advice.throughput import NOTHING, Change, Throughput
 from millrace.schedule.schedule import OnSync
 
+STALENESS = "async_training.staleness_threshold"
 IDLE = 0.05
 """A side that idles less does not wait."""
 FULL = 0.9
@@ -19,6 +19,28 @@ TRIES = 24
 """Values of a staleness_threshold that are tried."""
 SAME = 0.03
 """Rates that differ less are the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One sentence of advice."""
+
+    text: str
+    overrides: tuple[str, ...] = ()
+    """The `key=value` that it names, in order. Empty if no key helps."""
+    gain: float | None = None
+    """The predicted change of the trained samples per second, as a share."""
+    at_most: bool = False
+    """Whether the gain is only a bound."""
+
+    @property
+    def key(self) -> str:
+        return self.overrides[0].partition("=")[0] if self.overrides else ""
+
+    def __str__(self) -> str:
+        if self.gain is None:
+            return self.text
+        return f"{self.text} ({'at most ' if self.at_most else ''}{self.gain:+.0%})"
 
 
 def _full(flow: Throughput) -> bool:
@@ -56,15 +78,10 @@ def filling(flow: Throughput, change: Change = NOTHING) -> float:
     return staleness_for(flow, max(most, flow.least_capacity))
 
 
-def versions_old(flow: Throughput, staleness: float) -> str:
-    bound = replace(flow.schedule, staleness_threshold=staleness).lag_bound
-    return f"Samples are then up to {bound} versions old" if bound > 1 else ""
-
-
 def fill_the_engines(flow: Throughput) -> Advice | None:
     """The ledger is full while engines idle: a larger staleness_threshold."""
     m = flow.m
-    full = m.occupied >= 0.95 * flow.schedule.capacity
+    full = m.mean(*m.held) >= 0.95 * flow.schedule.capacity
     idle = m.rollouts_idle >= IDLE and m.starved >= IDLE
     if not (flow.asynchronous and full and idle) or flow.m.rewards_bind or _drains(flow):
         return None
@@ -89,10 +106,11 @@ def fill_the_engines(flow: Throughput) -> Advice | None:
     then = "would keep the trainer busy" if enough else "would fill them"
     if flow.step.queue > 0:
         then = "has the best rate"
-    text = f"{why}. {STALENESS}={number(staleness)} {then}"
-    if old := versions_old(flow, staleness):
-        text += f". {old}"
-    key = f"{STALENESS}={number(staleness)}"
+    text = f"{why}. {STALENESS}={staleness:g} {then}"
+    bound = replace(flow.schedule, staleness_threshold=staleness).lag_bound
+    if bound > 1:
+        text += f". Samples are then up to {bound} versions old"
+    key = f"{STALENESS}={staleness:g}"
     return Advice(text, (key,), flow.gain(rate), at_most=m.step_cost is None)
 
 
@@ -135,34 +153,30 @@ def more_decode_slots(flow: Throughput) -> Advice | None:
         return None
     demand = min(flow.demand, flow.natural_demand)
     change = Change(slots=math.ceil(flow.requests), demand=demand)
-    rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(change))
+    rate = flow.rate(change)
     running = flow.schedule.capacity - flow.ready - rate * flow.with_trainer_s()
     peak = demand * running + flow.schedule.window * setup.n / 2
     each = math.ceil(min(flow.requests, peak) / setup.replicas / 8) * 8
     if each * setup.replicas <= setup.slots:
         return None
-    change = replace(change, slots=each * setup.replicas)
-    rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(change))
+    rate = flow.rate(replace(change, slots=each * setup.replicas))
     text = (
         f"The decode slots are full: {waiting:.0f} requests wait for one, and the trainer waits "
         f"{m.starved:.0%} of the time. rollout.max_num_seqs={each} would start them, if the "
         "memory of an engine allows it"
     )
-    unknown = m.step_cost is None
     key = f"rollout.max_num_seqs={each}"
-    return Advice(text, (key,), flow.gain(rate), at_most=unknown)
+    return Advice(text, (key,), flow.gain(rate), at_most=m.step_cost is None)
 
 
-def _split(flow: Throughput, moved: int) -> tuple[Change, tuple[str, ...]]:
-    """Return the change and the overrides that move devices to training, or back if negative."""
+def _split(
+    flow: Throughput, trainers: int, rollouts: int, base: Change = NOTHING
+) -> tuple[Change, tuple[str, ...]]:
+    """Return the change and the overrides that give the sides so many devices."""
     setup = flow.setup
-    trainers, rollouts = setup.trainers + moved, setup.rollouts - moved
-    demand = min(flow.demand, flow.natural_demand) if moved < 0 else None
     replicas = setup.replicas * rollouts // setup.rollouts
-    return Change(trainers=trainers, replicas=replicas, demand=demand), (
-        setup.override("trainer", trainers),
-        setup.override("rollout", rollouts),
-    )
+    keys = setup.override("trainer", trainers), setup.override("rollout", rollouts)
+    return replace(base, trainers=trainers, replicas=replicas), keys
 
 
 def move_a_device(flow: Throughput) -> Advice | None:
@@ -170,26 +184,36 @@ def move_a_device(flow: Throughput) -> Advice | None:
     setup, m = flow.setup, flow.m
     if not flow.asynchronous or flow.m.rewards_bind or setup.share_cores:
         return None
+
+    def moving(moved: int) -> tuple[Change, tuple[str, ...]]:
+        """Move devices to training, or back if negative."""
+        demand = min(flow.demand, flow.natural_demand) if moved < 0 else None
+        sides = setup.trainers + moved, setup.rollouts - moved
+        return _split(flow, *sides, Change(demand=demand))
+
     best: tuple[float, int] = (m.rate, 0)
-    step = max(setup.node_devices, setup.rollouts // setup.replicas)
-    for moved in range(-(setup.trainers // step) * step, setup.rollouts, step):
+    for moved in range(-(setup.trainers // setup.step) * setup.step, setup.rollouts, setup.step):
         if moved and setup.trainers + moved > 0 and setup.rollouts - moved > 0:
-            best = max(best, (flow.sides(_split(flow, moved)[0]), moved))
+            best = max(best, (flow.sides(moving(moved)[0]), moved))
     rate, moved = best
     starved = m.starved >= IDLE if moved < 0 else m.rollouts_idle >= IDLE
     if not moved or not starved:
         return None
-    change, overrides = _split(flow, moved)
+    change, overrides = moving(moved)
     if (staleness := filling(flow, change)) > flow.schedule.staleness_threshold:
-        overrides += (f"{STALENESS}={number(staleness)}",)
+        overrides += (f"{STALENESS}={staleness:g}",)
     who = (
         f"Rollouts wait for the trainer: {m.mean('ready'):.0f} samples are ready"
         if moved > 0
         else f"The trainer waits for rollouts {m.starved:.0%} of the time"
     )
     side = "training" if moved > 0 else "rollouts"
-    text = f"{who}. Move {devices(abs(moved))} to {side}: {' '.join(overrides)}"
+    text = f"{who}. Move {_devices(abs(moved))} to {side}: {' '.join(overrides)}"
     return Advice(text, overrides, flow.gain(rate))
+
+
+def _devices(count: int) -> str:
+    return "a device" if count == 1 else f"{count} devices"
 
 
 def add_a_device(flow: Throughput) -> list[Advice]:
@@ -197,7 +221,7 @@ def add_a_device(flow: Throughput) -> list[Advice]:
     setup, m = flow.setup, flow.m
     if not flow.asynchronous or flow.m.rewards_bind or setup.share_cores:
         return []
-    step = max(setup.node_devices, setup.rollouts // setup.replicas)
+    step = setup.step
     if _full(flow) and m.starved >= 2 * IDLE and setup.trainers <= step:
         change = Change(replicas=setup.replicas * (setup.rollouts + step) // setup.rollouts)
         key, what = setup.override("rollout", setup.rollouts + step), "rollouts"
@@ -212,7 +236,7 @@ def add_a_device(flow: Throughput) -> list[Advice]:
     else:
         return []
     gain = flow.gain(flow.sides(change))
-    text = f"{why}. {devices(step).capitalize()} more for {what}: {key}"
+    text = f"{why}. {_devices(step).capitalize()} more for {what}: {key}"
     return [Advice(text, (key,), gain)] if gain >= SAME else []
 
 
@@ -225,24 +249,20 @@ def train_out_of_order(flow: Throughput) -> Advice | None:
         return None
     if ready < 0.75 * schedule.step_size or _drains(flow):
         return None
-    rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(Change(ready=flow.least_ready)))
+    key = f"async_training.lookahead={schedule.window}"
     text = (
         f"The trainer waits for the oldest sample while {ready:.0f} samples are ready. "
-        f"async_training.lookahead={schedule.window} lets it train them first"
+        f"{key} lets it train them first"
     )
-    return Advice(text, (f"async_training.lookahead={schedule.window}",), flow.gain(rate))
+    return Advice(text, (key,), flow.gain(flow.rate(Change(ready=flow.least_ready))))
 
 
 def _best_split(flow: Throughput, base: Change) -> tuple[float, Change, tuple[str, ...]] | None:
     """Return the best rate of shared devices that are split, or None if there is only one."""
     setup, tries = flow.setup, []
-    step = max(setup.node_devices, setup.rollouts // setup.replicas)
-    for rollouts in range(step, setup.devices, step):
-        trainers = setup.devices - rollouts
-        replicas = setup.replicas * rollouts // setup.rollouts
-        change = replace(base, trainers=trainers, replicas=replicas)
-        keys = setup.override("trainer", trainers), setup.override("rollout", rollouts)
-        switch = flow.m.trainer.get("switch", 0.0) / flow.m.versions
+    switch = flow.m.trainer.get("switch", 0.0) / flow.m.versions
+    for rollouts in range(setup.step, setup.devices, setup.step):
+        change, keys = _split(flow, setup.devices - rollouts, rollouts, base)
         tries.append((flow.sides(replace(change, saved_s=switch)), change, keys))
     return max(tries, key=lambda one: one[0]) if tries else None
 
@@ -265,10 +285,9 @@ def advise_both_at_once(flow: Throughput) -> Advice | None:
         rate, change, overrides = split
         why = "The sides take turns on the same devices"
     else:
-        rate, overrides = flow.sides(change), ()
-        why = "The sides take turns"
-    staleness = number(filling(flow, change))
-    overrides = ("mode=async_partial", *overrides, f"{STALENESS}={staleness}")
+        rate, overrides, why = flow.sides(change), (), "The sides take turns"
+    staleness = filling(flow, change)
+    overrides = ("mode=async_partial", *overrides, f"{STALENESS}={staleness:g}")
     text = (
         f"{why}: the trainer waits {m.starved:.0%} of the time, the engines "
         f"{m.rollouts_idle:.0%}. {' '.join(overrides)} lets both work at the same time"
@@ -304,30 +323,23 @@ def with_turns(flow: Throughput) -> Advice | None:
 def nothing(flow: Throughput) -> Advice:
     """Return the sentence for a run that no number makes faster."""
     m, schedule = flow.m, flow.schedule
-    helps = "helps" if m.setup.share_cores else "or more devices help"
+    on_cpu = m.setup.share_cores
+    text = "No number of the schedule would make this run more than 3 % faster"
+    measure = "Only a measurement shows whether {} faster: millrace bench modes"
     if m.trainer_idle < 2 * IDLE:
-        return Advice(
-            f"The trainer computes {1 - m.trainer_idle:.0%} of the time: only a faster trainer {helps}"
-        )
-    if flow.asynchronous and _full(flow):
-        helps = "help" if m.setup.share_cores else helps
-        return Advice(
-            f"The engines draw with {m.busy_slots / m.setup.slots:.0%} of their decode slots: only "
-            f"faster engines {helps}"
-        )
-    if schedule.colocated and m.setup.share_cores:
-        return Advice(
-            "The sides take turns on the cores of one CPU. Only a measurement shows whether separate "
-            "sides are faster: millrace bench modes"
-        )
-    if schedule.colocated and not schedule.staleness_threshold:
-        return Advice(
-            "Nothing to gain from asynchrony here: separate sides would be no faster than turns "
-            "on all devices"
-        )
-    if m.setup.share_cores:
-        return Advice(
-            "Both sides share the cores of one CPU. Only a measurement shows whether other numbers are "
-            "faster: millrace bench modes"
-        )
-    return Advice("No number of the schedule would make this run more than 3 % faster")
+        helps = "helps" if on_cpu else "or more devices help"
+        busy = f"The trainer computes {1 - m.trainer_idle:.0%} of the time"
+        text = f"{busy}: only a faster trainer {helps}"
+    elif flow.asynchronous and _full(flow):
+        helps = "help" if on_cpu else "or more devices help"
+        busy = f"The engines draw with {m.busy_slots / m.setup.slots:.0%} of their decode slots"
+        text = f"{busy}: only faster engines {helps}"
+    elif schedule.colocated and on_cpu:
+        text = "The sides take turns on the cores of one CPU. "
+        text += measure.format("separate sides are")
+    elif schedule.colocated and not schedule.staleness_threshold:
+        text = "Nothing to gain from asynchrony here: separate sides would be no faster than turns "
+        text += "on all devices"
+    elif on_cpu:
+        text = "Both sides share the cores of one CPU. " + measure.format("other numbers are")
+    return Advice(text)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from millrace.report.advice.balance import IDLE
-from millrace.report.advice.sentence import Advice
+from millrace.report.advice.balance import IDLE, STALENESS, Advice
 from millrace.report.advice.throughput import Change, Throughput
 from millrace.schedule.schedule import OnSync
 
@@ -42,14 +40,13 @@ def interrupt_at_a_sync(flow: Throughput) -> Advice | None:
         return None
     waits = _seconds(flow, "wait_rollouts")
     change = Change(held_s=pause, saved_s=waits, ready=min(flow.ready, flow.least_ready))
-    rate = min(flow.trainer_ceiling(change), flow.ledger_ceiling(change))
     share = pause / m.version_s
     overrides = ("mode=async_partial", _same_staleness(flow))
     text = (
         f"Each sync waits {pause:.2g} s, {share:.0%} of the time, until the longest response is "
         f"drawn. {' '.join(overrides)} interrupts responses and continues them"
     )
-    return Advice(text, overrides, flow.gain(rate))
+    return Advice(text, overrides, flow.gain(flow.rate(change)))
 
 
 def keep_kv_caches(flow: Throughput) -> Advice | None:
@@ -66,7 +63,7 @@ def keep_kv_caches(flow: Throughput) -> Advice | None:
 
 
 def _same_staleness(flow: Throughput) -> str:
-    return f"async_training.staleness_threshold={flow.schedule.staleness_threshold:g}"
+    return f"{STALENESS}={flow.schedule.staleness_threshold:g}"
 
 
 def fewer_syncs(flow: Throughput) -> Advice | None:
@@ -116,13 +113,8 @@ def fewer_hand_overs(flow: Throughput) -> Advice | None:
 
 def fewer_validations(flow: Throughput) -> Advice | None:
     """A sync waits for a validation: validate less often."""
-    return _rarer(
-        flow,
-        ("wait_validation",),
-        flow.setup.test_freq,
-        flow.setup.test_key,
-        "Syncs wait for validations",
-    )
+    setup, why = flow.setup, "Syncs wait for validations"
+    return _rarer(flow, "wait_validation", setup.test_freq, setup.test_key, why)
 
 
 def fewer_checkpoints(flow: Throughput) -> Advice | None:
@@ -135,13 +127,13 @@ def fewer_checkpoints(flow: Throughput) -> Advice | None:
             "writes them while it trains"
         )
         return Advice(text, ("trainer.async_save=true",), flow.gain(flow.without(saving)))
-    parts, freq = ("save_checkpoint",), flow.setup.save_freq
-    return _rarer(flow, parts, freq, "trainer.save_freq", "The trainer waits for checkpoints")
+    why, freq = "The trainer waits for checkpoints", flow.setup.save_freq
+    return _rarer(flow, "save_checkpoint", freq, "trainer.save_freq", why)
 
 
-def _rarer(flow: Throughput, parts: Sequence[str], freq: int, key: str, why: str) -> Advice | None:
+def _rarer(flow: Throughput, part: str, freq: int, key: str, why: str) -> Advice | None:
     """Advise a longer time between two things, so that their share falls to AIM."""
-    seconds = _seconds(flow, *parts)
+    seconds = _seconds(flow, part)
     share = seconds / flow.m.version_s
     if share < LEAST_SHARE or not freq:
         return None
@@ -158,8 +150,7 @@ def more_reward_workers(flow: Throughput) -> Advice | None:
         return None
     if flow.asynchronous or (flow.schedule.colocated and flow.schedule.staleness_threshold):
         score_s = workers * m.seconds / max(1.0, m.scores)
-        change = Change(demand=flow.scored_demand(score_s))
-        rate = min(flow.trainer_ceiling(), flow.ledger_ceiling(change))
+        rate = flow.rate(Change(demand=flow.scored_demand(score_s)))
     else:  # in turns, scores cost the time in which nothing else is under way
         rate = flow.without(m.reward_wait_s / m.versions)
     needed = math.ceil(workers * rate / m.rate * 1.1)
@@ -181,12 +172,9 @@ def fewer_drops(flow: Throughput) -> Advice | None:
     reason = max(m.dropped_tokens, key=lambda name: m.dropped_tokens[name])
     text = (
         f"{m.drop_share:.0%} of the tokens are those of dropped samples, most of them for "
-        f"{reason}, and the trainer waits. "
+        f"{reason}, and the trainer waits."
     )
+    fix = "The reward fails: mend reward.function, or raise reward.timeout_s"
     if reason == "equal_outcomes":
-        text += (
-            "Problems that the policy solves sometimes, or a larger rollout.n, would waste fewer"
-        )
-    else:
-        text += "The reward fails: mend reward.function, or raise reward.timeout_s"
-    return Advice(text, (), flow.gain(rate), at_most=True)
+        fix = "Problems that the policy solves sometimes, or a larger rollout.n, would waste fewer"
+    return Advice(f"{text} {fix}", (), flow.gain(rate), at_most=True)

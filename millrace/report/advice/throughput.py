@@ -48,8 +48,11 @@ from dataclasses import dataclass
 
 from millrace.observe.timing import GEN, IDLE
 from millrace.report.accounts.pace import StepCost
-from millrace.report.advice.measured import Measured
+from millrace.report.advice.measure import Measured
 from millrace.schedule.schedule import OnSync
+
+WITH_TRAINER = ("taken", "trained", "sealed")
+"""The states of samples that the trainer has."""
 
 PLACES = 16
 """Numbers of unfinished requests that stand for all of them."""
@@ -157,7 +160,7 @@ class Throughput:
     def with_trainer_s(self, change: Change = NOTHING) -> float:
         """Return the mean seconds for which the trainer has a sample."""
         longer = self.steps_s * (self.scale(change) - 1)
-        return max(0.0, self.m.with_trainer / self.m.rate + longer - change.held_s)
+        return max(0.0, self.m.mean(*WITH_TRAINER) / self.m.rate + longer - change.held_s)
 
     def drawn(self, busy: float, change: Change = NOTHING) -> float:
         """Return the samples per second that `busy` drawing slots give, if no request waits."""

@@ -1,22 +1,28 @@
-"""The figures of one moment of a run, for live views."""
+"""The figures and the advice of one moment of a run, for live views."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
-from millrace.config import Config
 from millrace.errors import MillraceError
 from millrace.observe.guard import CAUSES
 from millrace.observe.panel import RECENT, Alarm, Device, RunSnapshot
 from millrace.persist.accounts import Device as Account
 from millrace.persist.accounts import Line
 from millrace.persist.run_reader import Row, RunReader
+from millrace.report.advice.advise import advise_run
 
 PACE = 50
 """Versions whose pace predicts the end."""
 _LARGEST = 1e15
 """Larger figures are not figures of a run."""
 NO_ACCOUNT = Account(0, {})
+REST_S = 10.0
+"""The least seconds between two computations."""
+REST = 20.0
+"""The multiple of a computation's own time that must pass before the next one."""
 
 
 def look_at(run: RunReader) -> RunSnapshot:
@@ -27,8 +33,8 @@ def look_at(run: RunReader) -> RunSnapshot:
     validated = sorted(run.validations)
     done, version = (last.retired, last.version) if last else (0, 0)
     evaluated = last is None and run.state == "complete"
-    planned = (None, None, None) if evaluated else _plan(run, rows, done, version)
-    total, versions, eta = planned
+    plan = (None, None, None) if evaluated else _plan(run, rows, done, version)
+    total, versions, eta = plan
     return RunSnapshot(
         folder=str(run.path),
         name=run.config.name if run.config else run.name,
@@ -66,7 +72,9 @@ def _plan(
     if run.config is None:
         return None, None, None
     total = run.accounts[-1].limit if run.accounts else None
-    total = _limit(run.config) if total is None else total
+    if total is None and not run.config.trainer.total_epochs:  # else the data say it
+        with suppress(MillraceError):
+            total = run.config.derived(None).samples
     if total is None or not 0 <= total < _LARGEST:
         return None, None, None
     left = max(0, total - done)
@@ -74,16 +82,6 @@ def _plan(
     seconds = sum(row.get("timing_s/step", 0.0) for row in rows[-PACE:])
     eta = left * seconds / samples if samples > 0 and seconds > 0 else None
     return total, version + run.config.schedule.versions(left), eta
-
-
-def _limit(config: Config) -> int | None:
-    """Return the samples of the whole run, if the configuration says it without the data."""
-    if config.trainer.total_epochs:
-        return None
-    try:
-        return config.derived(None).samples
-    except MillraceError:
-        return None
 
 
 def _devices(attempt: Sequence[Line]) -> Iterator[Device]:
@@ -94,15 +92,12 @@ def _devices(attempt: Sequence[Line]) -> Iterator[Device]:
     earlier = next(
         (line for line in reversed(attempt) if line.version <= last.version - RECENT), attempt[0]
     )
-    for name, device in sorted(last.devices.items(), key=_order):
+    # The trainer is first, and replica 2 before replica 10.
+    for name in sorted(last.devices, key=lambda name: (name != "trainer", len(name), name)):
+        device = last.devices[name]
         before = earlier.devices.get(name, NO_ACCOUNT) if earlier is not last else NO_ACCOUNT
         recent = {k: s - before.seconds.get(k, 0.0) for k, s in device.seconds.items()}
         yield Device(name, device.count, _shares(recent), _shares(device.seconds))
-
-
-def _order(item: tuple[str, Account]) -> tuple[bool, int, str]:
-    """Sort the trainer first, and replica 2 before replica 10."""
-    return item[0] != "trainer", len(item[0]), item[0]
 
 
 def _shares(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -110,3 +105,34 @@ def _shares(seconds: Mapping[str, float]) -> dict[str, float]:
     whole = sum(s for s in seconds.values() if s > 0)
     found = {k: s / whole for k, s in seconds.items() if s > 0} if 0 < whole < _LARGEST else {}
     return dict(sorted(found.items(), key=lambda part: -part[1]))
+
+
+def advice(run: RunReader) -> list[str]:
+    """Return the sentences on a run. Only this function asks for them in live views."""
+    return [str(one) for one in advise_run(run)]
+
+
+class AdviceCache:
+    """The advice on a run, computed again only when it has new versions, and seldom."""
+
+    def __init__(
+        self,
+        run: RunReader,
+        clock: Callable[[], float] = time.monotonic,
+        advise: Callable[[RunReader], list[str]] = advice,
+    ) -> None:
+        self._run, self._clock, self._advise = run, clock, advise
+        self._about: tuple[int, int, str] | None = None
+        self._due, self._said = float("-inf"), list[str]()
+
+    def on(self, look: RunSnapshot) -> list[str]:
+        """Return the sentences on the run as it is now."""
+        about, begin = (look.attempt, look.version, look.state), self._clock()
+        if about != self._about and (look.ended or begin >= self._due):
+            try:
+                self._said = self._advise(self._run)
+            except Exception as error:  # noqa: BLE001 - the view goes on without advice
+                self._said = [f"none: {type(error).__name__}: {error}"]
+            self._about = about
+            self._due = begin + max(REST_S, REST * (self._clock() - begin))
+        return self._said

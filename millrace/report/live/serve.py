@@ -18,9 +18,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -29,7 +29,7 @@ from starlette.middleware.base import RequestResponseEndpoint
 
 from millrace.errors import ConfigError, bad_value
 from millrace.observe.panel import sentence
-from millrace.persist.run_reader import RunReader
+from millrace.persist.run_reader import RunReader, load
 from millrace.report.live.look import look_at
 
 LOOPBACK = "127.0.0.1"
@@ -59,10 +59,9 @@ REPORT_POLICY = (
 
 def render(folder: Path) -> str:
     """Return the report of a run as a page, without a change of the run's own report."""
-    from millrace.report.page.write import write_report
+    from millrace.report.page.write import page_of
 
-    with TemporaryDirectory() as own:
-        return write_report([folder], Path(own) / "report.html").read_text()
+    return page_of([load(folder)])
 
 
 class Pages:
@@ -113,23 +112,19 @@ class Pages:
         """Return what changes whenever a file of the run does."""
         found = []
         for path in (*self._run.files(), self._folder / "config.yaml"):
-            try:
+            with suppress(OSError):
                 stat = path.stat()
-            except OSError:
-                continue
-            found.append((str(path), stat.st_mtime_ns, stat.st_size))
+                found.append((str(path), stat.st_mtime_ns, stat.st_size))
         return sorted(found)
 
     def _made(self) -> str:
         try:
             return self._render(self._folder)
         except ConfigError as error:  # for example, the run has not trained yet
-            return (
-                f"<!doctype html><title>millrace</title><p>No report. {html.escape(str(error))}</p>"
-            )
+            reason = f"No report. {error}"
         except Exception as error:  # noqa: BLE001 - the server outlives a report that fails
-            text = html.escape(f"{type(error).__name__}: {error}")
-            return f"<!doctype html><title>millrace</title><p>The report failed. {text}</p>"
+            reason = f"The report failed. {type(error).__name__}: {error}"
+        return f"<!doctype html><title>millrace</title><p>{html.escape(reason)}</p>"
 
 
 def make_app(pages: Pages, token: str) -> FastAPI:
@@ -168,8 +163,7 @@ def make_app(pages: Pages, token: str) -> FastAPI:
     @app.api_route("/{token}/state", methods=read)
     async def state() -> Response:
         pages.ask()
-        now = {"line": pages.line, "report": pages.number, "ended": pages.ended}
-        return JSONResponse(now)
+        return JSONResponse({"line": pages.line, "report": pages.number, "ended": pages.ended})
 
     return app
 

@@ -2,49 +2,42 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from millrace.persist.run_reader import RunReader
+from millrace.report.page import figures as fig
 from millrace.report.page import head, totals
-from millrace.report.page.figures import (
-    PALETTE,
-    Block,
-    by_version,
-    figure,
-    label,
-    line,
-    missing,
-    number,
-    section,
-    share,
-    table,
-    text,
-)
-from millrace.report.page.states import STATES, state_of
+from millrace.report.page.figures import Block, axes, by_version, number, section, share, table
+from millrace.report.page.states import STATES
 
 _MOST_METRICS = 4
 
 
 def of_runs(runs: list[RunReader]) -> dict[str, Any]:
-    """Return the page that compares runs."""
-    names = _names(runs)
+    """Return the page that compares runs. Folders with equal names get their parents' too."""
+    short = [run.name for run in runs]
+    names = [
+        f"{run.path.resolve().parent.name}/{name}" if short.count(name) > 1 else name
+        for run, name in zip(runs, short, strict=True)
+    ]
+    first: list[Block] = []
+    if len(runs) > (most := len(fig.PALETTE)):
+        first = [fig.text(f"Curves show the first {most} of {len(runs)} runs. Tables have all.")]
+    damage = [
+        fig.text(f"Not readable in {name}: {note}")
+        for run, name in zip(runs, names, strict=True)
+        for note in run.notes
+    ]
+    whole = [*first, _overview(runs, names), *damage, _differences(runs, names)]
     return {
         "title": "comparison of " + ", ".join(names),
         "keys": {},
         "sections": [
-            section(
-                "runs",
-                "The runs",
-                [
-                    *_first(runs),
-                    _overview(runs, names),
-                    *_damage(runs, names),
-                    _differences(runs, names),
-                ],
-            ),
+            section("runs", "The runs", whole),
             section("learning", "Learning", _learning(runs, names)),
-            section("speed", "Speed", _speed(runs, names)),
+            section("speed", "Speed", [_speed(runs, names)]),
             section("devices", "Where the time went", [_devices(runs, names)]),
             section("tokens", "Where the tokens went", [_tokens(runs, names)]),
             section("staleness", "Staleness", [_staleness(runs, names)]),
@@ -52,33 +45,9 @@ def of_runs(runs: list[RunReader]) -> dict[str, Any]:
     }
 
 
-def _first(runs: list[RunReader]) -> list[Block]:
-    if len(runs) <= len(PALETTE):
-        return []
-    return [text(f"Curves show the first {len(PALETTE)} of {len(runs)} runs. Tables have all.")]
-
-
-def _damage(runs: list[RunReader], names: list[str]) -> list[Block]:
-    """Return what could not be read of each run, so that no gap looks like a result."""
-    return [
-        text(f"Not readable in {name}: {note}")
-        for run, name in zip(runs, names, strict=True)
-        for note in run.notes
-    ]
-
-
-def _names(runs: list[RunReader]) -> list[str]:
-    """Return a short name for each run. Folders with equal names get their parents' too."""
-    names = [run.name for run in runs]
-    return [
-        f"{run.path.resolve().parent.name}/{name}" if names.count(name) > 1 else name
-        for run, name in zip(runs, names, strict=True)
-    ]
-
-
 def _overview(runs: list[RunReader], names: list[str]) -> Block:
-    def last(run: RunReader, name: str) -> str:
-        values = by_version(run.rows, name)[1]
+    def last(rows: fig.Rows, name: str) -> str:
+        values = by_version(rows, name)[1]
         return "" if not values or values[-1] is None else number(values[-1])
 
     def mean(
@@ -93,50 +62,37 @@ def _overview(runs: list[RunReader], names: list[str]) -> Block:
         whole = sum(w for _, w in rows)
         return show(sum(v * w for v, w in rows) / whole) if whole else ""
 
-    def part(value: float) -> str:
-        return share(value, 1.0)
+    def idle(run: RunReader, side: str) -> str:
+        return mean(run, f"{side}/idle_ratio", show=lambda value: share(value, 1.0))
 
-    rows: list[list[object]] = [
-        ["mode", *map(head.mode_of, runs)],
-        ["state", *map(head.state_of, runs)],
-        ["versions", *(run.versions for run in runs)],
-        ["seconds of RL", *(number(head.run_seconds(run)) for run in runs)],
-        ["last mean reward", *(last(run, "reward/mean") for run in runs)],
-        ["samples/s of all versions", *(mean(run, "perf/samples_per_s") for run in runs)],
-        [
-            "trainer waits, mean over time",
-            *(mean(run, "trainer/idle_ratio", show=part) for run in runs),
-        ],
-        [
-            "free decode slots, mean over time",
-            *(mean(run, "rollouter/idle_ratio", show=part) for run in runs),
-        ],
-        [
-            "age of tokens, mean",
-            *(mean(run, "staleness/token_mean", "train/tokens") for run in runs),
-        ],
-        [
-            "alarms",
-            *(", ".join(sorted(alarm.name for alarm in run.alarms())) or "none" for run in runs),
-        ],
-    ]
+    figures: dict[str, Callable[[RunReader], object]] = {
+        "mode": head.mode_of,
+        "state": head.state_of,
+        "versions": lambda run: run.versions,
+        "seconds of RL": lambda run: number(head.run_seconds(run)),
+        "last mean reward": lambda run: last(run.rows, "reward/mean"),
+        "samples/s of all versions": lambda run: mean(run, "perf/samples_per_s"),
+        "trainer waits, mean over time": lambda run: idle(run, "trainer"),
+        "free decode slots, mean over time": lambda run: idle(run, "rollouter"),
+        "age of tokens, mean": lambda run: mean(run, "staleness/token_mean", "train/tokens"),
+        "alarms": lambda run: ", ".join(sorted(alarm.name for alarm in run.alarms())) or "none",
+    }
+    rows = [[name, *map(of, runs)] for name, of in figures.items()]
     for metric in _validations(runs):
-        rows.append([f"last {metric.removeprefix('val/')}", *(_last_of(run, metric) for run in runs)])  # fmt: skip
+        row = [last(run.validations, metric) for run in runs]
+        rows.append([f"last {metric.removeprefix('val/')}", *row])
     return table("", ["", *names], rows)
-
-
-def _last_of(run: RunReader, metric: str) -> str:
-    values = by_version(run.validations, metric)[1]
-    return number(values[-1]) if values and values[-1] is not None else ""
 
 
 def _validations(runs: list[RunReader]) -> list[str]:
     """Return the metrics of validation that most runs have, without components."""
-    found: dict[str, int] = {}
-    for run in runs:
-        for name in {name for row in run.validations.values() for name in row}:
-            found[name] = found.get(name, 0) + (name.count("/") == 2)
-    return sorted((n for n, c in found.items() if c), key=lambda n: (-found[n], n))[:_MOST_METRICS]
+    counts = Counter(
+        name
+        for run in runs
+        for name in {name for row in run.validations.values() for name in row}
+        if name.count("/") == 2
+    )
+    return sorted(counts, key=lambda name: (-counts[name], name))[:_MOST_METRICS]
 
 
 def _differences(runs: list[RunReader], names: list[str]) -> Block:
@@ -148,20 +104,30 @@ def _differences(runs: list[RunReader], names: list[str]) -> Block:
         if len({config.get(key) for config in configs}) > 1 and key != "trainer.run_dir"
     ]
     if not rows:
-        return text("Every key of the configuration has the same value in all runs.")
+        return fig.text("Every key of the configuration has the same value in all runs.")
     return table("Keys of the configuration that differ.", ["key", *names], rows[:200])
 
 
 Points = Callable[[RunReader], tuple[list[float], list[float | None]]]
 
 
-def _curves(runs: list[RunReader], names: list[str], points: Points) -> list[dict[str, Any]]:
-    curves = []
-    for run, name, colour in zip(runs, names, PALETTE, strict=False):
-        x, y = points(run)
-        if x:
-            curves.append(line(name, x, y, colour))
-    return curves
+def _chart(
+    runs: list[RunReader],
+    names: list[str],
+    points: Points,
+    what: str,
+    why: str,
+    how: str,
+    **layout: Any,
+) -> Block:
+    """Return a curve for each run. Without any, say that there is no `what`, and why."""
+    data = [
+        fig.line(name, x, y, colour)
+        for run, name, colour in zip(runs, names, fig.PALETTE, strict=False)
+        for x, y in [points(run)]
+        if x
+    ]
+    return fig.figure(how, data, **layout) if data else fig.missing(what, why)
 
 
 def _over_time(run: RunReader, metric: str) -> tuple[list[float], list[float | None]]:
@@ -169,8 +135,7 @@ def _over_time(run: RunReader, metric: str) -> tuple[list[float], list[float | N
     seconds = 0.0
     x: list[float] = []
     y: list[float | None] = []
-    for version in sorted(run.rows):
-        row = run.rows[version]
+    for _, row in sorted(run.rows.items()):
         seconds += row.get("timing_s/step", 0.0)
         if metric in row:
             x.append(seconds)
@@ -180,12 +145,8 @@ def _over_time(run: RunReader, metric: str) -> tuple[list[float], list[float | N
 
 def _learning(runs: list[RunReader], names: list[str]) -> list[Block]:
     def chart(how: str, title: str, points: Points, y: str = "reward") -> Block:
-        data = _curves(runs, names, points)
-        if not data:
-            return missing(y, "no run has it yet.")
-        return figure(
-            how, data, xaxis={"title": {"text": title}}, yaxis={"title": {"text": label(y)}}
-        )
+        titles = axes(fig.label(y), title)
+        return _chart(runs, names, points, y, "no run has it yet.", how, **titles)
 
     blocks = [
         chart(
@@ -203,34 +164,35 @@ def _learning(runs: list[RunReader], names: list[str]) -> list[Block]:
     ]
     for metric in _validations(runs):
         short = metric.removeprefix("val/")
-        blocks.append(
-            chart(
-                f"Validation {short} by version. It counts more than the reward, because no run "
-                "was trained on these problems.",
-                "version",
-                lambda run, metric=metric: by_version(run.validations, metric),  # type: ignore[misc]
-                short,
-            )
+        how = (
+            f"Validation {short} by version. It counts more than the reward, because no run "
+            "was trained on these problems."
         )
+
+        def validated(run: RunReader, metric: str = metric) -> Any:
+            return by_version(run.validations, metric)
+
+        blocks.append(chart(how, "version", validated, short))
     return blocks
 
 
-def _speed(runs: list[RunReader], names: list[str]) -> list[Block]:
-    data = _curves(runs, names, lambda run: by_version(run.rows, "perf/samples_per_s"))
-    if not data:
-        return [missing("speed", "no version was trained yet.")]
+def _speed(runs: list[RunReader], names: list[str]) -> Block:
     how = (
         "Trained samples per second by version. Compare the level after the first versions. If a "
         "curve has deep dips, look at the timeline of that run: `millrace report RUN`."
     )
-    return [figure(how, data, xaxis={"title": {"text": "version"}}, yaxis={"title": {"text": "samples/s"}, "rangemode": "tozero"})]  # fmt: skip
+    return _chart(
+        *(runs, names, lambda run: by_version(run.rows, "perf/samples_per_s"), "speed"),
+        *("no version was trained yet.", how),
+        **axes("samples/s", rangemode="tozero"),
+    )
 
 
 def _devices(runs: list[RunReader], names: list[str]) -> Block:
     columns = [_shares(run) for run in runs]
     keys = sorted({key for column in columns for key in column})
     if not keys:
-        return missing("accounts of time", "no run has accounts.jsonl.")
+        return fig.missing("accounts of time", "no run has accounts.jsonl.")
     rows = [[key, *(share(c[key], 1) if key in c else "" for c in columns)] for key in keys]
     how = (
         "Share of the time of each side's devices. A larger wait in one run shows what its mode "
@@ -241,17 +203,16 @@ def _devices(runs: list[RunReader], names: list[str]) -> Block:
 
 def _shares(run: RunReader) -> dict[str, float]:
     """Return the share of the time of each side's devices by state."""
-    sides: dict[str, dict[str, float]] = {}
+    sides: dict[str, totals.Seconds] = {}
     for name, track in totals.device_seconds(run.accounts).items():
-        states = sides.setdefault(name.partition("-")[0], {})
+        side = sides.setdefault(name.partition("-")[0], totals.Seconds(float))
         for part, value in track.all.items():
-            words = STATES[state_of(part)].words
-            states[words] = states.get(words, 0.0) + value
+            side[part] += value
     return {
-        f"{side} {words}": value / whole
-        for side, states in sides.items()
-        if (whole := sum(states.values()))
-        for words, value in states.items()
+        f"{side} {STATES[state].words}": value / whole
+        for side, parts in sides.items()
+        if (whole := sum(parts.values()))
+        for state, value in totals.by_state(parts).items()
         if value > 1e-6 * whole
     }
 
@@ -260,7 +221,7 @@ def _tokens(runs: list[RunReader], names: list[str]) -> Block:
     last = [run.accounts[-1] if run.accounts else None for run in runs]
     buckets = sorted({name for line in last if line for name in line.tokens})
     if not buckets:
-        return missing("accounts of tokens", "no run has accounts.jsonl.")
+        return fig.missing("accounts of tokens", "no run has accounts.jsonl.")
     rows: list[list[object]] = [
         [bucket, *(share(line.tokens.get(bucket, 0), line.generated) if line else "" for line in last)]
         for bucket in buckets
@@ -270,11 +231,12 @@ def _tokens(runs: list[RunReader], names: list[str]) -> Block:
 
 
 def _staleness(runs: list[RunReader], names: list[str]) -> Block:
-    data = _curves(runs, names, lambda run: by_version(run.rows, "staleness/token_mean"))
-    if not data:
-        return missing("staleness", "no run has it yet.")
     how = (
         "Mean age of the trained tokens in versions. Less is more on-policy; "
         "`async_training.staleness_threshold` bounds it."
     )
-    return figure(how, data, xaxis={"title": {"text": "version"}}, yaxis={"title": {"text": "versions"}, "rangemode": "tozero"})  # fmt: skip
+    return _chart(
+        *(runs, names, lambda run: by_version(run.rows, "staleness/token_mean"), "staleness"),
+        *("no run has it yet.", how),
+        **axes("versions", rangemode="tozero"),
+    )

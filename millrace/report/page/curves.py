@@ -1,4 +1,4 @@
-"""The curves of a report: rewards, validation, staleness, lengths and syncs, by version."""
+"""The curves of a report by version: rewards, validation, staleness, lengths, syncs, agents."""
 
 from __future__ import annotations
 
@@ -9,38 +9,24 @@ from typing import Any
 import numpy as np
 
 from millrace.persist.run_reader import RunReader
-from millrace.report.page.figures import (
-    AGES,
-    BLUE,
-    GREEN,
-    GREY,
-    MAX_POINTS,
-    ORANGE,
-    PALETTE,
-    RED,
-    SKY,
-    Array,
-    Block,
-    by_version,
-    figure,
-    line,
-    missing,
-    number,
-    rounded,
-)
+from millrace.report.page import figures as fig
+from millrace.report.page.figures import Array, Block, axes, figure, line, number, rounded
 
-_VERSION = {"title": {"text": "version"}}
 _MOST_CURVES = 8
+_MOST_BARS = 200
+"""The most bars of a chart by version."""
+_BARS = 40
+"""The most bars of a histogram, or one more."""
 
 
 def rewards(run: RunReader) -> Block:
     """Return the curve of the reward, with its spread and its components."""
-    x, mean = by_version(run.rows, "reward/mean")
+    x, mean = fig.by_version(run.rows, "reward/mean")
     if not x:
-        return missing("rewards", "no version was trained yet.")
+        return fig.missing("rewards", "no version was trained yet.")
     data = []
-    std = dict(zip(*by_version(run.rows, "reward/std"), strict=True))
-    if len(x) <= MAX_POINTS and all(v in std for v in x):
+    std = dict(zip(*fig.by_version(run.rows, "reward/std"), strict=True))
+    if len(x) <= fig.MAX_POINTS and all(v in std for v in x):
         high = [(m or 0) + (std[v] or 0) for v, m in zip(x, mean, strict=True)]
         low = [(m or 0) - (std[v] or 0) for v, m in zip(x, mean, strict=True)]
         data.append(
@@ -56,22 +42,21 @@ def rewards(run: RunReader) -> Block:
                 "hoverinfo": "skip",
             }
         )
-    data.append(line("mean reward", x, mean, BLUE))
+    data.append(line("mean reward", x, mean, fig.BLUE))
     names = sorted(
         {n for row in run.rows.values() for n in row if re.fullmatch(r"reward/.+/mean", n)}
     )
-    for name, colour in zip(names[:_MOST_CURVES], PALETTE[1:] * 2, strict=False):
+    for name, colour in zip(names[:_MOST_CURVES], fig.PALETTE[1:] * 2, strict=False):
         short = name.removeprefix("reward/").removesuffix("/mean")
         data.append(
-            line(short, *by_version(run.rows, name), colour, line={"dash": "dot", "width": 1.5})
+            line(short, *fig.by_version(run.rows, name), colour, line={"dash": "dot", "width": 1.5})
         )
     how = (
         "The mean reward of the trained responses should rise. If the band has no width, all "
         "responses get the same reward and nothing is learned: check `reward.function` and "
         "`data.train_files`. If it rises and then falls, lower `actor.optim.lr`."
     )
-    note = _more(names, "components")
-    return figure(how, data, note=note, xaxis=_VERSION, yaxis={"title": {"text": "reward"}})
+    return figure(how, data, note=_more(names, "components"), **axes("reward"))
 
 
 def validation(run: RunReader) -> Block:
@@ -79,19 +64,21 @@ def validation(run: RunReader) -> Block:
     names = sorted({name for row in run.validations.values() for name in row})
     scores = [n for n in names if not n.endswith("/reward_errors")]
     if not scores:
-        return missing("validation", "`data.val_files` is empty, or no validation has ended yet.")
+        return fig.missing(
+            "validation", "`data.val_files` is empty, or no validation has ended yet."
+        )
     # The metrics of a source, without its components, come first.
     scores.sort(key=lambda name: (name.count("/"), name))
     data = [
-        line(name.removeprefix("val/"), *by_version(run.validations, name), colour, mode="lines+markers")
-        for name, colour in zip(scores[:_MOST_CURVES], PALETTE, strict=False)
+        line(name.removeprefix("val/"), *fig.by_version(run.validations, name), colour, mode="lines+markers")
+        for name, colour in zip(scores[:_MOST_CURVES], fig.PALETTE, strict=False)
     ]  # fmt: skip
     how = (
         "Scores on held-out problems. If they stand still while the reward above rises, the "
         "policy learns the training problems or a fault of the reward: read the samples below. "
         "`trainer.test_freq` and `rollout.test_freq` set how often they are measured."
     )
-    return figure(how, data, note=_more(scores, "metrics"), xaxis=_VERSION, yaxis={"title": {"text": "score"}})  # fmt: skip
+    return figure(how, data, note=_more(scores, "metrics"), **axes("score"))
 
 
 def _more(names: list[str], what: str) -> str:
@@ -112,10 +99,11 @@ def staleness(run: RunReader) -> Block:
         }
     )
     if not ages:
-        return missing("staleness", "no version was trained yet.")
+        return fig.missing("staleness", "no version was trained yet.")
     versions = sorted(run.rows)
     counts = np.array([[run.rows[v].get(f"{start}{age}", 0.0) for age in ages] for v in versions])
-    counts, edges, step = _binned(counts, versions)
+    step = max(1, -(-len(versions) // _MOST_BARS))
+    counts = np.add.reduceat(counts, np.arange(0, len(versions), step))
     total = counts.sum(axis=1, keepdims=True)
     shares = 100 * np.divide(counts, total, out=np.zeros_like(counts), where=total > 0)
     if len(ages) > 7:  # The last band has all older tokens.
@@ -127,11 +115,11 @@ def staleness(run: RunReader) -> Block:
         {
             "type": "bar",
             "name": name,
-            "x": rounded(edges),
+            "x": rounded(versions[::step]),
             "y": rounded(shares[:, i]),
             "marker": {"color": colour, "line": {"width": 0}},
         }
-        for i, (name, colour) in enumerate(zip(names, AGES, strict=False))
+        for i, (name, colour) in enumerate(zip(names, fig.AGES, strict=False))
     ]
     mean = float((counts * np.array(ages)).sum() / max(counts.sum(), 1))
     bound = run.key("async_training.staleness_threshold")
@@ -143,31 +131,17 @@ def staleness(run: RunReader) -> Block:
         "if rollouts are idle."
     )
     note = f"Each bar is {step} versions." if step > 1 else ""
-    layout: dict[str, Any] = {"barmode": "stack", "bargap": 0, "legend": {"traceorder": "normal"}, "yaxis": {"title": {"text": "% of tokens"}, "range": [0, 100]}}  # fmt: skip
-    return figure(how, data, note=note, xaxis=_VERSION, **layout)
-
-
-def _binned(counts: Array, versions: list[int], most: int = 200) -> tuple[Array, list[float], int]:
-    """Return the sums of at most `most` bins of versions, their places and their size."""
-    step = -(-len(versions) // most)
-    if step <= 1:
-        return counts, [float(v) for v in versions], 1
-    starts = np.arange(0, len(versions), step)
-    return np.add.reduceat(counts, starts), [float(versions[i]) for i in starts], step
+    layout: dict[str, Any] = {"barmode": "stack", "bargap": 0, "legend": {"traceorder": "normal"}}
+    return figure(how, data, note=note, **layout, **axes("% of tokens", range=[0, 100]))
 
 
 def length_curves(run: RunReader) -> Block:
     """Return the percentiles of the trained lengths by version."""
-    found = [
-        (name, colour, by_version(run.rows, f"response_length/{key}"))
-        for name, key, colour in (
-            ("99 %", "p99", RED), ("90 %", "p90", ORANGE), ("mean", "mean", BLUE), ("half", "p50", SKY),
-        )
-    ]  # fmt: skip
-    data = [line(name, *points, colour) for name, colour, points in found if points[0]]
+    looks = ("99 %", "p99", fig.RED), ("90 %", "p90", fig.ORANGE), ("mean", "mean", fig.BLUE)
+    data = fig.lines(run.rows, "response_length/", *looks, ("half", "p50", fig.SKY))
     if not data:
-        return missing("lengths by version", "no version was trained yet.")
-    clip = by_version(run.rows, "response_length/clip_ratio")[1]
+        return fig.missing("lengths by version", "no version was trained yet.")
+    clip = fig.by_version(run.rows, "response_length/clip_ratio")[1]
     last = clip[-1] if clip and clip[-1] is not None else 0.0
     cut = (
         f"In the last version the limit cut {100 * last:.1f} % of them. If that is much, raise "
@@ -177,11 +151,7 @@ def length_curves(run: RunReader) -> Block:
     if run.key("rollout.drawn_lengths.enable"):
         cut = "`rollout.drawn_lengths.enable` cuts each response at a length that was drawn for it."
     how = f"Tokens of the trained responses: this share of them is shorter than the curve. {cut}"
-    return figure(how, data, xaxis=_VERSION, yaxis={"title": {"text": "tokens"}, "rangemode": "tozero"})  # fmt: skip
-
-
-_BARS = 40
-"""The most bars of a histogram, or one more."""
+    return figure(how, data, **axes("tokens", rangemode="tozero"))
 
 
 def lengths(all_tokens: Array, trained: Array, source: str) -> Block:
@@ -190,15 +160,15 @@ def lengths(all_tokens: Array, trained: Array, source: str) -> Block:
     `source` says what all of them are. Without it they are too few to compare.
     """
     if not len(all_tokens):
-        return missing("lengths", "no sample was kept, see `report.samples`.")
+        return fig.missing("lengths", "no sample was kept, see `report.samples`.")
     # Each bar is a whole number of tokens. The last one has the longest responses too.
     top = math.ceil(np.percentile(all_tokens, 99.5))
     step = top // _BARS + 1
     bins = step * np.arange(top // step + 2) - 0.5
     data = []
     for name, values, colour, pattern in (
-        ("all that ended", all_tokens, GREY, ""),
-        ("trained", trained, GREEN, "/"),
+        ("all that ended", all_tokens, fig.GREY, ""),
+        ("trained", trained, fig.GREEN, "/"),
     ):
         heights, _ = np.histogram(np.minimum(values, top), bins)
         data.append(
@@ -228,24 +198,22 @@ def lengths(all_tokens: Array, trained: Array, source: str) -> Block:
             "Lengths of some trained responses against some that ended. The trace of a fast run has "
             "too few for a verdict. Set `report.samples=1` to have all, or `report.trace_load=1`."
         )
-    layout: dict[str, Any] = {"barmode": "overlay", "bargap": 0}
-    return figure(how, data, 260, xaxis={"title": {"text": "tokens of a response"}}, yaxis={"title": {"text": "% of responses"}}, **layout)  # fmt: skip
+    titles = axes("% of responses", "tokens of a response")
+    return figure(how, data, 260, barmode="overlay", bargap=0, **titles)
 
 
 def syncs(run: RunReader) -> Block:
     """Return the seconds of each sync: transfer, pause and hold."""
-    data = [
-        line(name, *points, colour)
-        for name, key, colour in (
-            ("transfer: rollouts continue", "transfer_s", SKY),
-            ("hold: rollouts are asked to pause until they continue", "hold_s", ORANGE),
-            ("pause: a replica changes its weights", "pause_s", RED),
-        )
-        if (points := by_version(run.rows, f"sync/{key}"))[0]
-    ]
+    data = fig.lines(
+        run.rows,
+        "sync/",
+        ("transfer: rollouts continue", "transfer_s", fig.SKY),
+        ("hold: rollouts are asked to pause until they continue", "hold_s", fig.ORANGE),
+        ("pause: a replica changes its weights", "pause_s", fig.RED),
+    )
     if not data:
-        return missing("syncs", "no version was synced yet.")
-    sizes = by_version(run.rows, "sync/bytes")[1]
+        return fig.missing("syncs", "no version was synced yet.")
+    sizes = fig.by_version(run.rows, "sync/bytes")[1]
     size = (sizes[-1] or 0) / 1e6 if sizes else 0
     how = (
         f"Seconds of each weight sync ({number(size)} MB to a replica). A long hold with a short "
@@ -253,4 +221,105 @@ def syncs(run: RunReader) -> Block:
         "interrupt or swap. If the transfer is long, set `async_training.overlap_sync=true`, or "
         "sync less often with `async_training.trigger_parameter_sync_step`."
     )
-    return figure(how, data, height=260, xaxis=_VERSION, yaxis={"title": {"text": "seconds"}, "rangemode": "tozero"})  # fmt: skip
+    return figure(how, data, 260, **axes("seconds", rangemode="tozero"))
+
+
+_ENDED = "agents/ended/"
+_OWN = ("turns/", "threads/", "context_tokens/", "ended/", "dead_turns")
+_SESSIONS = {"drawing": ("draw", fig.GREEN), "waiting": ("wait for a tool", fig.YELLOW), "at_gate": ("wait for a pause to end", fig.GREY)}  # fmt: skip
+
+
+def agents(run: RunReader) -> list[Block]:
+    """Return the charts of episodes. They are empty in a run without agents."""
+    charts = (_turns, _ended, _sessions, _counts) if run.agents else ()
+    return [block for chart in charts if (block := chart(run)) is not None]
+
+
+def _turns(run: RunReader) -> Block | None:
+    many = any(row.get("agents/threads/max", 0.0) > 1 for row in run.rows.values())
+    looks = [("turns, mean", "turns/mean", fig.BLUE), ("turns, most", "turns/max", fig.GREEN)]
+    if many:
+        looks.append(("threads, mean", "threads/mean", fig.ORANGE))
+        looks.append(("threads, most", "threads/max", fig.RED))
+    data = fig.lines(run.rows, "agents/", *looks)
+    if not data:
+        return None
+    dead = sum(row.get("agents/dead_turns", 0.0) for row in run.rows.values())
+    how = (
+        "Trained turns and threads of an episode. A new thread begins if the history does not "
+        "only grow: see `agents.history`. "
+        if many
+        else "Trained turns of an episode. Each has one thread: its history only grew. "
+    ) + (
+        f"{number(dead)} turns were dead: nobody received them, or another draw replaced them."
+        if dead
+        else "No turn was dead."
+    )
+    return figure(how, data, 260, xaxis=axes("")["xaxis"], yaxis={"rangemode": "tozero"})
+
+
+def _ended(run: RunReader) -> Block | None:
+    names = sorted({n for row in run.rows.values() for n in row if n.startswith(_ENDED)})
+    if not names:
+        return None
+    names.sort(key=lambda name: name != f"{_ENDED}done")
+    colours = (fig.GREEN, fig.ORANGE, fig.BLUE, fig.PINK, fig.SKY, fig.RED, fig.YELLOW)
+    looks = [
+        (n, fig.label(n.removeprefix(_ENDED)), c) for n, c in zip(names, colours, strict=False)
+    ]
+    data = _stacked(run, looks, 100)
+    how = (
+        "How the episodes ended. `done` is the agent's own end; the others are limits: "
+        "`agents.max_turns` for turns, `agents.max_episode_tokens` and `agents.max_tokens_per_turn` "
+        "for tokens, `rollout.max_response_length` for context."
+    )
+    return figure(how, data, 260, **axes("% of episodes", range=[0, 100]))
+
+
+def _sessions(run: RunReader) -> Block | None:
+    found = [(f"agents/{name}", *look) for name, look in _SESSIONS.items()]
+    data = _stacked(run, found, 1)
+    if not data:
+        return None
+    how = (
+        "Sessions on average. One that waits for a tool has no decode slot. If most of them wait "
+        "and replicas are idle, more sessions fill them: `async_training.staleness_threshold`."
+    )
+    return figure(how, data, 260, **axes("sessions"))
+
+
+def _stacked(
+    run: RunReader, found: list[tuple[str, str, str]], factor: float
+) -> list[dict[str, Any]]:
+    """Return stacked areas by version. A version that lacks a figure has 0 of it."""
+    versions = [v for v in sorted(run.rows) if any(name in run.rows[v] for name, *_ in found)]
+    versions = versions[:: max(1, len(versions) // 400)]
+    return [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": shown,
+            "x": rounded(versions),
+            "y": rounded(values),
+            "stackgroup": "one",
+            "line": {"width": 0, "color": colour},
+            "fillcolor": colour,
+        }
+        for name, shown, colour in found
+        if any(values := [factor * run.rows[v].get(name, 0.0) for v in versions])
+    ]
+
+
+def _counts(run: RunReader) -> Block | None:
+    """Return the sums of what agents count themselves, such as the calls of each tool."""
+    live = {f"agents/{name}" for name in _SESSIONS}
+    sums: dict[str, float] = {}
+    for row in run.rows.values():
+        for name, value in row.items():
+            short = name.removeprefix("agents/")
+            if short != name and name not in live and not short.startswith(_OWN):
+                sums[short] = sums.get(short, 0.0) + value
+    if not sums:
+        return None
+    rows = [[name, number(value)] for name, value in sorted(sums.items())[:100]]
+    return fig.table("Counts of all trained episodes.", ["count", "sum"], rows)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 Block = dict[str, Any]
 Array = npt.NDArray[Any]
+Rows = Mapping[int, Mapping[str, float | None]]
 
 MAX_POINTS = 800
 """The most points of a curve."""
@@ -57,14 +58,13 @@ def moments(values: Any) -> list[float | None]:
 def thinned(x: Sequence[float], y: Sequence[float | None]) -> tuple[list[float], list[float]]:
     """Return at most MAX_POINTS points of a curve, with the least and the largest of each part."""
     points = [(a, b) for a, b in zip(x, y, strict=True) if b is not None and math.isfinite(b)]
-    if len(points) <= MAX_POINTS:
-        return [a for a, _ in points], [b for _, b in points]
-    kept: set[int] = {0, len(points) - 1}
-    for part in np.array_split(np.arange(len(points)), MAX_POINTS // 2 - 1):
-        values = [points[i][1] for i in part]
-        kept |= {int(part[int(np.argmin(values))]), int(part[int(np.argmax(values))])}
-    chosen = [points[i] for i in sorted(kept)]
-    return [a for a, _ in chosen], [b for _, b in chosen]
+    if len(points) > MAX_POINTS:
+        kept: set[int] = {0, len(points) - 1}
+        for part in np.array_split(np.arange(len(points)), MAX_POINTS // 2 - 1):
+            values = [points[i][1] for i in part]
+            kept |= {int(part[int(np.argmin(values))]), int(part[int(np.argmax(values))])}
+        points = [points[i] for i in sorted(kept)]
+    return [a for a, _ in points], [b for _, b in points]
 
 
 def line(
@@ -89,14 +89,13 @@ def figure(
     how: str, data: list[dict[str, Any]], height: int = 300, note: str = "", **layout: Any
 ) -> Block:
     """Return a chart. `how` says how to read it and what to do."""
-    return {
-        "type": "figure",
-        "how": how,
-        "note": note,
-        "height": height,
-        "data": data,
-        "layout": layout,
-    }
+    block = {"type": "figure", "how": how, "note": note, "height": height}
+    return block | {"data": data, "layout": layout}
+
+
+def axes(y: str, x: str = "version", **more: Any) -> dict[str, Any]:
+    """Return both axes by their titles. `more` has further settings of the vertical one."""
+    return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}, **more}}
 
 
 def table(how: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> Block:
@@ -123,13 +122,12 @@ def missing(what: str, why: str) -> Block:
     return {"type": "text", "text": f"No {what}: {why}", "kind": "none"}
 
 
-def number(value: float, digits: int = 4) -> str:
-    """Return a number for people: whole ones with commas, others with `digits` digits."""
+def number(value: float) -> str:
+    """Return a number for people: whole ones with commas, others with four digits."""
     if not math.isfinite(value):
         return str(value)
-    if value == int(value) or abs(value) >= 10**digits:
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
+    whole = value == int(value) or abs(value) >= 10_000
+    return f"{value:,.0f}" if whole else f"{value:.4g}"
 
 
 def seconds(value: float) -> str:
@@ -144,9 +142,16 @@ def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
-def by_version(
-    rows: Mapping[int, Mapping[str, float | None]], name: str
-) -> tuple[list[float], list[float | None]]:
+def by_version(rows: Rows, name: str) -> tuple[list[float], list[float | None]]:
     """Return the versions that have a metric, and its values."""
     found = [(v, row[name]) for v, row in sorted(rows.items()) if row.get(name) is not None]
     return [float(v) for v, _ in found], [value for _, value in found]
+
+
+def lines(rows: Rows, prefix: str, *looks: tuple[str, str, str]) -> list[dict[str, Any]]:
+    """Return a curve for each name, metric after `prefix` and colour, if the rows have it."""
+    return [
+        line(name, *points, colour)
+        for name, key, colour in looks
+        if (points := by_version(rows, f"{prefix}{key}"))[0]
+    ]

@@ -5,34 +5,48 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
 
 from millrace import __version__
 from millrace.errors import MillraceError
 from millrace.observe.guard import CAUSES, PREFIX
 from millrace.persist.run_reader import RunReader
-from millrace.report.advice.advise import Advice
-from millrace.report.advice.measure import advise_run
+from millrace.report.advice.advise import advise_run
 from millrace.report.page.figures import Block, box, number, seconds, table, text
 
+_KEY = re.compile(
+    r"(?<![^\s(])((?:actor|algorithm|async_training|data|model|reward|rollout)\.\w\S*?)"
+    r"(?=[.,;:)]*(?:\s|$))"
+)
+"""A key of the configuration in a sentence."""
 _MOST_FAILED = 0.02
 """The largest share of samples that errors may drop without an alarm."""
 
 
 def facts(run: RunReader) -> Block:
     """Return the list of what the run was."""
+
+    def files(kind: str) -> str:
+        found = run.key(f"data.{kind}_files")
+        return ", ".join(map(str, found)) if isinstance(found, list) else ""
+
+    shape, model = run.key("model.shape", {}), run.key("model.path", "")
+    if not model and isinstance(shape, dict) and shape:
+        model = f"new: {shape.get('num_hidden_layers')} layers of {shape.get('hidden_size')}"
+    time, begin = run_seconds(run), ""
+    if run.accounts and 0 < run.accounts[0].time < 2**33:
+        begin = f", from {datetime.fromtimestamp(run.accounts[0].time, UTC):%Y-%m-%d %H:%M} UTC"
     items = {
         "folder": run.name,
         "recipe": str(run.key("name", "unknown")),
         "mode": mode_of(run),
         "devices": _devices(run),
-        "model": _model(run),
-        "training data": _sources(run.key("data.train_files")),
-        "validation data": _sources(run.key("data.val_files")),
+        "model": str(model),
+        "training data": files("train"),
+        "validation data": files("val"),
         "state": state_of(run),
         "samples": _samples(run),
         "versions": number(run.versions),
-        "time": _time(run),
+        "time": f"{seconds(time)} of RL{begin}" if time else "",
         "report": f"made by millrace {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
     return {"type": "facts", "items": [[k, v] for k, v in items.items() if v]}
@@ -92,14 +106,27 @@ def attempts(run: RunReader) -> list[str]:
 
 def alarms(run: RunReader) -> list[Block]:
     """Return a box for every alarm of the run. Active ones come first."""
-    boxes = []
+    boxes = _of_samples(run)
     for alarm in sorted(run.alarms(), key=lambda alarm: not alarm.active):
-        since = alarm.periods[-1][0]
-        when = f"since version {since}, still active" if alarm.active else _past(alarm.periods)
-        kind = "alarm" if alarm.active else "past"
-        boxes.append(box(kind, f"{alarm.name}: {when}", _fix(alarm.name)))
-    boxes = _of_samples(run) + boxes
-    return boxes or [_no_alarms(run)]
+        kind, periods = "alarm", alarm.periods
+        when = f"since version {periods[-1][0]}, still active"
+        if not alarm.active:
+            spans = [
+                f"{first} to {last}" if last > first else f"{first}" for first, last in periods
+            ]
+            many = "s" * (len(spans) > 1 or " to " in spans[0])
+            more = " and later" if len(spans) > 5 else ""
+            kind = "past"
+            when = f"over; it was active in version{many} {', '.join(spans[:5])}{more}"
+        words = CAUSES.get(alarm.name, "This version of millrace does not know the alarm.")
+        boxes.append(box(kind, f"{alarm.name}: {when}", _KEY.sub(r"`\1`", words)))
+    if boxes:
+        return boxes
+    if not run.rows:
+        return [text("No alarms: the run has no row of metrics yet.")]
+    if not any(name.startswith(PREFIX) for name in run.names):
+        return [text("No alarms: `guard.enable=false`.")]
+    return [box("good", "No alarm", "No limit of the guard was passed in any version.")]
 
 
 def _of_samples(run: RunReader) -> list[Block]:
@@ -125,42 +152,11 @@ def _of_samples(run: RunReader) -> list[Block]:
     return boxes
 
 
-def _past(periods: list[tuple[int, int]]) -> str:
-    one = len(periods) == 1 and periods[0][0] == periods[0][1]
-    shown = ", ".join(f"{first} to {last}" if last > first else str(first) for first, last in periods[:5])  # fmt: skip
-    return f"over; it was active in version{'s' * (not one)} {shown}{' and later' if len(periods) > 5 else ''}"
-
-
-def _fix(name: str) -> str:
-    words = CAUSES.get(name, "This version of millrace does not know the alarm.")
-    for key in ("actor", "algorithm", "async_training", "data", "model", "reward", "rollout"):
-        words = _marked(words, f"{key}.")
-    return words
-
-
-def _marked(words: str, start: str) -> str:
-    """Put backticks around the words that begin with `start`, which are keys."""
-    return " ".join(
-        f"`{core}`{word[len(core):]}" if (core := word.rstrip(".,;:)")).startswith(start) else
-        f"(`{core[1:]}`{word[len(core):]}" if core.startswith("(" + start) else word
-        for word in words.split(" ")
-    )  # fmt: skip
-
-
-def _no_alarms(run: RunReader) -> Block:
-    if not run.rows:
-        return text("No alarms: the run has no row of metrics yet.")
-    if not any(name.startswith(PREFIX) for name in run.names):
-        return text("No alarms: `guard.enable=false`.")
-    return box("good", "No alarm", "No limit of the guard was passed in any version.")
-
-
 def advice(run: RunReader) -> list[Block]:
     """Return the advice on the run, after a sentence that says what it is."""
     if not run.accounts:
-        return [
-            text("No advice: accounts.jsonl is missing or empty. Runs of older versions have none.")
-        ]
+        why = "accounts.jsonl is missing or empty. Runs of older versions have none."
+        return [text(f"No advice: {why}")]
     try:
         found = advise_run(run)
     except (MillraceError, ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
@@ -175,15 +171,13 @@ def advice(run: RunReader) -> list[Block]:
         "first, but rough bounds and advice that takes more devices come last. A percentage is the "
         "predicted change of the samples that are trained per second."
     )
-    return [text(how), *(box("advice", "", _keys(one)) for one in found)]
-
-
-def _keys(one: Advice) -> str:
-    """Return a sentence of advice with backticks around its settings."""
-    words = str(one)
-    for setting in sorted(set(one.overrides), key=len, reverse=True):
-        words = re.sub(rf"(?<![\w.`=]){re.escape(setting)}(?![\w`])", f"`{setting}`", words)
-    return words
+    blocks = [text(how)]
+    for one in found:
+        words = str(one)
+        for setting in sorted(set(one.overrides), key=len, reverse=True):
+            words = re.sub(rf"(?<![\w.`=]){re.escape(setting)}(?![\w`])", f"`{setting}`", words)
+        blocks.append(box("advice", "", words))
+    return blocks
 
 
 def errors(run: RunReader) -> list[Block]:
@@ -214,19 +208,6 @@ def _devices(run: RunReader) -> str:
     return f"{of('trainer')} for training, {of('rollout')} for rollouts{tensor}"
 
 
-def _model(run: RunReader) -> str:
-    if path := run.key("model.path"):
-        return str(path)
-    shape = run.key("model.shape", {})
-    if not isinstance(shape, dict) or not shape:
-        return ""
-    return f"new: {shape.get('num_hidden_layers')} layers of {shape.get('hidden_size')}"
-
-
-def _sources(files: Any) -> str:
-    return ", ".join(map(str, files)) if isinstance(files, list) else ""
-
-
 def _samples(run: RunReader) -> str:
     audit = run.audit
     if audit is None:
@@ -245,15 +226,3 @@ def run_seconds(run: RunReader) -> float:
     """Return the seconds of RL over all attempts, or of all rows if there are no accounts."""
     last: Mapping[int, float] = {line.attempt: line.seconds for line in run.accounts}
     return sum(last.values()) or sum(row.get("timing_s/step", 0.0) for row in run.rows.values())
-
-
-def _time(run: RunReader) -> str:
-    whole = run_seconds(run)
-    if not whole:
-        return ""
-    begin = (
-        f", from {datetime.fromtimestamp(run.accounts[0].time, UTC):%Y-%m-%d %H:%M} UTC"
-        if run.accounts and 0 < run.accounts[0].time < 2**33
-        else ""
-    )
-    return f"{seconds(whole)} of RL{begin}"

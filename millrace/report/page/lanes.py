@@ -85,10 +85,12 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
         if name == "request":
             validates = span.key.startswith(VALIDATION)
             requests.setdefault(track, []).append((start, end, validates))
-            if not validates and not (n and _index(span.key) >= n):
+            if not validates and not (n and _number(span.key.split("/")[1:2]) >= n):
                 lengths.add(span)
-        elif name == "thinned":
-            found.thinned.append((start, _count(span.facts.get("every"))))
+        elif name == "thinned":  # anybody may have written the file
+            every = span.facts.get("every")
+            known = type(every) is int and 0 < every < 2**31
+            found.thinned.append((start, int(every or 1) if known else 1))
         elif track == SAMPLES:
             if name == "sealed":
                 lengths.trained.add(span.key)
@@ -100,26 +102,24 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
             replicas.setdefault(track, []).append((start, end, _WORKS[name]))
         elif track in ("sync", "validation", "checkpoint") and name not in PARTS:
             found.marks.setdefault(f"{track} {name}", []).append((start, end, span.key))
+
+    def by_number(item: tuple[str, object]) -> tuple[int, str]:
+        return _number(item[0].split("-")[-1:]), item[0]
+
     found.thinned = sorted([*found.thinned, *((float(start), 1) for start, _ in attempts)])
     found.trainer.sort()
     found.lengths = lengths.table()
     found.requests, found.replicas = (
-        {track: _sorted(rows, 3) for track, rows in sorted(tracks.items(), key=_by_number)}
+        {track: _sorted(rows) for track, rows in sorted(tracks.items(), key=by_number)}
         for tracks in (requests, replicas)
     )
-    found.idle = _sorted(idle, 3)
+    found.idle = _sorted(idle)
     return found
 
 
-def _count(value: object) -> int:
-    """Return a fact of a file that anybody may have written, if it can be a count."""
-    return value if type(value) is int and 0 < value < 2**31 else 1
-
-
-def _index(key: str) -> int:
-    """Return the index of a response in its sample."""
-    part = key.partition("/")[2].partition("/")[0]
-    return int(part) if re.fullmatch(r"[0-9]{1,9}", part) else 0
+def _number(text: Sequence[str]) -> int:
+    """Return the number in the first text, or 0: the index of a response, or of a replica."""
+    return int(text[0]) if text and re.fullmatch(r"[0-9]{1,9}", text[0]) else 0
 
 
 class _Lengths:
@@ -141,13 +141,10 @@ class _Lengths:
     def table(self) -> Array:
         # A response that a later attempt drew again was lost in a kill: the later one is trained.
         last = {key: attempt for attempt, key in sorted(self._ended)}
-        rows = [
-            (
-                self._tokens[attempt, key],
-                key.partition("/")[0] in self.trained and last[key] == attempt,
-            )
-            for attempt, key in self._ended
-        ]
+        rows = []
+        for attempt, key in self._ended:
+            trained = key.partition("/")[0] in self.trained and last[key] == attempt
+            rows.append((self._tokens[attempt, key], trained))
         return np.array(rows, dtype=np.float64).reshape(-1, 2)
 
 
@@ -166,16 +163,9 @@ def _squeezed(spans: Sequence[Span]) -> tuple[dict[int, float], Array]:
     return shift, np.array(placed).reshape(-1, 2)
 
 
-def _by_number(item: tuple[str, object]) -> tuple[int, str]:
-    tail = item[0].rpartition("-")[2]
-    return (int(tail) if re.fullmatch(r"[0-9]{1,9}", tail) else 0, item[0])
-
-
-def _sorted(rows: Sequence[tuple[float, ...]], width: int) -> Array:
-    if not rows:
-        return np.empty((0, width))
-    made = np.array(rows, dtype=np.float64)
-    return made[np.argsort(made[:, 0], kind="stable")]
+def _sorted(rows: Sequence[tuple[float, float, float]]) -> Array:
+    table = np.array(rows, dtype=np.float64).reshape(-1, 3)
+    return table[np.argsort(table[:, 0], kind="stable")]
 
 
 def lanes(spans: Spans, *, colocated: bool) -> list[Lane]:
@@ -183,36 +173,25 @@ def lanes(spans: Spans, *, colocated: bool) -> list[Lane]:
 
     On shared devices the replicas have the trainer's states in its turn, and the trainer has no lane.
     """
-    trainer = _trainer(spans)
-    made = [] if trainer is None or (colocated and spans.replicas) else [trainer]
+    made = [] if not spans.trainer or (colocated and spans.replicas) else [_trainer(spans)]
     for track, states in spans.replicas.items():
-        made.append(_replica(track, states, spans.idle))
+        starts, ends, middle = _pieces(states[:, :2], spans.idle[:, :2])
+        now, waits = _states(states, middle), _states(spans.idle, middle)
+        waits[waits < 0] = NAMES.index("other")
+        made.append(_merged(track, starts, ends, np.where(now == _WORKS[IDLE], waits, now)))
         if colocated:
             made[-1].name = track.replace("rollout", "shared")
     return made
 
 
-def _trainer(spans: Spans) -> Lane | None:
+def _trainer(spans: Spans) -> Lane:
     """Return the trainer's lane. It waits for rewards, teachers or tools while idle replicas do."""
-    if not spans.trainer:
-        return None
     pieces = np.array([(a, b, NAMES.index(state_of(name))) for a, b, name in spans.trainer])
     starts, ends, middle = _pieces(pieces[:, :2], spans.idle[:, :2])
     states, waits = _states(pieces, middle), _states(spans.idle, middle)
     causes = [NAMES.index(f"wait_{what}") for what in ("rewards", "teachers", "tools")]
     same = (states == NAMES.index("wait_trajectories")) & np.isin(waits, causes)
-    states = np.where(same, waits, states)
-    inside = states >= 0
-    return _merged("trainer", starts[inside], ends[inside], states[inside])
-
-
-def _replica(track: str, own: Array, idle: Array) -> Lane:
-    starts, ends, middle = _pieces(own[:, :2], idle[:, :2])
-    states, waits = _states(own, middle), _states(idle, middle)
-    waits[waits < 0] = NAMES.index("other")
-    states = np.where(states == _WORKS[IDLE], waits, states)
-    inside = states >= 0
-    return _merged(track, starts[inside], ends[inside], states[inside])
+    return _merged("trainer", starts, ends, np.where(same, waits, states))
 
 
 def _pieces(*rows: Array) -> tuple[Array, Array, Array]:
@@ -231,7 +210,8 @@ def _states(rows: Array, times: Array) -> Array:
 
 
 def _merged(name: str, starts: Array, ends: Array, states: Array) -> Lane:
-    """Join neighbouring pieces of the same state."""
+    """Leave out pieces without a state, and join neighbouring ones of the same state."""
+    starts, ends, states = (rows[states >= 0] for rows in (starts, ends, states))
     if not len(starts):
         return Lane(name, name, starts, ends, states)
     new = np.concatenate([[True], (states[1:] != states[:-1]) | (starts[1:] > ends[:-1] + 1e-9)])
@@ -247,7 +227,8 @@ def shares(lane: Lane, edges: Array) -> Array:
     for state in np.unique(lane.states):
         mine = lane.states == state
         # The integral of "is in this state" at every edge: it is linear between the changes.
-        times = np.column_stack([lane.starts[mine], lane.ends[mine]]).ravel()
-        total = np.cumsum(np.column_stack([np.zeros(mine.sum()), (lane.ends - lane.starts)[mine]]).ravel())  # fmt: skip
+        times = np.column_stack([lane.starts[mine], lane.ends[mine]])
+        spent = np.column_stack([np.zeros(len(times)), np.diff(times)[:, 0]])
+        times, total = times.ravel(), np.cumsum(spent.ravel())
         made[:, state] = np.diff(np.interp(edges, times, total)) / widths
     return made

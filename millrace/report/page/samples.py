@@ -35,13 +35,13 @@ class Table:
     """The columns without texts of all kept trajectories."""
 
     files: list[Path]
+    notes: list[str]
     file: Array
     version: Array
     sample: Array
     reward: Array
     tokens: Array
     trained: Array
-    notes: list[str]
 
     def __len__(self) -> int:
         return len(self.version)
@@ -54,7 +54,7 @@ def read_table(run_dir: Path) -> Table:
     import pyarrow.parquet as pq
 
     files: list[Path] = []
-    columns: list[list[Array]] = []
+    columns: list[tuple[Array, ...]] = []
     bad = 0
     notes = list[str]()
     for path in store.files(run_dir, notes):
@@ -64,25 +64,17 @@ def read_table(run_dir: Path) -> Table:
             if any(read[name].null_count for name in _NEVER_NULL):
                 raise ValueError("a row without its sample")
             arrays = [read[name].cast(pa.float64()).to_numpy() for name in _LIGHT]
-            arrays.append(pc.equal(read["outcome"], "trained").to_numpy())
+            trained = pc.equal(read["outcome"], "trained").to_numpy()
         except (OSError, pa.ArrowException, KeyError, ValueError):
             bad += 1
             continue
-        columns.append([np.full(len(arrays[0]), len(files)), *arrays])
+        columns.append((np.full(len(trained), len(files)), *arrays, trained))
         files.append(path)
     notes += [f"RUN/samples: {bad} files are not readable"] if bad else []
-    whole = [np.concatenate(part) for part in zip(*columns, strict=True)] if columns else [np.empty(0)] * 6  # fmt: skip
-    number, version, sample, reward, tokens, trained = whole
-    return Table(
-        files,
-        number.astype(np.int64),
-        version.astype(np.int64),
-        sample.astype(np.int64),
-        reward,
-        tokens,
-        trained.astype(bool),
-        notes,
-    )
+    empty = [np.empty(0)] * 6
+    whole = map(np.concatenate, zip(*columns, strict=True)) if columns else empty
+    types = np.int64, np.int64, np.int64, float, float, bool
+    return Table(files, notes, *(p.astype(t) for p, t in zip(whole, types, strict=True)))
 
 
 def count(table: Table) -> int:
@@ -134,11 +126,9 @@ def choose(table: Table) -> list[tuple[int, int]]:
 
 def _spread_out(count: int) -> Array:
     """Return 0 to count - 1 in an order whose every beginning is evenly spaced."""
-    bits = max(1, (count - 1).bit_length())
-    numbers = np.arange(1 << bits)
-    reverse = np.zeros_like(numbers)
-    for bit in range(bits):
-        reverse |= ((numbers >> bit) & 1) << (bits - 1 - bit)
+    reverse = np.zeros(1, np.int64)
+    while len(reverse) < max(count, 2):  # each round adds a bit at the low end
+        reverse = np.concatenate([2 * reverse, 2 * reverse + 1])
     return reverse[reverse < count]
 
 
@@ -190,7 +180,8 @@ def _response(row: dict[str, Any]) -> dict[str, Any]:
     segments = row.get("segments") or []
     parts = [[s.get("version"), str(s.get("author")), s.get("tokens"), _cut(s.get("text"))] for s in segments]  # fmt: skip
     if not any(part[3] for part in parts):
-        parts = [[part[0] if segments else row["version"], "policy", row["tokens"], _cut(row.get("response"))] for part in parts[:1] or [[row["version"]]]]  # fmt: skip
+        version = parts[0][0] if parts else row["version"]
+        parts = [[version, "policy", row["tokens"], _cut(row.get("response"))]]
     spoken = _messages(row.get("messages"))
     _name_authors(parts, spoken)
     return {

@@ -1,4 +1,7 @@
-"""The timeline: who computes, who waits and for what, over time."""
+"""The timeline: who computes, who waits and for what, over time.
+
+Two windows have every single span: the steady state and the slowest version.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,23 @@ from typing import Any
 
 import numpy as np
 
+from millrace.observe.timing import TOTALS
 from millrace.persist.accounts import Line
 from millrace.persist.run_reader import RunReader
-from millrace.report.page.figures import (
-    Array,
-    Block,
-    figure,
-    label,
-    missing,
-    moments,
-    rounded,
-    seconds,
-)
+from millrace.report.page import figures as fig
+from millrace.report.page.figures import Array, Block, figure, label, moments, rounded, seconds
 from millrace.report.page.head import run_seconds
 from millrace.report.page.lanes import NAMES, Lane, Spans, lanes, shares
 from millrace.report.page.states import STATES, state_of
-from millrace.report.page.window import windows
 
 BINS = 300
 """The most bins of time."""
 MOST_LANES = 12
 """The most devices of a chart."""
+MOST_SPANS = 1500
+"""The most requests of a window."""
+
+Strips = dict[str, list[tuple[float, float, str]]]
 
 _READ = (
     "A lane is a device. Plain colours compute, hatched ones wait. Drag to zoom, double-click to "
@@ -39,15 +38,13 @@ _READ = (
 def timeline(run: RunReader, found: Spans) -> list[Block]:
     """Return the charts of time: the whole run, and two windows with single spans."""
     colocated = run.key("async_training.placement") == "colocated"
-    if found.end > 0:
-        every = lanes(found, colocated=colocated)
-        if every:
-            edges = np.linspace(0, found.end, BINS + 1)
-            parts = [(lane.name, shares(lane, edges)) for lane in _some(every)]
-            borders = [float(start) for start in found.attempts[1:, 0]]
-            note = _note(every, found.end / BINS) + _untraced(run, found.end) + _some_samples(found)
-            whole = _shares(edges, parts, borders, note, _strips(found))
-            return [whole, *windows(found, _some(every))]
+    if found.end > 0 and (every := lanes(found, colocated=colocated)):
+        edges, note = np.linspace(0, found.end, BINS + 1), _note(run, found, every)
+        some = np.unique(np.linspace(0, len(every) - 1, MOST_LANES).astype(int))
+        chosen = every if len(every) <= MOST_LANES else [every[i] for i in some]
+        parts = [(lane.name, shares(lane, edges)) for lane in chosen]
+        borders = [float(start) for start in found.attempts[1:, 0]]
+        return [_shares(edges, parts, borders, note, _strips(found)), *windows(found, chosen)]
     why = "`report.trace=false`" if run.key("report.trace") is False else "the folder has no trace/"
     if made := _from_accounts(run.accounts):
         edges, parts, borders = made
@@ -57,39 +54,25 @@ def timeline(run: RunReader, found: Spans) -> list[Block]:
     if len(part):
         note = f"Only the trainer's time is known: {why}, and there is no accounts.jsonl."
         return [_shares(edges, [("trainer", part)], [], note, {})]
-    return [missing("timeline", f"{why}, and the metrics have no times.")]
+    return [fig.missing("timeline", f"{why}, and the metrics have no times.")]
 
 
-def _some(every: list[Lane]) -> list[Lane]:
-    """Return at most MOST_LANES lanes, evenly spread."""
-    if len(every) <= MOST_LANES:
-        return every
-    return [every[i] for i in np.unique(np.linspace(0, len(every) - 1, MOST_LANES).astype(int))]
-
-
-def _note(every: list[Lane], width: float) -> str:
-    words = f"A point is the mean of {seconds(width)}."
+def _note(run: RunReader, found: Spans, every: list[Lane]) -> str:
+    """Return what a point is, and what the chart or the trace has less than the run."""
+    words, whole = f"A point is the mean of {seconds(found.end / BINS)}.", run_seconds(run)
     if len(every) > MOST_LANES:
         words += f" {MOST_LANES} of {len(every)} devices are shown; the table below has all."
+    if found.end <= 0.95 * whole:
+        words += (
+            f" The trace has {seconds(found.end)} of {seconds(whole)}: an attempt wrote none "
+            "(`report.trace`), or it reached its limit (`report.trace_mb`)."
+        )
+    if found.every() > 1:
+        words += (
+            " The states come from all samples, also from those that the trace does not show "
+            "(`report.trace_load`)."
+        )
     return words
-
-
-def _untraced(run: RunReader, end: float) -> str:
-    """Return a sentence if the trace has less than the whole run."""
-    whole = run_seconds(run)
-    if end > 0.95 * whole:
-        return ""
-    return (
-        f" The trace has {seconds(end)} of {seconds(whole)}: an attempt wrote none "
-        "(`report.trace`), or it reached its limit (`report.trace_mb`)."
-    )
-
-
-def _some_samples(found: Spans) -> str:
-    """Return a sentence if the trace has some samples only."""
-    if found.every() == 1:
-        return ""
-    return " The states come from all samples, also from those that the trace does not show (`report.trace_load`)."  # fmt: skip
 
 
 def _from_accounts(
@@ -115,7 +98,8 @@ def _from_accounts(
                 bins += [{} for _ in range(len(edges) - 2 - len(bins))] + [spent]
     if not parts:
         return None
-    return np.array(edges), [(t, _table(bins, len(edges) - 1)) for t, bins in parts.items()], borders  # fmt: skip
+    tables = [(track, _table(bins, len(edges) - 1)) for track, bins in parts.items()]
+    return np.array(edges), tables, borders
 
 
 def _from_rows(run: RunReader) -> tuple[Array, Array]:
@@ -126,11 +110,13 @@ def _from_rows(run: RunReader) -> tuple[Array, Array]:
     # A bin has the shares of its first row, and the time of all of its rows.
     edges = np.concatenate([[0.0], ends[step - 1 :: step][: len(rows[::step]) - 1], ends[-1:]])
     rows = rows[::step]
-    start, totals = "timing_share/", ("gen", "train", "sync", "step")
+    start = "timing_share/"
+    names = {name for row in rows for name in row if name.startswith(start)}
+    parts = {name: name.removeprefix(start) for name in names}
     bins = [
-        {n.removeprefix(start): v for n, v in row.items() if n.startswith(start) and n.removeprefix(start) not in totals}
+        {parts[name]: v for name, v in row.items() if parts.get(name, "gen") not in TOTALS}
         for row in rows
-    ]  # fmt: skip
+    ]
     return edges, _table(bins, len(edges) - 1)
 
 
@@ -142,18 +128,19 @@ def _table(bins: list[dict[str, float]], count: int) -> Array:
     return made
 
 
-def _strips(spans: Spans) -> dict[str, list[tuple[float, float, str]]]:
+def _strips(spans: Spans) -> Strips:
     """Return the syncs, validations and checkpoints as a strip each. Close ones become one."""
-    strips: dict[str, list[tuple[float, float, str]]] = {}
+    strips: Strips = {}
     least = spans.end / 400
     for kind, name in (("sync", "sync"), ("validation", "validate"), ("checkpoint", "save")):
         pieces = sorted(p for n, found in spans.marks.items() if n.startswith(kind) for p in found)
         joined: list[tuple[float, float, str]] = []
         for start, end, key in pieces:
             if joined and start - joined[-1][1] < least:
-                first = joined[-1]
-                keys = first[2].partition(" to ")[0]
-                joined[-1] = (first[0], max(first[1], end), keys if keys == key else f"{keys} to {key}")  # fmt: skip
+                begin, until, keys = joined[-1]
+                first = keys.partition(" to ")[0]
+                both = first if first == key else f"{first} to {key}"
+                joined[-1] = begin, max(until, end), both
             else:
                 joined.append((start, end, key))
         if joined:
@@ -166,32 +153,18 @@ def _shares(
     parts: Sequence[tuple[str, Array]],
     borders: Sequence[float],
     note: str,
-    strips: dict[str, list[tuple[float, float, str]]],
+    strips: Strips,
 ) -> Block:
     """Return the chart of the whole run: a lane of stacked shares for each device."""
     data: list[dict[str, Any]] = []
     strip = 0.09 + 0.2 * len(strips) if strips else 0.0
     rows = len(parts) + strip
-    layout: dict[str, Any] = {
-        "xaxis": {
-            "title": {"text": "seconds of RL"},
-            "range": moments([0, edges[-1]]),
-            "anchor": "free",
-            "position": 0,
-        }
-    }  # fmt: skip
+    layout: dict[str, Any] = {"xaxis": _seconds(0, edges[-1]) | {"anchor": "free", "position": 0}}
     shown: set[str] = set()
     for i, (name, table) in enumerate(parts):
-        axis = "" if i == 0 else str(i + 1)
-        top = 1 - i / rows
-        layout[f"yaxis{axis}"] = {
-            "domain": [top - 0.88 / rows, top],
-            "range": [0, 1],
-            "tickvals": [0.5],
-            "ticktext": [label(name, 14)],
-            "fixedrange": True,
-            "showgrid": False,
-        }
+        axis, top = "" if i == 0 else str(i + 1), 1 - i / rows
+        layout[f"yaxis{axis}"] = {"domain": [top - 0.88 / rows, top], "range": [0, 1]}
+        layout[f"yaxis{axis}"] |= _ticks([0.5], [label(name, 14)])
         for state, column in zip(NAMES, table.T, strict=True):
             if column.max(initial=0) < 0.001:
                 continue
@@ -200,27 +173,41 @@ def _shares(
     if strips:
         axis = str(len(parts) + 1)
         data += _strip_bars(strips, f"y{axis}")
-        layout[f"yaxis{axis}"] = {
-            "domain": [0, (strip - 0.09) / rows],
-            "range": [len(strips) - 0.4, -0.6],
-            "tickvals": list(range(len(strips))),
-            "ticktext": [{"validate": "validation", "save": "checkpoint"}.get(n, n) for n in strips],
-            "tickfont": {"size": 9},
-            "fixedrange": True,
-            "showgrid": False,
-        }  # fmt: skip
-    layout["shapes"] = [
-        {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "line": {"width": 2, "dash": "dash", "color": "#888"}}
-        for x in borders
-    ]  # fmt: skip
-    layout["annotations"] = [
-        {"x": x, "y": 1, "yref": "paper", "yanchor": "bottom", "text": f"attempt {i}", "showarrow": False, "font": {"size": 10}}
-        for i, x in enumerate(borders, start=2)
-    ]  # fmt: skip
+        names = [{"validate": "validation", "save": "checkpoint"}.get(n, n) for n in strips]
+        domain, span = [0, (strip - 0.09) / rows], [len(strips) - 0.4, -0.6]
+        layout[f"yaxis{axis}"] = {"domain": domain, "range": span, "tickfont": {"size": 9}}
+        layout[f"yaxis{axis}"] |= _ticks(range(len(strips)), names)
+    attempts = [(x, f"attempt {i}") for i, x in enumerate(borders, start=2)]
+    layout |= _moments(attempts, 2, "dash")
     if borders:
-        note += " A dashed line is a kill or a stop, and the resume after it; the time between them is cut out."  # fmt: skip
-    height = int(110 + 74 * rows)
-    return figure(f"{_READ} {_largest_wait(edges, parts)}", data, height, note, **layout)
+        note += (
+            " A dashed line is a kill or a stop, and the resume after it; the time between them "
+        )
+        note += "is cut out."
+    how = f"{_READ} {_largest_wait(edges, parts)}"
+    return figure(how, data, int(110 + 74 * rows), note, **layout)
+
+
+def _seconds(begin: float, end: float) -> dict[str, Any]:
+    """Return the axis of time."""
+    return {"title": {"text": "seconds of RL"}, "range": moments([begin, end])}
+
+
+def _ticks(values: Sequence[float], names: Sequence[str]) -> dict[str, Any]:
+    """Return the names of lanes on the vertical axis, which does not zoom."""
+    ticks = {"tickvals": list(values), "ticktext": list(names)}
+    return ticks | {"fixedrange": True, "showgrid": False}
+
+
+def _moments(found: Sequence[tuple[float, str]], width: int, dash: str) -> dict[str, Any]:
+    """Return a vertical line with a name at each moment."""
+    line = {"width": width, "dash": dash, "color": "#888"}
+    above = {"y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False, "font": {"size": 10}}
+    across = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": line}
+    return {
+        "shapes": [{"x0": x, "x1": x, **across} for x, _ in found],
+        "annotations": [{"x": x, "text": name, **above} for x, name in found],
+    }
 
 
 def _area(state: str, axis: str, edges: Array, column: Array, legend: bool) -> dict[str, Any]:
@@ -239,30 +226,29 @@ def _area(state: str, axis: str, edges: Array, column: Array, legend: bool) -> d
         "fillcolor": look.colour,
         "fillpattern": look.hatch,
         "hovertemplate": f"{look.words} %{{y:.0%}}<extra></extra>",
-    }  # fmt: skip
+    }
 
 
-def _strip_bars(
-    strips: dict[str, list[tuple[float, float, str]]], axis: str
-) -> list[dict[str, Any]]:
+def _strip_bars(strips: Strips, axis: str) -> list[dict[str, Any]]:
     return [
         {
             "type": "bar",
             "orientation": "h",
-            "name": STATES[state].words,
+            "name": look.words,
             "legendgroup": state,
             "showlegend": False,
             "base": moments([a for a, _, _ in pieces]),
             "x": rounded([b - a for a, b, _ in pieces]),
             "y": [row] * len(pieces),
             "yaxis": axis,
-            "marker": {"color": STATES[state].colour, "line": {"width": 1, "color": STATES[state].colour}},
+            "marker": {"color": look.colour, "line": {"width": 1, "color": look.colour}},
             "text": [f"version {label(key)}" for _, _, key in pieces],
             "textposition": "none",
             "hovertemplate": "%{text}, from %{base:.1f} s<extra></extra>",
         }
         for row, (state, pieces) in enumerate(strips.items())
-    ]  # fmt: skip
+        for look in [STATES[state]]
+    ]
 
 
 def _largest_wait(edges: Array, parts: Sequence[tuple[str, Array]]) -> str:
@@ -277,5 +263,133 @@ def _largest_wait(edges: Array, parts: Sequence[tuple[str, Array]]) -> str:
     if not waits or max(waits)[0] < 0.05:
         return "No device waits for more than 5 % of the time."
     share, name, state = max(waits)
-    look = STATES[state]
-    return f"The largest wait: {name} {look.words} {100 * share:.0f} % of the time. This shortens it: {look.lifts}."  # fmt: skip
+    words = f"{name} {STATES[state].words} {100 * share:.0f} % of the time"
+    return f"The largest wait: {words}. This shortens it: {STATES[state].lifts}."
+
+
+def windows(spans: Spans, lanes: list[Lane]) -> list[Block]:
+    """Return a chart of the steady state and one of the slowest version.
+
+    No window has the border of two attempts, where the same or an earlier version goes live again.
+    """
+    activated = spans.marks.get("sync activate", [])
+    marks = sorted((end, int(k)) for _, end, k in activated if k.isdecimal() and len(k) < 16)
+    live, version = np.array([end for end, _ in marks]), np.array([number for _, number in marks])
+    whole = np.flatnonzero(np.diff(version) > 0)
+    if not len(whole):
+        return []
+    durations = np.diff(live)
+    middle = whole[len(whole) // 4 : max(len(whole) * 3 // 4, len(whole) // 4 + 1)]
+    usual = int(middle[np.argsort(durations[middle])[len(middle) // 2]])
+    later = whole[2 if len(whole) > 6 else 0 :]
+    slowest = int(later[np.argmax(durations[later])])
+    last = usual + 1
+    while last < usual + 3 and last in whole:
+        last += 1
+    blocks = [_window(spans, lanes, float(live[usual]), float(live[last]), "The steady state")]
+    if slowest != usual:
+        ratio = durations[slowest] / max(float(np.median(durations[whole])), 1e-9)
+        title = f"The slowest version, {ratio:.1f} times the median"
+        blocks.append(_window(spans, lanes, float(live[slowest]), float(live[slowest + 1]), title))
+    return blocks
+
+
+def _window(spans: Spans, lanes: list[Lane], begin: float, end: float, title: str) -> Block:
+    """Return the Gantt chart of all lanes from `begin` to `end`, or less if there is too much."""
+    chosen = {t: r[(r[:, 1] > begin) & (r[:, 0] < end)] for t, r in spans.requests.items()}
+    chosen = {lane.track: chosen[lane.track] for lane in lanes if lane.track in chosen}
+    count = sum(map(len, chosen.values()))
+    note = ""
+    if count > MOST_SPANS:
+        starts = np.sort(np.concatenate([r[:, 0] for r in chosen.values()]))
+        end = max(float(starts[MOST_SPANS]), begin + (end - begin) * MOST_SPANS / count / 2)
+        chosen = {t: r[r[:, 0] < end][:MOST_SPANS] for t, r in chosen.items()}
+        drawn = sum(map(len, chosen.values()))
+        note = f"Cut after {drawn} requests; the files in RUN/trace/ have more for Perfetto. "
+    if (every := spans.every(begin, end)) > 1:
+        note += (
+            f"The trace has one sample in {every} here, and `report.trace_load=1` has "
+            "all. Where a device draws responses and no thin line is below it, a request ran that is not "
+            "shown."
+        )
+    tops = np.cumsum([0.0, *(1.0 if lane.track in chosen else 0.4 for lane in lanes)]).tolist()
+    data = _bars(lanes, tops, begin, end)
+    for lane, top in zip(lanes, tops, strict=False):
+        if lane.track in chosen:
+            data += _requests(chosen[lane.track], begin, end, top)
+    live = spans.marks.get("sync activate", [])
+    marks = [(at, f"v{label(key, 8)}") for _, at, key in live if begin <= at <= end]
+    names = [label(lane.name, 14) for lane in lanes]
+    lane_axis = _ticks([top + 0.15 for top in tops[:-1]], names) | {"zeroline": False}
+    layout: dict[str, Any] = {
+        "barmode": "overlay",
+        "xaxis": _seconds(begin, end),
+        "yaxis": lane_axis | {"range": [tops[-1], -0.05]},
+        **_moments(marks[:30], 1, "dot"),
+    }
+    how = (
+        f"{title}: {seconds(end - begin)}. The thick bar is the device's state, a thin line is one "
+        "request, a dotted line is the moment at which a version goes live. A few long thin lines "
+        "under idle devices are the long tail: `rollout.max_response_length`, or a mode that "
+        "does not wait for them (`async_training.on_sync`)."
+    )
+    return figure(how, data, int(120 + 90 * tops[-1]), note, **layout)
+
+
+def _bars(lanes: list[Lane], tops: list[float], begin: float, end: float) -> list[dict[str, Any]]:
+    """Return a bar for every state of every lane, as one trace for each state."""
+    pieces: dict[int, list[tuple[float, float, float]]] = {}
+    for lane, top in zip(lanes, tops, strict=False):
+        inside = (lane.ends > begin) & (lane.starts < end)
+        rows = (lane.starts[inside], lane.ends[inside], lane.states[inside])
+        for start, stop, state in zip(*rows, strict=True):
+            a, b = max(float(start), begin), min(float(stop), end)
+            pieces.setdefault(int(state), []).append((a, b - a, top + 0.15))
+    return [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": look.words,
+            "base": moments([a for a, _, _ in found[:2000]]),
+            "x": rounded([w for _, w, _ in found[:2000]]),
+            "y": [y for _, _, y in found[:2000]],
+            "width": 0.26,
+            "marker": {"color": look.colour, "pattern": look.hatch, "line": {"width": 0}},
+            "hovertemplate": f"{look.words} %{{x:.3f}} s<extra></extra>",
+        }
+        for state, found in sorted(pieces.items())
+        for look in [STATES[NAMES[state]]]
+    ]
+
+
+def _requests(rows: Array, begin: float, end: float, top: float) -> list[dict[str, Any]]:
+    """Return a thin line for each request. Requests at the same time have rows of their own."""
+    free: list[float] = []
+    places = np.zeros(len(rows))
+    for i, (start, stop, _) in enumerate(rows):
+        row = next((k for k, until in enumerate(free) if until <= start), len(free))
+        free[row : row + 1] = [stop]
+        places[i] = row
+    height = 0.62 / max(len(free), 1)
+    data = []
+    for kind, state in ((0, "generate"), (1, "validate")):
+        mine = rows[:, 2] == kind
+        if not mine.any():
+            continue
+        gaps = np.full(int(mine.sum()), np.nan)
+        x = np.column_stack([np.clip(rows[mine, :2], begin, end), gaps])
+        y = top + 0.34 + height * (places[mine] + 0.5)
+        look = STATES[state]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": look.words,
+                "showlegend": False,
+                "x": moments(x.ravel()),
+                "y": rounded(np.column_stack([y, y, gaps]).ravel()),
+                "line": {"color": look.colour, "width": max(1, min(5, round(50 * height)))},
+                "hoverinfo": "x",
+            }
+        )
+    return data

@@ -1,11 +1,12 @@
-"""The report as one HTML file: sections, samples and the code that draws them, all compressed.
+"""The report as one HTML file: the sections of a run, its samples and the code that draws them.
 
-The file must stay under LIMIT. Plotly takes two thirds of it. The samples get what the charts leave.
+All is compressed. The file must stay under LIMIT. Plotly takes two thirds of it. The samples get what the charts leave.
 """
 
 from __future__ import annotations
 
 import base64
+import gc
 import gzip
 import html
 import itertools
@@ -23,8 +24,11 @@ import msgspec
 from millrace.errors import bad_value
 from millrace.persist.run_reader import RunReader, load
 from millrace.process.files import replace_file
-from millrace.report.page import compare, sections
-from millrace.report.page.samples import Table, choose, count, read_texts
+from millrace.report.page import compare, curves, head, timeline, totals
+from millrace.report.page.figures import missing, section, text
+from millrace.report.page.lanes import Spans, columns
+from millrace.report.page.samples import Table, choose, count, read_table, read_texts
+from millrace.report.trace import spans
 
 LIMIT = 2_950_000
 """Bytes of a report."""
@@ -47,16 +51,10 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Path:
     if not run_dirs:
         raise bad_value("RUN", "", "names no run", "millrace report runs/quickstart-1")
     runs = [load(path) for path in run_dirs]
-    one = runs[0] if len(runs) == 1 else None
-    path = output or (one.path / DEFAULT if one else Path(DEFAULT))
+    path = output or (runs[0].path / DEFAULT if len(runs) == 1 else Path(DEFAULT))
     check_output(path)
-    if one is not None:
-        page, table = sections.of_run(one)
-        text = _page(page, one, table)
-    else:
-        text = _page(compare.of_runs(runs), None, None)
     try:
-        replace_file(path, text)
+        replace_file(path, page_of(runs))
     except OSError as error:
         raise _unwritable(path, error) from None
     return path
@@ -83,17 +81,73 @@ def _unwritable(path: Path, error: OSError) -> Exception:
     return bad_value("--output", str(path), rule, "a file in a folder that exists")
 
 
-def _page(page: dict[str, Any], run: RunReader | None, table: Table | None) -> str:
-    """Return the HTML, with as many samples as fit."""
+def of_run(run: RunReader) -> tuple[dict[str, Any], Table]:
+    """Return the page of a run, and its samples without their texts."""
+    table, found = read_table(run.path), _spans(run)
+    run.notes += table.notes
+    played = curves.agents(run)
+    without = "No samples: the folder has no samples/. Runs of older versions have none."
+    if run.key("report.samples") == 0:
+        without = "No samples: `report.samples=0`."
+    return {
+        "title": f"{run.key('name', run.name)}: report of {run.name}",
+        "keys": run.keys(),
+        "sections": [
+            section("run", "The run", [head.facts(run)]),
+            section("alarms", "Alarms", head.alarms(run)),
+            section("advice", "Advice", head.advice(run)),
+            section("learning", "Learning", [curves.rewards(run), curves.validation(run)]),
+            *([section("agents", "Agents", played)] if played else []),
+            section("timeline", "Timeline", timeline.timeline(run, found)),
+            section("devices", "Where the time went", totals.devices(run)),
+            section("staleness", "Staleness", [curves.staleness(run)]),
+            section("lengths", "Lengths", _lengths(run, found, table)),
+            section("tokens", "Where the tokens went", [*totals.tokens(run), *head.errors(run)]),
+            section("sync", "Weight syncs", [curves.syncs(run)]),
+            section("samples", "Samples", [{"type": "browser"} if len(table) else text(without)]),
+        ],
+    }, table
+
+
+def _spans(run: RunReader) -> Spans:
+    # A trace has millions of small objects. The collector would look at them again and again.
+    on, n = gc.isenabled(), run.key("rollout.n")
+    gc.disable()
+    try:
+        return columns(spans.read(run.path), n if isinstance(n, int) else 0)
+    finally:
+        if on:
+            gc.enable()
+
+
+def _lengths(run: RunReader, found: Spans, table: Table) -> list[dict[str, Any]]:
+    """The samples lack those that an error dropped. The trace of a fast run has some samples only."""
+    whole = found.every() == 1
+    if len(found.lengths) and (whole or not len(table)):
+        tokens, trained = found.lengths.T
+        source = "all that ended, also dropped ones and those in flight" if whole else ""
+        chart = curves.lengths(tokens, tokens[trained == 1], source)
+    elif len(table):
+        source = "all that RUN/samples/ has, also those that dynamic sampling dropped"
+        chart = curves.lengths(table.tokens, table.tokens[table.trained], source)
+    else:
+        why = "the folder has no trace/ and no samples/."
+        chart = missing("lengths of all finished responses", why)
+    return [chart, curves.length_curves(run)]
+
+
+def page_of(runs: list[RunReader]) -> str:
+    """Return the page of a run, with as many samples as fit, or of the comparison of several."""
+    page, table = of_run(runs[0]) if len(runs) == 1 else (compare.of_runs(runs), None)
     parts = {"plotly": _plotly(), "page": _packed(msgspec.json.encode(page))}
     shell = _shell(page["title"], parts | {"samples": ""})
-    room = LIMIT - len(shell.encode()) - 1000
-    if run is None or table is None:
+    if table is None:
         return shell
-    return _shell(page["title"], parts | {"samples": _samples(table, room)})
+    room = LIMIT - len(shell.encode()) - 1000
+    return _shell(page["title"], parts | {"samples": _packed_samples(table, room)})
 
 
-def _samples(table: Table, room: int) -> str:
+def _packed_samples(table: Table, room: int) -> str:
     """Return the chosen samples, packed, as many as fit into `room` bytes."""
     found = list(read_texts(table, choose(table)).values())
     texts = [msgspec.json.encode(sample) for sample in found]

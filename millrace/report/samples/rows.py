@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from millrace.codec import sendable
-from millrace.types import PolicyVersion, Sample, Score, Tokens, Trajectory, tokens_of
+from millrace.types import PolicyVersion, Sample, Tokens, Trajectory, tokens_of
 
 Decode = Callable[[Tokens], str]
 
@@ -96,7 +96,11 @@ class Rows:
         window = prompt.continues.number if prompt.continues is not None else 0
         for i, trajectory in enumerate(sample.trajectories):
             response, tokens = self._add_segments(trajectory)
-            reward, raw, answer = self._add_score(trajectory.score)
+            reward = raw = answer = None
+            if (score := trajectory.score) is not None:
+                self._components += [(_clean(k), float(v)) for k, v in score.extra.items()]
+                reward, raw, answer = score.value, score.unshaped, _text(score.answer)
+            self._component_ends.append(len(self._components))
             stop = str(trajectory.stop) if trajectory.stop else None
             spoken = _text(list(trajectory.messages)) if trajectory.messages else None
             episode = trajectory.ended or None, len(trajectory.threads), spoken
@@ -140,15 +144,6 @@ class Rows:
         # A character may begin in one segment and end in the next one.
         return _clean(self._decode(trajectory.tokens)), trajectory.num_tokens
 
-    def _add_score(self, score: Score | None) -> tuple[float | None, float | None, str | None]:
-        """Add the components of a score. Return reward, raw and answer."""
-        if score is not None:
-            self._components += [(_clean(k), float(v)) for k, v in score.extra.items()]
-        self._component_ends.append(len(self._components))
-        if score is None:
-            return None, None, None
-        return score.value, score.unshaped, None if score.answer is None else _clean(score.answer)
-
 
 def _columns(fields: Sequence[pa.Field], rows: Sequence[tuple[Any, ...]]) -> list[pa.Array]:
     """Return the columns of `rows`. pa.array would import pandas, which takes half a second."""
@@ -188,7 +183,8 @@ def _clean(text: str) -> str:
 
 
 def _text(value: Any) -> str | None:
-    """Return a ground truth as text. Anything but a text is JSON."""
-    if value is None or isinstance(value, str):
-        return value if value is None else _clean(value)
-    return _clean(json.dumps(value, default=str, ensure_ascii=False))
+    """Return a value as text. Anything but a text is JSON."""
+    if value is None:
+        return None
+    is_text = isinstance(value, str)
+    return _clean(value if is_text else json.dumps(value, default=str, ensure_ascii=False))

@@ -14,9 +14,9 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -79,10 +79,9 @@ class SampleStore:
         """Trained samples whose version is not live yet."""
         self._dropped: list[Kept] = []
         self._dropped_bytes = 0
-        self._queue: deque[tuple[PolicyVersion, list[Kept], int]] = deque()
+        self._queue: SimpleQueue[tuple[PolicyVersion, list[Kept], int] | None] = SimpleQueue()
         self._waiting = 0
         self._lock = threading.Lock()
-        self._closing, self._wake = False, threading.Event()
         self._total = 0
         self._thread = threading.Thread(target=self._work, name="samples", daemon=True)
         self._thread.start()
@@ -95,7 +94,10 @@ class SampleStore:
                 if keeps(sample.prompt.index, self._share):
                     self._trained[sample.prompt.index] = sample
         elif event.track == "run" and event.name == "published":
-            self._published(event.facts["version"], event.facts["ids"])
+            ids, version = event.facts["ids"], event.facts["version"]
+            trained = [s for i in ids if (s := self._trained.pop(i, None)) is not None]
+            self._hand_over(version, trained)
+            self._version = version
         elif event.track == "samples" and event.name == "equal_outcomes":
             self._drop(event.facts["sample"], event.name)
 
@@ -107,12 +109,11 @@ class SampleStore:
         """
         if self._dropped and not self._ended:
             self._hand_over(self._version + 1, [])
-        self._closing = True
-        self._wake.set()
+        self._queue.put(None)
         self._thread.join(self._close_s)
-        if self._thread.is_alive():
+        if self._thread.is_alive():  # it writes one of those that are no longer in the queue
             self._ended = True
-            self._note(f"samples: the last {len(self._queue) + 1} versions were not kept in time")
+            self._note(f"samples: the last {self._queue.qsize()} versions were not kept in time")
         self._trained.clear()
 
     def _drop(self, sample: Sample, reason: str) -> None:
@@ -124,12 +125,6 @@ class SampleStore:
             self._dropped.append((sample, self._version, f"dropped/{reason}"))
             self._dropped_bytes += bytes_
 
-    def _published(self, version: PolicyVersion, ids: Sequence[int]) -> None:
-        """Hand the samples of a live version to the thread."""
-        trained = [s for i in ids if (s := self._trained.pop(i, None)) is not None]
-        self._hand_over(version, trained)
-        self._version = version
-
     def _hand_over(self, version: PolicyVersion, trained: list[Sample]) -> None:
         kept: list[Kept] = [(sample, version, "trained") for sample in trained]
         bytes_ = sum(map(_bytes, trained)) + self._dropped_bytes
@@ -140,8 +135,7 @@ class SampleStore:
         elif kept:
             with self._lock:
                 self._waiting += bytes_
-            self._queue.append((version, kept, bytes_))
-            self._wake.set()
+            self._queue.put((version, kept, bytes_))
 
     def _lose(self, count: int) -> None:
         if not self.lost:
@@ -156,17 +150,11 @@ class SampleStore:
     def _work(self) -> None:
         try:
             self._prepare()
-            closing = False
-            while not (closing or self._ended):
-                closing = self._closing  # read before the last versions are written
-                if not closing:
-                    self._wake.wait()
-                    self._wake.clear()
-                while self._queue and not self._ended:
-                    version, kept, bytes_ = self._queue.popleft()
-                    self._write(version, kept)
-                    with self._lock:
-                        self._waiting -= bytes_
+            while not self._ended and (waiting := self._queue.get()) is not None:
+                version, kept, bytes_ = waiting
+                self._write(version, kept)
+                with self._lock:
+                    self._waiting -= bytes_
         except OSError as error:
             self._stop(f"{self._folder} cannot be written: {error.strerror or error}")
         except Exception as error:  # noqa: BLE001 - a run does not end because its samples do
@@ -174,13 +162,11 @@ class SampleStore:
 
     def _prepare(self) -> None:
         """Supersede the versions that this attempt makes again, and remove unfinished files."""
-        if self._ended:
-            supersede(self._folder, self._start)
-            return
-        make_folder(self._folder)
+        if not self._ended:
+            make_folder(self._folder)
         supersede(self._folder, self._start)
         for path in files_in(self._folder, _OURS):
-            if path.name.startswith(".writing-"):
+            if path.name.startswith(".writing-") and not self._ended:
                 path.unlink()
         self._total = size_of(files_in(self._folder, _OURS))
 
@@ -206,7 +192,7 @@ class SampleStore:
 
     def _stop(self, why: str) -> None:
         self._ended = True
-        self._queue.clear()
+        self._queue = SimpleQueue()  # the rest needs no memory
         self._note(f"no more samples are kept: {why}. The run continues.")
 
 
@@ -228,10 +214,8 @@ def path_of(run_dir: Path, version: PolicyVersion, attempt: int) -> Path:
 
 def keeps(sample: int, share: float) -> bool:
     """Whether a sample belongs to the share that is kept. It depends on these two numbers alone."""
-    if share >= 1:
-        return True
     digest = hashlib.blake2b(str(sample).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < share * 2**64
+    return share >= 1 or int.from_bytes(digest, "big") < share * 2**64
 
 
 def supersede(folder: Path, version: PolicyVersion) -> None:
@@ -246,7 +230,7 @@ def supersede(folder: Path, version: PolicyVersion) -> None:
             path.rename(folder / f"superseded-{number}-{path.name}")
 
 
-def files(run_dir: Path, notes: list[str] | None = None) -> list[Path]:
+def files(run_dir: Path, notes: list[str]) -> list[Path]:
     """Return the readable files of the surviving history, by version.
 
     `notes` gets a line if others are left out.
@@ -258,24 +242,20 @@ def files(run_dir: Path, notes: list[str] | None = None) -> list[Path]:
                 found.append(path)
                 continue
             lacks = ", ".join(name for name in SCHEMA.names if name not in schema.names)
-            others.append(
-                f"{path.name} has no {lacks}" if lacks else f"{path.name} has other types"
-            )
+            others.append(f"{path.name} has {f'no {lacks}' if lacks else 'other types'}")
         except (OSError, pa.ArrowException):
             others.append(f"{path.name} is damaged")
-    if others and notes is not None:
-        notes.append(
-            f"RUN/samples: {len(others)} of {len(paths)} files are left out, first: {others[0]}"
-        )
+    if others:
+        left = f"{len(others)} of {len(paths)} files are left out, first: {others[0]}"
+        notes.append(f"RUN/samples: {left}")
     return found
 
 
 def dataset(run_dir: Path, notes: list[str] | None = None) -> ds.Dataset:
     """Return the rows of the surviving history, by version. A query reads what it needs of them."""
-    paths = [str(path) for path in files(run_dir, notes)]
-    if not paths:
-        return ds.dataset(SCHEMA.empty_table())
-    return ds.dataset(paths, schema=SCHEMA, format="parquet")
+    if paths := [str(path) for path in files(run_dir, [] if notes is None else notes)]:
+        return ds.dataset(paths, schema=SCHEMA, format="parquet")
+    return ds.dataset(SCHEMA.empty_table())
 
 
 def _bytes(sample: Sample) -> int:

@@ -19,15 +19,10 @@ A slice has its kind as category, and the kind and the key as name: `request` an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from msgspec import Raw
 
-from millrace.report.trace.arrows import SAMPLE, STEP, VERSION, arrow, number_of
 from millrace.report.trace.choice import CALLS, ENDS, SAMPLES, STATES
-from millrace.report.trace.facts import args_of, as_json, key_of
-from millrace.report.trace.lanes import GAP, Lane, Lanes, Line
+from millrace.report.trace.lanes import GAP, Lane, Lanes, Line, args_of, as_json, key_of
 from millrace.waits.stream import Event
 
 COUNTERS = (
@@ -41,11 +36,24 @@ COUNTERS = (
 
 _STEPS = ("trainer", "train")
 """The track and the state of local steps."""
+SAMPLE, STEP, VERSION = range(3)
+"""The kinds of arrows. A cause and its effects have the same number."""
 Args = Raw | None
 _UNSHOWN = frozenset({"row", "stats"})
 """Events whose facts are large, and are not drawn as facts."""
 _LONG_S = 1.0
 """A slice that is open for longer gets a line for its begin."""
+
+
+def arrow(kind: int, number: int) -> int:
+    """Return the number of an arrow. Perfetto wants whole numbers."""
+    return 4 * number + kind
+
+
+def number_of(key: str) -> int | None:
+    """Return the number with which a key begins: 17 for `17/3`, None for `val/3`."""
+    head = key.partition("/")[0]
+    return int(head) if head.isdecimal() and len(head) < 16 else None
 
 
 class Translator:
@@ -69,59 +77,73 @@ class Translator:
         """Return microseconds since the clock's zero."""
         return round((time - self._zero) * 1e6)
 
-    def add(self, event: Event, out: list[Line]) -> None:
-        """Append the lines of `event`."""
+    def take(self) -> list[Line]:
+        """Return the lines since the last call."""
+        lines, self._lanes.lines = self._lanes.lines, []
+        return lines
+
+    def add(self, event: Event) -> None:
+        """Add the lines of `event`."""
         time, track, name, phase, key, facts = event
         key, ts = key_of(key), self.ts(time)
         args = None if name in _UNSHOWN else args_of(facts)
         if phase == "begin":
-            self._begin(track, name, key, ts, args, out)
+            self._begin(track, name, key, ts, args)
         elif phase == "end":
-            self._end((track, name, key), ts, args, out)
+            # The oldest span of these: scores of one sample share a key.
+            if lanes := self._begun.get((track, name, key)):
+                lane = lanes.pop(0)
+                if not lanes:
+                    del self._begun[track, name, key]
+                self._lanes.end(lane, ts, args)
+                self._lanes.free(lane)
         elif track == SAMPLES:
-            self._move(name, key, ts, args, out)
+            self._move(name, key, ts, args)
         elif phase == "state":
-            self._state(track, name, ts, args, out)
+            self._state(track, name, ts, args)
         elif name == "stepped":
-            self._step(ts, args, out)
+            # It has just ended, and began when the trainer began to train.
+            begin, self._step_from = ts if self._step_from is None else self._step_from, None
+            lane, about = self._passing("trainer", "steps"), ("step", f"step {self._steps}", args)
+            slice_ = lane.pid, lane.tid, "X", begin, ts - begin, *about
+            self._lanes.lines.append(Line(*slice_, arrow(STEP, self._steps), True))
+            self._steps += 1
         elif name == "row":
-            self._count(track, facts.get("row", {}), ts, out)
-        elif name == "gap":
-            self.end_all(time, out, GAP)
-            self._instant(track, name, key, ts, args, out)
+            row, lane = facts.get("row", {}), self._passing(track, "events")
+            for name in COUNTERS:
+                if name in row:
+                    value = as_json({"value": row[name]})
+                    self._lanes.lines.append(
+                        Line(lane.pid, lane.tid, "C", ts, name=name, args=value)
+                    )
         elif name != "stats":
-            self._instant(track, name, key, ts, args, out)
+            if name == "gap":
+                self.end_all(time, GAP)
+            self._instant(track, name, key, ts, args)
 
-    def end_all(self, time: float, out: list[Line], args: Raw) -> None:
+    def end_all(self, time: float, args: Raw) -> None:
         """End every slice. An end that comes later has no begin, and is ignored."""
-        ts = self.ts(time)
-        self._lanes.end_all(ts, out, args)
+        self._lanes.end_all(self.ts(time), args)
         self._begun.clear()
         self._states.clear()
         self._slots.clear()
 
-    def write_begun(self, now: float, out: list[Line]) -> None:
-        """Append the begins of the slices that have been open for a second: a kill must not lose them."""
-        self._lanes.write_begun(self.ts(now - _LONG_S), out)
+    def write_begun(self, now: float) -> None:
+        """Add the begins of the slices that have been open for a second: a kill must not lose them."""
+        self._lanes.write_begun(self.ts(now - _LONG_S))
 
-    def cut(self, time: float) -> tuple[list[Line], list[Line]]:
-        """Return the end of one file and the head of the next one."""
+    def cut(self, time: float) -> list[Line]:
+        """End one file, and return the head of the next one."""
         return self._lanes.cut(self.ts(time))
 
-    def _begin(
-        self, track: str, name: str, key: str, ts: float, args: Args, out: list[Line]
-    ) -> None:
+    def _begin(self, track: str, name: str, key: str, ts: float, args: Args) -> None:
         if name in CALLS:
-            lane, number = self._lanes.take(track, name, out), number_of(key)
+            lane, number = self._lanes.take(track, name), number_of(key)
             lead, led = None, None if number is None else arrow(SAMPLE, number)
         else:
-            lane, (lead, led) = self._lanes.take(track, track, out), self._arrows(track, name, key)
+            lane, (lead, led) = self._lanes.take(track, track), self._arrows(track, name, key)
         self._lanes.begin(lane, name, key, ts, args, lead, led)
-        begun = (track, name, key)
-        if (lanes := self._begun.get(begun)) is None:
-            self._begun[begun] = [lane]
-        else:
-            lanes.append(lane)
+        self._begun.setdefault((track, name, key), []).append(lane)
 
     def _arrows(self, track: str, name: str, key: str) -> tuple[int | None, int | None]:
         """Return the arrow that begins at a span, and the one that ends there."""
@@ -139,33 +161,24 @@ class Translator:
             return None, arrow(STEP, self._sealed)
         return None, None
 
-    def _end(self, begun: tuple[str, str, str], ts: float, args: Args, out: list[Line]) -> None:
-        """End the oldest span of a track, name and key. Scores of one sample share a key."""
-        if lanes := self._begun.get(begun):
-            lane = lanes.pop(0)
-            if not lanes:
-                del self._begun[begun]
-            self._lanes.end(lane, ts, out, args)
-            self._lanes.free(lane)
-
-    def _state(self, track: str, name: str, ts: float, args: Args, out: list[Line]) -> None:
+    def _state(self, track: str, name: str, ts: float, args: Args) -> None:
         lane = self._states.get(track)
         if lane is None:
-            lane = self._states[track] = self._lanes.take(track, "state", out)
+            lane = self._states[track] = self._lanes.take(track, "state")
         else:
             if (track, lane.line.cat) == _STEPS:
                 self._step_from = lane.line.ts
-            self._lanes.end(lane, ts, out)
+            self._lanes.end(lane, ts)
         self._lanes.begin(lane, name, "", ts, args)
 
-    def _move(self, name: str, key: str, ts: float, args: Args, out: list[Line]) -> None:
+    def _move(self, name: str, key: str, ts: float, args: Args) -> None:
         """Move a sample to another state, or out of its slot."""
         lane = self._slots.get(key)
         if name in STATES:
             if lane is None:
-                lane = self._slots[key] = self._lanes.take(SAMPLES, "slot", out)
+                lane = self._slots[key] = self._lanes.take(SAMPLES, "slot")
             else:
-                self._lanes.end(lane, ts, out)
+                self._lanes.end(lane, ts)
             lead, led = None, None
             if name == "running" and (number := number_of(key)) is not None:
                 lead = arrow(SAMPLE, number)
@@ -174,39 +187,20 @@ class Translator:
             self._lanes.begin(lane, name, key, ts, args, lead, led)
             return
         if name == "dropped":
-            self._instant(SAMPLES, name, key, ts, args, out)
+            self._instant(SAMPLES, name, key, ts, args)
         if name in ENDS and lane is not None:
             del self._slots[key]
             known = name == "retired" and self._version
-            self._lanes.end(lane, ts, out, as_json({"version": self._version}) if known else None)
+            self._lanes.end(lane, ts, as_json({"version": self._version}) if known else None)
             self._lanes.free(lane)
 
-    def _step(self, ts: float, args: Args, out: list[Line]) -> None:
-        """Draw a local step, which has just ended. It began when the trainer began to train."""
-        begin, self._step_from = ts if self._step_from is None else self._step_from, None
-        leads, lane = arrow(STEP, self._steps), self._passing("trainer", "steps", out)
-        name = f"step {self._steps}"
-        out.append(
-            Line(lane.pid, lane.tid, "X", begin, ts - begin, "step", name, args, leads, True)
-        )
-        self._steps += 1
+    def _instant(self, track: str, name: str, key: str, ts: float, args: Args) -> None:
+        lane, shown = self._passing(track, "events"), f"{name} {key}" if key else name
+        line = Line(lane.pid, lane.tid, "i", ts, None, name, shown, args, s="t")
+        self._lanes.lines.append(line)
 
-    def _count(self, track: str, row: Mapping[str, Any], ts: float, out: list[Line]) -> None:
-        lane = self._passing(track, "events", out)
-        for name in COUNTERS:
-            if name in row:
-                args = as_json({"value": row[name]})
-                out.append(Line(lane.pid, lane.tid, "C", ts, name=name, args=args))
-
-    def _instant(
-        self, track: str, name: str, key: str, ts: float, args: Args, out: list[Line]
-    ) -> None:
-        lane = self._passing(track, "events", out)
-        shown = f"{name} {key}" if key else name
-        out.append(Line(lane.pid, lane.tid, "i", ts, None, name, shown, args, s="t"))
-
-    def _passing(self, track: str, group: str, out: list[Line]) -> Lane:
+    def _passing(self, track: str, group: str) -> Lane:
         """Return a lane for lines that leave no slice open."""
-        lane = self._lanes.take(track, group, out)
+        lane = self._lanes.take(track, group)
         self._lanes.free(lane)
         return lane

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from msgspec import Raw
 
-from millrace.report.trace.facts import as_json
+from millrace.codec import sendable
 
 ORDER = (
     "run",
@@ -21,13 +23,60 @@ ORDER = (
     "teachers",
 )
 """The order of the processes. Other tracks come last."""
+_MOST_ITEMS, _MOST_TEXT, _MOST_KEY = 1024, 500, 100
+_MOST_JSON = 500
+"""Bytes of facts that go into the trace as they are. Larger ones are shortened."""
+_AS_ZERO, _LARGE = bytes.maketrans(b"123456789", b"000000000"), b"0" * 19
+"""So many digits may be a whole number of more than 64 bits. Readers of JSON refuse or round it."""
 _FIRST_TID = 1000
 """No thread may have the number of a process: it would be that process's main thread."""
 
 
-def both(first: Raw, second: Raw) -> Raw:
-    """Return the facts of two objects that are not empty."""
-    return Raw(bytes(first)[:-1] + b"," + bytes(second)[1:])
+def as_json(args: dict[str, Any]) -> Raw:
+    return Raw(msgspec.json.encode(args))
+
+
+def key_of(key: str) -> str:
+    """Return a key that a trace can hold."""
+    return key if len(key) <= _MOST_KEY and key.isascii() else sendable(key[:_MOST_TEXT])
+
+
+def args_of(facts: Mapping[str, Any]) -> Raw | None:
+    """Return the facts as JSON, without those that a trace cannot hold."""
+    if not facts:
+        return None
+    try:
+        data = msgspec.json.encode(facts)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        data = b""
+    if 0 < len(data) < _MOST_JSON and _LARGE not in data.translate(_AS_ZERO):
+        return Raw(data)
+    shown = {sendable(str(name)): _plain(value) for name, value in facts.items()}
+    shown = {name: value for name, value in shown.items() if value is not None}
+    return as_json(shown) if shown else None
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Return numbers, short texts and short lists, or None if it is an object of the run."""
+    kind = type(value)
+    if kind is int:
+        if -(2**63) <= value < 2**63:
+            return value
+        return str(value) if value.bit_length() < _MOST_TEXT else hex(value)[:_MOST_TEXT]
+    if kind is bool or kind is float:
+        return value
+    if isinstance(value, str):
+        short = value[:_MOST_TEXT]
+        return short if short.isascii() else sendable(short)
+    if depth < 3 and kind in (list, tuple):
+        return [
+            item if type(item) is int and -(2**63) <= item < 2**63 else _plain(item, depth + 1)
+            for item in (value if len(value) <= _MOST_ITEMS else value[:_MOST_ITEMS])
+        ]
+    if depth < 3 and kind is dict:
+        items = list(value.items())[:_MOST_ITEMS]
+        return {sendable(str(name)): _plain(item, depth + 1) for name, item in items}
+    return None
 
 
 OPEN, GAP, CONTINUES, CONTINUED = (
@@ -37,7 +86,7 @@ OPEN, GAP, CONTINUES, CONTINUED = (
 
 
 class Line(msgspec.Struct, omit_defaults=True, gc=False):
-    """One line of a trace. `pid` comes first, so that a reader can skip a track unread."""
+    """One line of a trace."""
 
     pid: int
     tid: int
@@ -55,52 +104,65 @@ class Line(msgspec.Struct, omit_defaults=True, gc=False):
     s: str = ""
 
 
-class Pool:
-    """The lanes of one group of a track."""
-
-    __slots__ = ("free", "lanes")
-
-    def __init__(self) -> None:
-        self.lanes: list[Lane] = []
-        self.free: list[int] = []
-        """A heap of the numbers of the free lanes."""
-
-
 class Lane:
     """A thread of a track. It has one slice at a time."""
 
-    __slots__ = ("line", "number", "pid", "pool", "tid", "written")
+    __slots__ = ("free", "line", "pid", "tid", "written")
 
-    def __init__(self, pid: int, tid: int, number: int, pool: Pool) -> None:
-        self.pid, self.tid, self.number, self.pool = pid, tid, number, pool
+    def __init__(self, pid: int, tid: int, free: list[Lane]) -> None:
+        self.pid, self.tid = pid, tid
+        self.free = free
+        """A heap of the free lanes of its group."""
         self.line = Line(pid, tid, "X", 0.0)
         """The newest slice, from its begin on. A short slice is this one line."""
         self.written = False
         """Whether a line of its begin is in the file already."""
+
+    def __lt__(self, other: Lane) -> bool:
+        return self.tid < other.tid
 
 
 class Lanes:
     """The lanes of all tracks. A free lane is taken again, the first one of its group first."""
 
     def __init__(self) -> None:
+        self.lines: list[Line] = []
+        """The lines that are not written yet."""
         self.names: list[Line] = []
         """The names of all lanes and tracks so far. Each file has them."""
         self.open: dict[int, Lane] = {}
         """The lanes that have a slice, by thread."""
         self._pids: dict[str, int] = {}
-        self._pools: dict[tuple[str, str], Pool] = {}
+        self._groups: dict[tuple[str, str], tuple[list[Lane], list[Lane]]] = {}
+        """All lanes and the free ones of each group of a track."""
         self._tids = _FIRST_TID
         self._cut = 0.0
         """When the file began."""
 
-    def take(self, track: str, group: str, out: list[Line]) -> Lane:
+    def take(self, track: str, group: str) -> Lane:
         """Return a free lane."""
-        pool = self._pools.get((track, group))
-        if pool is None:
-            pool = self._pools[track, group] = Pool()
-        if pool.free:
-            return pool.lanes[heapq.heappop(pool.free)]
-        return self._make(track, group, pool, out)
+        group_ = self._groups.get((track, group))
+        if group_ is None:
+            group_ = self._groups[track, group] = [], []
+        lanes, free = group_
+        if free:
+            return heapq.heappop(free)
+        pid = self._pids.get(track)
+        if pid is None:
+            pid = self._pids[track] = len(self._pids) + 1
+            order = next((i for i, t in enumerate(ORDER) if track.startswith(t)), len(ORDER))
+            self._name(pid, 0, "process_name", {"name": track})
+            self._name(pid, 0, "process_sort_index", {"sort_index": order})
+        self._tids += 1
+        many = group in ("request", "score", "log_probs", "slot")
+        label = f"{group} {len(lanes)}" if many else group
+        self._name(pid, self._tids, "thread_name", {"name": label})
+        lanes.append(Lane(pid, self._tids, free))
+        return lanes[-1]
+
+    def _name(self, pid: int, tid: int, what: str, args: dict[str, Any]) -> None:
+        self.names.append(Line(pid, tid, "M", 0, name=what, args=as_json(args)))
+        self.lines.append(self.names[-1])
 
     def begin(
         self,
@@ -123,7 +185,7 @@ class Lanes:
         lane.written = False
         self.open[lane.tid] = lane
 
-    def end(self, lane: Lane, ts: float, out: list[Line], args: Raw | None = None) -> None:
+    def end(self, lane: Lane, ts: float, args: Raw | None = None) -> None:
         """End the slice of `lane`, which stays taken."""
         del self.open[lane.tid]
         line, ts = lane.line, max(ts, self._cut, lane.line.ts)  # An end may come late.
@@ -131,57 +193,35 @@ class Lanes:
             line = Line(lane.pid, lane.tid, "E", ts, args=args)
         else:
             line.dur = ts - line.ts
-            if args:
-                line.args = both(line.args, args) if line.args else args
-        out.append(line)
+            if args and line.args:
+                args = Raw(bytes(line.args)[:-1] + b"," + bytes(args)[1:])
+            line.args = args or line.args
+        self.lines.append(line)
 
-    def write_begun(self, before: float, out: list[Line]) -> None:
+    def write_begun(self, before: float) -> None:
         """Write the begin of each open slice that began before `before`."""
         for lane in self.open.values():
             if not lane.written and lane.line.ts < before:
                 lane.line.ph = "B"
-                out.append(lane.line)
+                self.lines.append(lane.line)
                 lane.written = True
 
     def free(self, lane: Lane) -> None:
-        heapq.heappush(lane.pool.free, lane.number)
+        heapq.heappush(lane.free, lane)
 
-    def end_all(self, ts: float, out: list[Line], args: Raw) -> None:
+    def end_all(self, ts: float, args: Raw) -> None:
         """End every slice and free its lane."""
         for lane in list(self.open.values()):
-            self.end(lane, ts, out, args)
+            self.end(lane, ts, args)
             self.free(lane)
 
-    def cut(self, ts: float) -> tuple[list[Line], list[Line]]:
-        """Return the end of one file and the head of the next one. Open slices are in both."""
-        ends, heads, self._cut = list[Line](), list(self.names), ts
-        self.write_begun(ts + 1, ends)
+    def cut(self, ts: float) -> list[Line]:
+        """End one file, and return the head of the next one. Open slices are in both."""
+        heads, self._cut = list(self.names), ts
+        self.write_begun(ts + 1)
         for lane in self.open.values():
-            ends.append(Line(lane.pid, lane.tid, "E", ts, args=CONTINUES))
+            self.lines.append(Line(lane.pid, lane.tid, "E", ts, args=CONTINUES))
             arrow = lane.line.bind_id if lane.line.flow_out else None
-            heads.append(
-                Line(
-                    *(lane.pid, lane.tid, "B", ts, None, lane.line.cat, lane.line.name),
-                    *(CONTINUED, arrow, arrow is not None),
-                )
-            )
-        return ends, heads
-
-    def _make(self, track: str, group: str, pool: Pool, out: list[Line]) -> Lane:
-        pid = self._pids.get(track)
-        if pid is None:
-            pid = self._pids[track] = len(self._pids) + 1
-            order = next((i for i, t in enumerate(ORDER) if track.startswith(t)), len(ORDER))
-            self._name(pid, 0, "process_name", as_json({"name": track}), out)
-            self._name(pid, 0, "process_sort_index", as_json({"sort_index": order}), out)
-        number = len(pool.lanes)
-        self._tids += 1
-        label = f"{group} {number}" if group in ("request", "score", "log_probs", "slot") else group
-        self._name(pid, self._tids, "thread_name", as_json({"name": label}), out)
-        pool.lanes.append(Lane(pid, self._tids, number, pool))
-        return pool.lanes[number]
-
-    def _name(self, pid: int, tid: int, what: str, args: Raw, out: list[Line]) -> None:
-        line = Line(pid, tid, "M", 0, name=what, args=args)
-        self.names.append(line)
-        out.append(line)
+            begin = lane.pid, lane.tid, "B", ts, None, lane.line.cat, lane.line.name
+            heads.append(Line(*begin, CONTINUED, arrow, arrow is not None))
+        return heads

@@ -5,7 +5,7 @@ A file may be half-written, damaged or not millrace's. What cannot be read is le
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,32 +57,23 @@ _FAR = 2.0**53
 _decode = msgspec.json.Decoder(_Line).decode
 
 
-def read(run_dir: Path, tracks: Collection[str] | None = None) -> list[Span]:
-    """Return the spans of a run by start, those of `tracks` alone if given.
-
-    `rollout-` stands for every track whose name begins so. Lines of other tracks are not decoded.
-    """
+def read(run_dir: Path) -> list[Span]:
+    """Return the spans of a run by start."""
+    attempts: dict[int, list[tuple[int, Path]]] = {}
+    for path in files_in(run_dir / "trace", NAME):
+        if match := NAME.fullmatch(path.name):
+            attempts.setdefault(int(match[1]), []).append((int(match[2]), path))
     spans: list[Span] = []
     zero: float | None = None
-    for paths in _attempts(run_dir):
-        reader = _Attempt(tracks)
-        for path in paths:
+    for _, files in sorted(attempts.items()):
+        reader = _Attempt()
+        for _, path in sorted(files):
             reader.read(path)
         if reader.header is not None:
             zero = reader.header.unix_s if zero is None else zero
             spans += reader.spans(reader.header.unix_s - zero)
     spans.sort(key=lambda span: span.start)
     return spans
-
-
-def _attempts(run_dir: Path) -> Iterator[list[Path]]:
-    """Yield the files of each attempt, in order."""
-    found: dict[int, list[tuple[int, Path]]] = {}
-    for path in files_in(run_dir / "trace", NAME):
-        if match := NAME.fullmatch(path.name):
-            found.setdefault(int(match[1]), []).append((int(match[2]), path))
-    for attempt in sorted(found):
-        yield [path for _, path in sorted(found[attempt])]
 
 
 class _Slice:
@@ -98,9 +89,8 @@ class _Slice:
 class _Attempt:
     """Reads the files of one attempt, in order."""
 
-    def __init__(self, tracks: Collection[str] | None) -> None:
+    def __init__(self) -> None:
         self.header: _Header | None = None
-        self._tracks = tracks
         self._names: dict[int, str] = {}
         self._slices: list[_Slice] = []
         self._open: dict[int, _Slice] = {}
@@ -109,22 +99,15 @@ class _Attempt:
         self._last = 0.0
 
     def read(self, path: Path) -> None:
-        skipped: set[bytes] = set()
         try:
             with open_regular(path) as file:
                 file.readline(CHUNK)
                 if not self._starts(file.readline(CHUNK)):
                     return
                 while (text := file.readline(CHUNK)) and len(text) < CHUNK:
-                    head = text[: text.find(b",")]
-                    if head in skipped:
-                        continue
-                    try:
-                        line = _decode(text.rstrip(b",\n"))
-                    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                        continue  # the end of the array, or a line that a crash cut off
-                    if not self._add(line):
-                        skipped.add(head)
+                    # The end of the array, or a line that a crash cut off, is no line.
+                    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                        self._add(_decode(text.rstrip(b",\n")))
         except OSError:
             return
 
@@ -141,16 +124,13 @@ class _Attempt:
         self.header = header
         return True
 
-    def _add(self, line: _Line) -> bool:
-        """Add a line. Return whether its track is wanted."""
+    def _add(self, line: _Line) -> None:
         phase = line.ph
-        if phase == "M":
-            if line.name == "process_name":
-                self._names[line.pid] = str(line.args.get("name", ""))
-                return self._wanted(self._names[line.pid])
-            return True
-        if line.pid not in self._names or not abs(line.ts) + abs(line.dur) < _FAR:
-            return True
+        if phase == "M" and line.name == "process_name":
+            self._names[line.pid] = str(line.args.get("name", ""))
+        far = not abs(line.ts) + abs(line.dur) < _FAR
+        if phase == "M" or line.pid not in self._names or far:
+            return
         if phase == "B":
             if line.args.get("continued") is True and line.tid in self._cut:
                 self._open[line.tid] = self._cut.pop(line.tid)
@@ -174,13 +154,6 @@ class _Attempt:
             if line.name == "relabelled":
                 self._relabel(whole)
         self._last = max(self._last, line.ts + line.dur)
-        return True
-
-    def _wanted(self, track: str) -> bool:
-        return self._tracks is None or any(
-            track == name or (name.endswith("-") and track.startswith(name))
-            for name in self._tracks
-        )
 
     def _relabel(self, told: _Slice) -> None:
         """Rename the waits that ended just before: their name was known only at their end."""

@@ -179,11 +179,15 @@ class TraceWriter:
             while not (closing or self._ended):
                 closing = self._closing  # read before the last events are written
                 self._drain()
-                self._write_begun(self._clock())
+                self._translator.write_begun(self._clock())
+                self._write()
                 self._thin()
                 if not closing:
                     self._wake.wait(self._every_s)
-            self._finish()
+            if not self._ended:
+                self._translator.end_all(self._clock(), OPEN)
+                self._write()
+            self._end_file()
         except OSError as error:
             self._abandon(f"it cannot be written: {error.strerror or error}")
         except Exception as error:  # noqa: BLE001 - a run does not end because its trace does
@@ -193,37 +197,31 @@ class TraceWriter:
         """Write every event that waits."""
         events, begun = self._events, self._last
         while events and not self._ended:
-            lines: list[Line] = []
             for _ in range(min(_BATCH, len(events))):
                 event = events.popleft()
                 self._last = event.time
-                self._translator.add(event, lines)
-            self._write(lines)
+                self._translator.add(event)
+            self._write()
             self._thin()
             if self._last - begun >= self._every_s:
                 begun = self._last
-                self._write_begun(begun)
+                self._translator.write_begun(begun)
+                self._write()
             if self._size >= self._full and not self._ended:
-                ends, heads = self._translator.cut(self._last)
-                self._write(ends)
+                heads = self._translator.cut(self._last)
+                self._write()
                 self._end_file()
                 if not self._ended:
                     self._begin_file(heads)
-
-    def _write_begun(self, now: float) -> None:
-        lines: list[Line] = []
-        self._translator.write_begun(now, lines)
-        self._write(lines)
 
     def _thin(self) -> None:
         """Draw fewer samples if the thread takes too much, and more if it may."""
         every = self._pace.choose(time.monotonic(), time.thread_time(), self._choice.calls)
         if every is None or self._ended:
             return
-        lines: list[Line] = []
         self._choice.draw(every)
-        self._translator.add(Event(self._last, "run", "thinned", "at", "", {"every": every}), lines)
-        self._write(lines)
+        self._translator.add(Event(self._last, "run", "thinned", "at", "", {"every": every}))
+        self._write()
         if not (self._thinned or self._ended):
             self._thinned = True
             self._note(
@@ -231,16 +229,14 @@ class TraceWriter:
                 "report.trace_load=1 shows all; see docs/trace.md"
             )
 
-    def _finish(self) -> None:
-        if not self._ended:
-            last: list[Line] = []
-            self._translator.end_all(self._clock(), last, OPEN)
-            self._write(last)
-        self._end_file()
-
     def _begin_file(self, heads: list[Line]) -> None:
         """Open the first file whose name is free. No file is overwritten, and none is empty."""
-        while self._fits(data := self._head(heads)):
+        while True:
+            args = {"unix_s": self._unix, "attempt": self._attempt, "file": self._number}
+            header = Line(0, 0, "M", 0, name=HEADER, args=as_json(args))
+            data = b"[\n" + self._encode([header, *heads])
+            if not self._fits(data):
+                return
             path = self._folder / f"attempt-{self._attempt:03d}-{self._number:03d}.json"
             try:
                 self._file = path.open("xb", buffering=0)
@@ -251,19 +247,14 @@ class TraceWriter:
                 self._put(data)
                 return
 
-    def _head(self, heads: list[Line]) -> bytes:
-        args = as_json({"unix_s": self._unix, "attempt": self._attempt, "file": self._number})
-        header = Line(0, 0, "M", 0, name=HEADER, args=args)
-        return b"[\n" + self._encode([header, *heads])
-
     def _end_file(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             with file:
                 _write_all(file, _END)
 
-    def _write(self, lines: list[Line]) -> None:
-        if lines and not self._ended:
+    def _write(self) -> None:
+        if (lines := self._translator.take()) and not self._ended:
             self._put(_SEPARATOR + self._encode(lines))
 
     def _encode(self, lines: list[Line]) -> bytes:

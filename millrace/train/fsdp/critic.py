@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from millrace.train import packed_attention as attention
 from millrace.train.fsdp.policy import layers_of, states_before_targets, train_pad_token
-from millrace.train.packing import MicroBatch
+from millrace.train.packing import MicroBatch, attention_length
 
 
 class PackedCritic(nn.Module):
@@ -23,6 +23,7 @@ class PackedCritic(nn.Module):
         train_pad_token(model)
         model.train(False)
         self.body = cast(PreTrainedModel, model.base_model)
+        self.attention_length = attention_length(model.config.get_text_config())
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=True)
         nn.init.zeros_(self.head.weight)
         self.head.to(next(self.body.parameters()).dtype)

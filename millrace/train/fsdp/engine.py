@@ -22,6 +22,7 @@ from millrace.train.fsdp.lora import StartPolicy
 from millrace.train.fsdp.policy import PackedPolicy
 from millrace.train.fsdp.sharding import division_of, load, mesh_of, reshard, sent_rows
 from millrace.train.fsdp.trainable import Trainable, copied_to
+from millrace.train.options import StepOptions, step_options
 from millrace.train.step import TrainSteps
 
 NO_TEACHERS: Mapping[str, PackedPolicy] = {}
@@ -36,7 +37,7 @@ class FsdpTrainEngine(TrainSteps):
     def __init__(
         self,
         policy: PackedPolicy,
-        config: Config,
+        options: StepOptions,
         *,
         model_folder: str,
         rank: int,
@@ -46,27 +47,27 @@ class FsdpTrainEngine(TrainSteps):
         reference: PackedPolicy | None = None,
         teachers: Mapping[str, PackedPolicy] = NO_TEACHERS,
     ) -> None:
-        division = division_of(config.actor.ulysses_sequence_parallel_size)
+        division = division_of(options.actor.ulysses_sequence_parallel_size)
 
         def trainable(name: str, module: nn.Module) -> Trainable:
             return Trainable(
-                *(name, module, config.actor, config.model.dtype, division),
+                *(name, module, options.actor, options.model.dtype, division),
                 rank=rank,
                 world_size=world_size,
                 device=device,
             )
 
-        super().__init__(config, model_folder, device)
+        super().__init__(options, model_folder, device)
         self.policy = policy
         self.actor: Trainable = trainable("actor", policy)
         self._critic = critic
         self.critic: Trainable | None = None if critic is None else trainable("critic", critic)
-        self.adapted = config.model.lora_rank > 0
-        self.scale = config.model.lora_scale if self.adapted else 0.0
+        self.adapted = options.model.lora_rank > 0
+        self.scale = options.model.lora_scale if self.adapted else 0.0
         self.reference: Trainable | StartPolicy | None = (
             None if reference is None else trainable("reference", reference)
         )
-        if self.adapted and config.needs_reference:
+        if self.adapted and options.needs_reference:
             self.reference = StartPolicy(self.actor)
         self._teachers = teachers
         self.teachers: dict[str, Trainable] = {
@@ -86,14 +87,14 @@ class FsdpTrainEngine(TrainSteps):
             self._critic.start_from(
                 dict(lora.merged_weights(self.policy.model.base_model, self.scale))
             )
-            self.critic.begin(self.config.critic.optim, horizon)
+            self.critic.begin(self.options.critic.optim, horizon)
         if isinstance(self.reference, StartPolicy):
             self.reference.start()
         elif self.reference is not None:
             copy_weights(dict(self.policy.named_parameters()), self.reference.module)
 
     async def begin(self, phase: Phase, horizon: int) -> None:
-        sft, rl = self.config.sft, self.config.distillation.candidates
+        sft, rl = self.options.sft, self.options.distillation.candidates
         for name, module in self._teachers.items():
             module.topk = sft.teacher_topk * (name == sft.teacher) if phase == "sft" else rl
             module.vocabulary = self.policy.model.config.get_text_config().vocab_size
@@ -122,7 +123,7 @@ class FsdpTrainEngine(TrainSteps):
         iterate to the end. Only one tensor is whole at a time. Without sharding and casts, that
         tensor is the live weight, so copy it before the next step.
         """
-        dtype = DTYPES[self.config.model.dtype]
+        dtype = DTYPES[self.options.model.dtype]
         for name, own in lora.merged_weights(self.policy.model, self.scale):
             # Ranks gather on the device, over fast links. The cast comes first and halves the
             # bytes.
@@ -135,7 +136,7 @@ class FsdpTrainEngine(TrainSteps):
         Names and order are those of `full_weights`. Without adapters, the rows are float32. With
         adapters, the tensors are those of the frozen base, in the serving dtype.
         """
-        dtype = DTYPES[self.config.model.dtype]
+        dtype = DTYPES[self.options.model.dtype]
         for name, weight in lora.base_weights(self.policy.model):
             yield name, tuple(weight.shape), dtype, *sent_rows(weight)
 
@@ -170,10 +171,10 @@ class FsdpTrainEngine(TrainSteps):
             dist.destroy_process_group()
 
     def _move(self, device: torch.device) -> None:
-        if self.device.type == "cpu" or not self.config.trainer.offload:
+        if self.device.type == "cpu" or not self.options.trainer.offload:
             return
         for model in (self.actor, self.critic, self.reference, *self.teachers.values()):
-            if isinstance(model, Trainable) and not self.config.trainer.offload_policy:
+            if isinstance(model, Trainable) and not self.options.trainer.offload_policy:
                 model.move(device)
         torch.cuda.empty_cache()
 
@@ -193,42 +194,34 @@ def build(
     With model.lora_rank, the policy's weights are frozen and adapters are trained. A critic has no
     adapters: all its weights are trained.
     """
-    device = pick(config.trainer.device)
-    alone = not dist.is_initialized()
-
-    share = (
-        config.model.gradient_checkpointing_share if config.model.gradient_checkpointing else 0.0
-    )
-
-    adapted = config.model.lora_rank > 0
+    section, trainer = sections = config.model, config.trainer
+    device, alone = pick(trainer.device), not dist.is_initialized()
+    share = section.gradient_checkpointing_share if section.gradient_checkpointing else 0.0
+    adapted = section.lora_rank > 0
 
     def policy_of(model: PreTrainedModel) -> PackedPolicy:
-        return PackedPolicy(
-            lora.inject(model, config.model, config.trainer.seed) if adapted else model,
-            checkpoint_share=share,
-            fused=config.model.compile,
-        )
+        model = lora.inject(model, section, trainer.seed) if adapted else model
+        return PackedPolicy(model, checkpoint_share=share, fused=section.compile)
 
     def frozen(model: PreTrainedModel) -> PackedPolicy:
-        own = PackedPolicy(model, fused=config.model.compile, replays=False)
+        own = PackedPolicy(model, fused=section.compile, replays=False)
         return own.requires_grad_(False)
 
-    sections = (config.model, config.trainer)
     source = (model_folder, *sections, rank, mesh_of(*sections, world_size, device), device)
     # A checkpoint has only the adapters, so every machine must draw the same base, with or without
     # a GPU. The base is therefore drawn on the host.
     policy = load(policy_of, *source, on_host=adapted)
-    critic = load(PackedCritic, *source) if config.needs_critic else None
+    critic = load(PackedCritic, *source) if config.algorithm.needs_critic else None
     reference = load(frozen, *source) if config.needs_reference and not adapted else None
     teachers = {}
     for name, teacher in config.teachers.items():
         if teacher.outside:
             continue
-        trusted = config.model.model_copy(update={"trust_remote_code": teacher.trust_remote_code})
+        trusted = section.model_copy(update={"trust_remote_code": teacher.trust_remote_code})
         teachers[name] = load(frozen, teacher.path, trusted, *source[2:])
     engine = kind(
         policy,
-        config,
+        step_options(config),
         model_folder=model_folder,
         rank=rank,
         world_size=world_size,
@@ -238,7 +231,7 @@ def build(
         teachers=teachers,
     )
     engine.owns_group = alone and dist.is_initialized()
-    if config.model.compile:  # while the rollout engines start
+    if section.compile:  # while the rollout engines start
         for model in (engine.actor, engine.critic, engine.reference, *engine.teachers.values()):
             if isinstance(model, Trainable):
                 model.warm_up()

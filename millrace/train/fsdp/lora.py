@@ -116,16 +116,13 @@ def merged_weights(model: nn.Module, scale: float) -> Iterator[tuple[str, Tensor
     """
     pairs = dict(adapters(model))
     for name, weight in base_weights(model):
-        if f"{name}.lora_A" in pairs:
-            yield name, _merged(weight, pairs[f"{name}.lora_A"], pairs[f"{name}.lora_B"], scale)
-        else:
-            yield name, weight
-
-
-def _merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    whole, own = a.full_tensor() if isinstance(a, DTensor) else a, own_rows(weight)
-    rows = torch.addmm(own.to(b.dtype), own_rows(b), whole, alpha=scale).to(own.dtype)
-    return DTensor(rows, weight._spec, requires_grad=False) if isinstance(weight, DTensor) else rows
+        if (a := pairs.get(f"{name}.lora_A")) is not None:
+            b, own = pairs[f"{name}.lora_B"], own_rows(weight)
+            whole = a.full_tensor() if isinstance(a, DTensor) else a
+            rows = torch.addmm(own.to(b.dtype), own_rows(b), whole, alpha=scale).to(own.dtype)
+            spec = getattr(weight, "_spec", None)
+            weight = rows if spec is None else DTensor(rows, spec, requires_grad=False)
+        yield name, weight
 
 
 def own_rows(tensor: Tensor) -> Tensor:
@@ -140,10 +137,8 @@ def base_sum(model: nn.Module) -> int:
     """
     weights = [weight for _, weight in base_weights(model)]
     sums = [own_rows(w).view(_INTEGERS[w.element_size()]).sum(dtype=torch.int64) for w in weights]
-    own, first = (
-        (torch.stack(sums) * torch.arange(1, len(sums) + 1, device=sums[0].device)).sum(),
-        weights[0],
-    )
+    own = (torch.stack(sums) * torch.arange(1, len(sums) + 1, device=sums[0].device)).sum()
+    first = weights[0]
     if not isinstance(first, DTensor):
         return int(own.item())
     # The sums of shards are added up. The copies of the model have the same sum.

@@ -13,7 +13,7 @@ from millrace.errors import bad_value
 from millrace.train import packed_attention as attention
 from millrace.train.fsdp.routers import Routers
 from millrace.train.log_probs import log_probs_and_entropy, sum_of_squares, top_log_probs
-from millrace.train.packing import MicroBatch
+from millrace.train.packing import MicroBatch, attention_length
 
 
 class PackedPolicy(nn.Module):
@@ -53,6 +53,7 @@ class PackedPolicy(nn.Module):
                     (i + 1) * checkpoint_share
                 ) > math.ceil(i * checkpoint_share)
         self.model = model
+        self.attention_length = attention_length(model.config.get_text_config())
         self._fused = fused
         self.topk = 0
         """The number of its likeliest tokens that a teacher returns."""

@@ -33,6 +33,9 @@ UNIT = 1 << 25
 
 
 class Layered(Protocol):
+    attention_length: float
+    """`millrace.train.packing.attention_length` of the model."""
+
     def layers(self) -> list[nn.Module]:
         """Return the units of sharding."""
         ...
@@ -61,12 +64,9 @@ def load(
     trust = section.trust_remote_code
 
     def source() -> PreTrainedModel:
-        host = (
-            on_host
-            or offloads(trainer, device)
-            or not fits(folder, device, trust_remote_code=trust)
-        )
-        place = torch.device("cpu") if host else device
+        resident = not (on_host or offloads(trainer, device))
+        fit = resident and fits(folder, device, trust_remote_code=trust)
+        place = device if fit else torch.device("cpu")
         return load_model(
             folder, seed=trainer.seed, dtype="float32", device=place, trust_remote_code=trust
         )
@@ -88,13 +88,8 @@ def load(
         module, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     )
     for part in module.modules():  # the inputs of layers are on the device
-        part._buffers.update(
-            {
-                name: buffer.to(device)
-                for name, buffer in part._buffers.items()
-                if buffer is not None
-            }
-        )
+        buffers = {k: buffer for k, buffer in part._buffers.items() if buffer is not None}
+        part._buffers.update({k: buffer.to(device) for k, buffer in buffers.items()})
     return module
 
 

@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from millrace.config import Config
 from millrace.errors import CheckpointError
 from millrace.train.fsdp.lora import StartPolicy
 from millrace.train.fsdp.trainable import Trainable
 from millrace.train.hf_folder import write_model
 from millrace.train.muon import empty_state
 from millrace.train.optim import apply_settings
+from millrace.train.options import StepOptions
 from millrace.train.state_reader import load_state
 from millrace.train.state_writer import StateWriter, expect_one_process
 
@@ -32,43 +32,19 @@ class Restorable(Protocol):
     """The parts of a train engine that are saved, loaded and exported."""
 
     kl_coef: float
-
-    @property
-    def actor(self) -> Trainable: ...
-
-    @property
-    def critic(self) -> Trainable | None: ...
-
-    @property
-    def reference(self) -> Trainable | StartPolicy | None: ...
-
-    @property
-    def adapted(self) -> bool:
-        """Whether adapters are trained and the base is frozen."""
-        ...
-
-    @property
-    def base_sum(self) -> int | None:
-        """Sum over the bits of a frozen base."""
-        ...
-
-    @property
-    def config(self) -> Config: ...
-
-    @property
-    def model_folder(self) -> str: ...
-
-    @property
-    def policy(self) -> Any: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def writer(self) -> StateWriter: ...
+    actor: Trainable
+    critic: Trainable | None
+    reference: Trainable | StartPolicy | None
+    adapted: bool
+    """Whether adapters are trained and the base is frozen."""
+    base_sum: int | None
+    """Sum over the bits of a frozen base."""
+    options: StepOptions
+    model_folder: str
+    policy: Any
+    rank: int
+    world_size: int
+    writer: StateWriter
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
@@ -121,13 +97,10 @@ def load(engine: Restorable, folder: str) -> None:
         apply_settings(_optimizer(model), model.optim)
         model.steps = int(part["steps"].item())
         model.nonfinite_in_a_row = int(part["nonfinite_in_a_row"].item())
-    if isinstance(
-        engine.reference, Trainable
-    ):  # the adapters of a StartPolicy were loaded in place
+    # The adapters of a StartPolicy were loaded in place.
+    if isinstance(engine.reference, Trainable):
         set_model_state_dict(engine.reference.module, state["reference"])
-    if (
-        engine.config.algorithm.kl_ctrl.type == "adaptive"
-    ):  # a fixed one comes from the configuration
+    if engine.options.algorithm.kl_ctrl.type == "adaptive":  # a fixed one comes from the keys
         engine.kl_coef = float(state["kl_coef"].item())
     torch.set_rng_state(state["random"])
 

@@ -106,7 +106,10 @@ class Trainable(Learner):
         Every rank yields the same number of micro-batches, at least one.
         """
         size = self.world_size // self.division.ranks
-        shares = split(rows, members, max_tokens=self.limit, world_size=size)
+        costs = cast(Layered, self.module).attention_length
+        shares = split(
+            rows, members, max_tokens=self.limit, world_size=size, attention_length=costs
+        )
         for i, share in enumerate(shares):
             own = share[self.data_rank]
             micro = pack(rows, own, self.device, padded=self.padded, division=self.division)

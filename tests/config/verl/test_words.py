@@ -146,8 +146,8 @@ def test_without_drop_each_such_word_has_an_error_of_its_own() -> None:
             [],
         ),
         (
-            "actor_rollout_ref.actor.clip_ratio_low=10",
-            ["actor_rollout_ref.actor.clip_ratio_low = 10"],
+            "actor_rollout_ref.actor.clip_ratio_low=-1",
+            ["actor_rollout_ref.actor.clip_ratio_low = -1"],
             [],
         ),
         (

@@ -14,6 +14,7 @@ from millrace.train.fsdp import lora
 from millrace.train.fsdp.engine import FsdpTrainEngine, build
 from millrace.train.fsdp.policy import PackedPolicy
 from millrace.train.fsdp.sharding import mesh_of, shard
+from millrace.train.options import step_options
 from tests.train import cases as train_cases
 from tests.train.cases import CPU, HORIZON, LAYOUTS, OPTIM
 
@@ -50,7 +51,12 @@ def engine_of(case: Any, folder: str, rank: Any, layout: Any) -> Any:
     sections = (config.model, config.trainer)
     policy = shard(policy, *sections, mesh_of(*sections, world_size, CPU), CPU)
     engine = FsdpTrainEngine(
-        policy, config, model_folder=f"{folder}/tied", rank=rank, world_size=world_size, device=CPU
+        policy,
+        step_options(config),
+        model_folder=f"{folder}/tied",
+        rank=rank,
+        world_size=world_size,
+        device=CPU,
     )
     engine.restart(OPTIM, HORIZON)
     return engine

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from millrace.decode import engine as rollout
 from millrace.extras.megatron import engine as megatron
 from millrace.models.model import load_model
+from millrace.run.engines import sync_options
 from millrace.sync.buckets import Spec
 from millrace.sync.collective import Receiver, join_sender
-from millrace.sync.options import SyncOptions
 from millrace.sync.table import check_cover
 from millrace.train.fsdp import engine as fsdp
 from tests.train.megatron import shim
@@ -91,7 +91,7 @@ def run_sender(name: str, folder: str, rank: int) -> list[dict[str, Any]]:
     store = dist.FileStore(f"{folder}/sync {name}", 3)
 
     async def main() -> None:
-        sender = await join_sender(engine, store, rank, SyncOptions.of(config))
+        sender = await join_sender(engine, store, rank, sync_options(config))
         await sender.regroup(1, [0])
         for version in range(3):
             sent.append({n: t.clone() for n, t in engine.full_weights()})
@@ -112,7 +112,7 @@ def run_replica(name: str, folder: str) -> list[dict[str, Any]]:
     store = dist.FileStore(f"{folder}/sync {name}", 3)
 
     async def main() -> None:
-        receiver = await Receiver.join(replica, store, 0, SyncOptions.of(config))
+        receiver = await Receiver.join(replica, store, 0, sync_options(config))
         await receiver.regroup(1, [0])
         for version in range(3):
             await receiver.transfer(version)

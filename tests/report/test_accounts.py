@@ -1,4 +1,4 @@
-"""Agents in the whole pipeline: the ledger balances, and each drawn token is in one bucket."""
+"""The accounts add up in every mode, also of agents, with drops, stops, kills and resumes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,53 @@ import asyncio
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from millrace.errors import EpisodeError, LimitReached
 from millrace.ports import PolicySession
 from millrace.report.accounts.tokens import tokens_of_slot
 from millrace.schedule.ledger import LedgerSnapshot
-from millrace.simulate.cost import CostModel
 from millrace.types import Author, Ending, Score, Turn, tokens_of
 from tests.pipeline.simulated import RUNS, mixed, schedule_of
-from tests.report.accounts_cases import Accounts, run
+from tests.report.accounts_cases import Accounts, check_a_stop_and_a_kill, run
 
-COST = CostModel(reward_s=0.3, log_prob_token_s=0.0001)
+
+@pytest.mark.parametrize("mode", RUNS)
+@pytest.mark.parametrize("greedy", [False, True])
+def test_every_token_of_a_whole_run_is_trained_or_a_baseline(mode: str, greedy: bool) -> None:
+    accounts = Accounts(replicas=2)
+    outcome = run(schedule_of(mode), 40, accounts, greedy=greedy)
+    trained = sum(t.num_tokens for _, s in outcome.trained for t in s.trajectories)
+    baseline = sum(s.greedy.num_tokens for _, s in outcome.trained if s.greedy)
+    expected = {"trained": trained, "baseline": baseline}
+    assert accounts.tokens.totals() == {name: n for name, n in expected.items() if n}
+
+
+@pytest.mark.parametrize("mode", RUNS)
+def test_dropped_tokens_are_counted_by_reason(mode: str) -> None:
+    accounts = Accounts()
+    outcome = run(schedule_of(mode), 40, accounts, chance=mixed)
+    totals = accounts.tokens.totals()
+    trained = sum(t.num_tokens for _, s in outcome.trained for t in s.trajectories)
+    assert outcome.ledger.dropped["equal_outcomes"] > 0
+    assert totals["trained"] == trained and totals["dropped/equal_outcomes"] > 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    mode=st.sampled_from(RUNS),
+    stop_at=st.floats(0.5, 60.0),
+    cut=st.integers(0, 8),
+    staleness=st.sampled_from([0.5, 1.0, 2.7]),
+    drops=st.booleans(),
+)
+def test_the_accounts_add_up_over_a_stop_and_a_kill(
+    mode: str, stop_at: float, cut: int, staleness: float, drops: bool
+) -> None:
+    schedule = schedule_of(mode, staleness=staleness)
+    chance = mixed if drops else None
+    check_a_stop_and_a_kill(schedule, 60, stop_at, lambda cuts: cut % cuts, chance=chance)
 
 
 class Tools:
@@ -42,7 +78,7 @@ class Tools:
 @pytest.mark.parametrize("mode", RUNS)
 def test_every_token_of_agents_is_trained_dead_or_dropped(mode: str) -> None:
     accounts = Accounts(replicas=2)
-    outcome = run(schedule_of(mode), 24, accounts, cost=COST, agent=Tools())
+    outcome = run(schedule_of(mode), 24, accounts, agent=Tools())
     totals = accounts.tokens.totals()
     trained = [t for _, s in outcome.trained for t in s.trajectories]
     assert totals["trained"] == sum(t.num_policy_tokens for t in trained)
@@ -58,16 +94,8 @@ def test_every_token_of_agents_is_trained_dead_or_dropped(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["async_partial", "async_staleness", "colocate_partial"])
 def test_the_accounts_of_agents_add_up_over_a_stop_and_a_resume(mode: str) -> None:
-    schedule, first = schedule_of(mode), Accounts()
-    stopped = run(schedule, 40, first, cost=COST, agent=Tools(), stop_at=4.0)
-    snapshot = stopped.record.saved or stopped.ledger.snapshot()
-    first.tokens.end(snapshot)
-    totals = first.tokens.totals()
-    assert sum(totals.values()) == first.tokens.generated
-    second = Accounts(counts=first.tokens.counts(snapshot), before=first.tokens.generated)
-    run(schedule, 40, second, cost=COST, agent=Tools(), start=snapshot)
-    totals = second.tokens.totals()
-    assert sum(totals.values()) == second.tokens.generated and "held" not in totals
+    schedule, agent = schedule_of(mode), Tools()
+    check_a_stop_and_a_kill(schedule, 40, 4.0, lambda cuts: 0, _held, agent=agent)
 
 
 class Wild:
@@ -118,44 +146,16 @@ def _held(snapshot: LedgerSnapshot) -> int:
 
 @pytest.mark.parametrize("seed", range(16))
 def test_the_accounts_of_wild_agents_add_up_over_a_stop_and_a_kill(seed: int) -> None:
-    """One attempt stops. A second one resumes, is killed after some version, and a third resumes.
-
-    The identities hold at each event: see `Accounts.check`.
-    """
+    """The identities hold at each event: see `Accounts.check`."""
     chance = random.Random(seed)
     schedule = schedule_of(RUNS[seed % len(RUNS)], staleness=chance.choice([0.5, 1.0, 2.7]))
     options = {
-        "cost": COST,
         "agent": Wild(seed),
         "chance": chance.choice([mixed, None]),
         "greedy": chance.random() < 0.3,
         "retries": chance.choice([0, 2]),
         "validation_s": chance.choice([0.0, 2.0]),
+        "replicas": 2,
     }
-    first = Accounts(replicas=2)
-    stopped = run(schedule, 30, first, stop_at=chance.uniform(0.5, 30.0), **options)
-    first.check_time()
-    snapshot = stopped.record.saved or stopped.ledger.snapshot()
-    first.tokens.end(snapshot)
-    assert first.tokens.totals().get("held", 0) == _held(snapshot)
-    second = Accounts(2, first.tokens.counts(snapshot), first.tokens.generated)
-    resumed = run(schedule, 30, second, start=snapshot, **options)
-    second.check_time()
-    totals = second.tokens.totals()
-    assert "held" not in totals and "lost" not in totals
-    done = [s for o in (stopped, resumed) for _, s in o.trained]
-    assert totals["trained"] == sum(t.num_policy_tokens for s in done for t in s.trajectories)
-    greedy = [s.greedy for s in done if s.greedy]
-    every = [t for s in done for t in s.trajectories] + greedy
-    assert totals.get("dead", 0) == sum(t.dead_tokens for t in every)
-    if not second.cuts:
-        return
-    at, kept, _ = chance.choice(second.cuts)
-    third = Accounts(2, kept, second.tokens.generated)
-    repeated = run(schedule, 30, third, start=at, **options)
-    third.check_time()
-    totals = third.tokens.totals()
-    trained = [*done[: at.retired], *(s for _, s in repeated.trained)]
-    assert totals["trained"] == sum(t.num_policy_tokens for s in trained for t in s.trajectories)
-    survives = sum(int(n) for n in kept.values()) + _held(at)
-    assert totals.get("lost", 0) == second.tokens.generated - survives and "held" not in totals
+    stop_at = chance.uniform(0.5, 30.0)
+    check_a_stop_and_a_kill(schedule, 30, stop_at, chance.randrange, _held, **options)
