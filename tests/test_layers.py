@@ -295,7 +295,7 @@ BUDGETS = {
     "algorithms": 3370,
     "api": 760,
     "cli": 1980,
-    "config": 4620,
+    "config": 4630,
     "data": 3200,
     "decode": 1600,
     "environments": 980,
