@@ -344,7 +344,8 @@ def test_a_row_of_a_window_names_the_response_and_the_windows_before_it(tmp_path
 
 def test_a_file_from_before_windows_is_read(tmp_path: Path) -> None:
     Run(tmp_path, ["samples"]).go([1, 2])
-    old, notes = samples.files(tmp_path)[0], list[str]()
+    notes: list[str] = []
+    old = samples.files(tmp_path, notes)[0]
     pq.write_table(
         pq.read_table(old, partitioning=None).drop_columns(["first", "windows_before"]), old
     )
