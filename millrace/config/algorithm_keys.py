@@ -535,6 +535,13 @@ class AlgorithmConfig(Section):
 
     def check(self) -> None:
         _ = self.weigh_tokens
+        if self.tppo.adaptive_lam and self.lam == 1:
+            raise bad_value(
+                "algorithm.tppo.adaptive_lam",
+                True,
+                "algorithm.lam = 1 is the least lambda, so the length changes nothing",
+                "algorithm.lam=0.95",
+            )
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
         if weights and len(weights) != len(keys):
             raise bad_value(
