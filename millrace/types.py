@@ -254,9 +254,8 @@ class Prompt:
     @property
     def response_before(self) -> Tokens:
         """Return the tokens of the response that earlier samples drew."""
-        return self.tokens[
-            len(self.tokens) if self.continues is None else self.continues.prompt_tokens :
-        ]
+        start = len(self.tokens) if self.continues is None else self.continues.prompt_tokens
+        return self.tokens[start:]
 
     @property
     def in_stream(self) -> int:

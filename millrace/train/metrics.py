@@ -227,10 +227,12 @@ def _sampler_metrics(
     staleness/...                     metrics of `by_age`
     rollout_corr/...                  metrics of `drift`; of `correct` for CorrectionStage.PASSING
 
-    A token whose ratio is not finite counts only in staleness/token_*. k1 is the mean of rollout log-prob - current log-prob. k3 is never negative and has less noise.
+    A token whose ratio is not finite counts only in staleness/token_*. k1 is the mean of
+    rollout log-prob - current log-prob. k3 is never negative and has less noise.
     log_prob_gap_same_version is the mean of |rollout log-prob - current log-prob|. It covers the
-    tokens that the live version drew before any step, on KV of its own alone; with R3, those of
-    trajectories that it drew alone. Without such tokens it is missing. One log-prob that is not finite makes it infinite.
+    tokens that the live version drew before any step, on KV of its own alone. With R3, it covers
+    those of trajectories that no older version began. Without such tokens it is missing. One
+    log-prob that is not finite makes it infinite.
     """
     at = (output[1, :-2] > 0) & data.include
     current, rollout = output[0, :-2], data.rollout
@@ -252,10 +254,10 @@ def _sampler_metrics(
         if data.rows.old_kv is not None:
             own &= ~torch.from_numpy(data.rows.old_kv)
         if options.router_replay == "R3":
-            # After an interruption, an engine reads the context again with experts of its own. The
-            # replay has those of the versions that drew it.
-            aged = torch.bincount(data.ids[data.ages > 0], minlength=len(data.lengths)) > 0
-            own &= ~aged[data.ids]
+            # After an interruption, the engine reads the response so far with other experts. The
+            # replay has the experts of the versions that drew it.
+            older = torch.bincount(data.ids[data.ages > 0], minlength=len(data.lengths)) > 0
+            own &= ~older[data.ids]
         # Two engines that agree have no token that is possible in one of them alone.
         gap = (rollout - current)[own].abs().nan_to_num(nan=math.inf, posinf=math.inf)
         metrics |= {GAP: gap.mean().item(), GAP_TOKENS: float(len(gap))} if len(gap) else {}

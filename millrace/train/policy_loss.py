@@ -205,10 +205,8 @@ class CriticLoss:
         if (ended := data.responses) is not None:
             self.rows, self.members = ended.rows, ended.members(data.rows.sample[mini.members])
             factors, mask = ended.factors(self.members, options)
-            self.columns, self.tokens = (
-                (factors, mask.double(), ended.values, ended.returns),
-                int(mask.sum()),
-            )
+            self.columns = (factors, mask.double(), ended.values, ended.returns)
+            self.tokens = int(mask.sum())
         critic = options.critic
         self.cliprange = critic.cliprange_value
         self.huber_delta = critic.huber_delta if critic.loss_fn_type == "huber" else None

@@ -292,7 +292,8 @@ def _components(extras: list[dict[str, float]], wanted: Sequence[str]) -> dict[s
 def rows_of_samples(samples: Sequence[Sample], *, experts: bool = True) -> Rows:
     """Return one row for each thread of each trajectory, samples in order.
 
-    Without `experts`, the rows have none, and routers choose. Raises ValueError if an opening has no tokens: nothing predicts the first token after it.
+    Without `experts`, the rows have none, and routers choose. Raises ValueError if an opening has
+    no tokens: nothing predicts the first token after it.
     """
     tokens, log_probs = tokens_of(), floats_of()
     versions: list[tuple[int, int]] = []  # version and length of each policy segment

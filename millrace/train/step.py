@@ -7,7 +7,7 @@ compute in the calling thread and block it, so an engine needs its own process o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -37,7 +37,7 @@ from millrace.train.rows import BatchArrays, arrays_of, rows_of_examples, rows_o
 from millrace.train.state_writer import StateWriter
 from millrace.train.teachers import likeliest
 from millrace.train.timed import timed
-from millrace.types import Sample, Tokens, floats_of
+from millrace.types import Floats, Sample, Tokens, floats_of
 from millrace.waits.registry import part
 
 
@@ -112,10 +112,12 @@ class TrainSteps(ABC):
         self.actor.lr_scale = batch.lr_scale
         with part("adv"):
             data = make_experience(arrays, models, options, self.kl_coef)
-            values: Sequence[Tensor] = ()
+            values: tuple[Floats, ...] = ()
             if arrays.goes_on is not None and data.values is not None:
-                values = data.values.split(data.lengths.tolist())
-                known = batch.samples, arrays.scores, values, options.algorithm
+                split = data.values.split(data.lengths.tolist())
+                pairs = zip(batch.samples, split, strict=True)
+                values = tuple(floats_of(v.tolist()) for s, v in pairs if s.goes_on)
+                known = batch.samples, arrays.scores, split, options.algorithm
                 data = replace(data, responses=ended_responses(*known))
         meter, critic_meter = Meter(POLICY_SUMS), Meter(CRITIC_SUMS)
         learners: list[tuple[Learner, type[CriticLoss | PolicyLoss], Meter]] = [
@@ -164,11 +166,7 @@ class TrainSteps(ABC):
             metrics,
             totals,
             meter.nonfinite + meter.empty,
-            values=tuple(
-                floats_of(v.tolist())
-                for v, sample in zip(values, batch.samples, strict=False)
-                if sample.goes_on
-            ),
+            values=values,
         )
 
     def _arrays(self, batch: TrainBatch) -> BatchArrays:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from millrace.observe.metrics import GAP_TOKENS
+from millrace.ports import TrainBatch
 from millrace.train.fsdp.engine import build
 from millrace.train.fsdp.policy import PackedPolicy
 from millrace.train.packing import pack
@@ -56,3 +59,25 @@ def test_a_reference_with_adapters_does_not_replay_the_experts_of_the_policy(fol
     assert not torch.equal(engine.actor.tokens(rows, temperature=1.0)[0], own)
     assert engine.reference is not None
     assert torch.equal(engine.reference.tokens(rows, temperature=1.0)[0], own)
+
+
+@pytest.mark.parametrize("replay", ["R3", "disabled"])
+def test_with_r3_the_gap_covers_no_response_that_an_older_version_began(
+    replay: str, folder: str
+) -> None:
+    """After an interruption, vLLM reads such a response with experts that nobody replays."""
+    case = {"model": "qwen3_moe", "ppo_mini_batch_size": 100, "router_replay": replay}
+    engine = train_cases.engine_of(case, folder, 0)
+    samples = routed(random_samples(10, [4, 4, 5]))
+    metrics = asyncio.run(engine.step(TrainBatch(samples, version=1))).metrics
+    drawn = [(t.versions, t) for s in samples for t in s.trajectories if t.versions]
+    whole = sum(t.num_policy_tokens for versions, t in drawn if min(versions) >= 1)
+    later = sum(
+        len(segment.tokens)
+        for versions, t in drawn
+        if min(versions) == 0
+        for segment in t.segments
+        if segment.version == 2
+    )
+    assert whole and later
+    assert metrics[GAP_TOKENS] == whole + (0 if replay == "R3" else later)
