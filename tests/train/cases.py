@@ -169,12 +169,17 @@ def model_of(case: Any, folder: Any) -> Any:
 
 
 def engine_of(case: Any, folder: Any, rank: Any, layout: Any = "1") -> Any:
-    config, world_size = config_of(case, layout), LAYOUTS[layout][0]
-    sections = (config.model, config.trainer)
+    return sharded_engine(
+        PackedPolicy(model_of(case, folder)), config_of(case, layout), folder, rank, layout
+    )
+
+
+def sharded_engine(policy: Any, config: Any, folder: Any, rank: Any, layout: Any) -> Any:
+    """Shard a policy over the ranks of a layout, and return this rank's engine."""
+    world_size, sections = LAYOUTS[layout][0], (config.model, config.trainer)
     mesh = mesh_of(*sections, world_size, CPU)
-    policy = shard(PackedPolicy(model_of(case, folder)), *sections, mesh, CPU)
     engine = FsdpTrainEngine(
-        policy,
+        shard(policy, *sections, mesh, CPU),
         step_options(config),
         model_folder=f"{folder}/tied",
         rank=rank,

@@ -11,12 +11,10 @@ from peft import LoraConfig, get_peft_model
 from millrace.config import Config
 from millrace.models.model import load_model
 from millrace.train.fsdp import lora
-from millrace.train.fsdp.engine import FsdpTrainEngine, build
+from millrace.train.fsdp.engine import build
 from millrace.train.fsdp.policy import PackedPolicy
-from millrace.train.fsdp.sharding import mesh_of, shard
-from millrace.train.options import step_options
 from tests.train import cases as train_cases
-from tests.train.cases import CPU, HORIZON, LAYOUTS, OPTIM
+from tests.train.cases import HORIZON, LAYOUTS, OPTIM
 
 RANK, ALPHA = 4, 6.0
 CASES = {
@@ -44,22 +42,9 @@ def loaded(case: Any, folder: str) -> Any:
 
 def engine_of(case: Any, folder: str, rank: Any, layout: Any) -> Any:
     """Build an engine with adapters in float64."""
-    config, world_size = config_of(case, layout), LAYOUTS[layout][0]
-    policy = PackedPolicy(
-        lora.inject(loaded(case, folder), config.model, config.trainer.seed).double()
-    )
-    sections = (config.model, config.trainer)
-    policy = shard(policy, *sections, mesh_of(*sections, world_size, CPU), CPU)
-    engine = FsdpTrainEngine(
-        policy,
-        step_options(config),
-        model_folder=f"{folder}/tied",
-        rank=rank,
-        world_size=world_size,
-        device=CPU,
-    )
-    engine.restart(OPTIM, HORIZON)
-    return engine
+    config = config_of(case, layout)
+    model = lora.inject(loaded(case, folder), config.model, config.trainer.seed).double()
+    return train_cases.sharded_engine(PackedPolicy(model), config, folder, rank, layout)
 
 
 def plain_model(case: Any, folder: str) -> Any:
