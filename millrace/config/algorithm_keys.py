@@ -409,13 +409,6 @@ class TppoConfig(Section):
                 f"must be less than algorithm.tppo.window = {self.window}, or nothing is trained",
                 "algorithm.tppo.ignore_last_k=0, or a larger algorithm.tppo.window",
             )
-        if self.adaptive_lam and not self.window:
-            raise bad_value(
-                "algorithm.tppo.adaptive_lam",
-                True,
-                "whole responses are trained with algorithm.lam alone",
-                "algorithm.tppo.window=TOKENS, or algorithm.tppo.adaptive_lam=false",
-            )
 
 
 class AlgorithmConfig(Section):
@@ -535,13 +528,11 @@ class AlgorithmConfig(Section):
 
     def check(self) -> None:
         _ = self.weigh_tokens
-        if self.tppo.adaptive_lam and self.lam == 1:
-            raise bad_value(
-                "algorithm.tppo.adaptive_lam",
-                True,
-                "algorithm.lam = 1 is the least lambda, so the length changes nothing",
-                "algorithm.lam=0.95",
-            )
+        if self.tppo.adaptive_lam and (self.lam == 1 or not self.tppo.window):
+            key, alone = "algorithm.tppo.adaptive_lam", "whole responses have algorithm.lam alone"
+            least = "algorithm.lam = 1 is the least lambda, so the length changes nothing"
+            fix = "algorithm.lam=0.95" if self.tppo.window else "algorithm.tppo.window=TOKENS"
+            raise bad_value(key, True, least if self.tppo.window else alone, fix)
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
         if weights and len(weights) != len(keys):
             raise bad_value(

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from millrace.config import OptimConfig
 from millrace.train.muon import Muon, make_optimizer, orthogonal
+from tests.train.forks import GROUP, start_ranks
 
 OPTIM = OptimConfig(optimizer="muon", lr=0.02, weight_decay=0.1)
 
@@ -99,9 +99,10 @@ def _rank(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.xdist_group(GROUP)
 def test_sharded_matrices_step_as_whole_ones(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
-        mp.spawn(_rank, (folder,), nprocs=2)  # type: ignore[no-untyped-call]
+        start_ranks(_rank, (folder,), 2)
         found = torch.load(f"{folder}/weights")
     model = Tiny()
     optimizer = make_optimizer(model.parameters(), model.layers(), OPTIM)
