@@ -304,7 +304,7 @@ BUDGETS = {
     "models": 730,
     "observe": 2350,
     "persist": 750,
-    "pipeline": 3700,
+    "pipeline": 3620,
     "ports": 450,
     "process": 370,
     "report": 6550,

@@ -30,13 +30,11 @@ class RecoveringTrainEngine(RemoteTrainEngine):
     async def step(self, batch: TrainBatch) -> StepReport:
         """Train on `batch`. If the run ends because nothing is finite, the batch is saved."""
         try:
-            report = await super().step(batch)
+            return await super().step(batch)
         except NotFinite as error:
             if self.folder is None:
                 raise
             raise NotFinite(f"{error}. {_saved(batch, self.folder)}") from error
-        self.ranks.stepped(batch)
-        return report
 
     async def save(self, folder: str, staged: bool = False) -> None:
         self._staged = None

@@ -23,7 +23,7 @@ from millrace.errors import (
     SyncError,
     WorkerError,
 )
-from millrace.ports import TrainBatch, TrainEngine
+from millrace.ports import TrainEngine
 from millrace.runtime.remote import RemoteTrainEngine, all_of
 from millrace.runtime.rpc import Peer
 from millrace.types import PolicyVersion
@@ -59,10 +59,6 @@ class RankLauncher(Protocol):
 
 class StepReplayer(Protocol):
     """Replays the steps that the trainer made since its checkpoints."""
-
-    def stepped(self, batch: TrainBatch) -> None:
-        """Note a batch that is trained."""
-        ...
 
     async def replay(
         self,
@@ -196,11 +192,6 @@ class TrainerGroup:
                 return
             with waiting(RECOVERY, "its end"):
                 await asyncio.wait([self._task])
-
-    def stepped(self, batch: TrainBatch) -> None:
-        """Note a batch that is trained."""
-        if self._past is not None:
-            self._past.stepped(batch)
 
     def stop(self, grace_s: float) -> None:
         """End a recovery that takes longer than `grace_s` from now, because the run stops.
