@@ -30,18 +30,23 @@ REQUESTS = 500
 """Requests of a simulated window, or a little more. A larger window is divided."""
 
 
+@dataclass(frozen=True, slots=True)
 class MeasuredLengths(DrawnLengths):
-    """Lengths of real responses, from the quantiles of a run."""
+    """Lengths of real responses, from the quantiles of runs."""
 
-    def __init__(self, points: Sequence[tuple[float, float]], limit: int) -> None:
-        """`points` are pairs of a share of the responses and their longest length, in order."""
-        super().__init__(points[len(points) // 2][1], 0.0, limit)
-        shares, lengths = zip(*points, strict=True)
-        self._table = np.interp(np.arange(1024) / 1023, shares, np.log(np.maximum(1, lengths)))
+    points: tuple[tuple[float, float], ...] = ()
+    """Shares of the responses, and their longest length, in order."""
 
     def of(self, seed: int) -> int:
-        place = seed % 1024  # a seed is the hash of its prompt and of its number
-        return max(1, min(self.limit, round(math.exp(self._table[place]))))
+        shares, lengths = zip(*self.points, strict=True)
+        place = seed % 9973 / 9972  # a seed is a hash of its prompt and of its number
+        length = math.exp(np.interp(place, shares, np.log(lengths)))
+        return max(1, min(self.limit, round(length)))
+
+
+def measured_lengths(points: Sequence[tuple[float, float]], limit: int) -> MeasuredLengths:
+    median = float(np.interp(0.5, *zip(*points, strict=True)))
+    return MeasuredLengths(median, 0.0, limit, tuple((share, max(1.0, n)) for share, n in points))
 
 
 @dataclass(frozen=True, kw_only=True)
