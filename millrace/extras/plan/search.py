@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -111,6 +111,8 @@ class Search:
     """The largest allowed lag_bound. None is no limit."""
     base: Config = field(init=False)
     pinned: dict[str, object] = field(init=False)
+    turns: Plan | None = None
+    """The best synchronous turns that the search has seen."""
     refused: list[ConfigError] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -221,14 +223,19 @@ class Search:
         """Return what to simulate, or None if the configuration, memory or the lag refuse it."""
         if c not in self._cases:
             try:
-                self._cases[c] = self._case(c)
+                self._cases[c] = self.case_of(self.lines(c))
             except ConfigError as error:
                 self.refused.append(error)
                 self._cases[c] = None
         return self._cases[c]
 
-    def _case(self, c: Choice, end: int = 0) -> tuple[Case, tuple[str, ...], dict[str, int]]:
-        lines = self.lines(c)
+    def case_of(
+        self, lines: tuple[str, ...] = (), end: int = 0
+    ) -> tuple[Case, tuple[str, ...], dict[str, int]]:
+        """Return what to simulate, the overrides, and the memory. Without overrides, it is the recipe.
+
+        `end` is -1 or 1 for an end of the intervals. Raises ConfigError for what is refused.
+        """
         config = recipe.load(self.path, self.overrides, lines)
         schedule, rollout = config.schedule, config.rollout
         if self.max_lag is not None and schedule.lag_bound > self.max_lag:
@@ -299,8 +306,11 @@ class Search:
                     raise self.refused[-1]
                 around = [n for p in self.ranked(found.values())[:BEST] for n in self.near(p.choice)]
                 wave = [c for c in dict.fromkeys(around) if c not in self._cases]
-            best = self.ranked(found.values())[:BEST]
-            ends = [self._case(p.choice, end)[0] for p, end in product(best, (-1, 1))]
+            kinds: dict[tuple[str, int], Plan] = {}
+            for one in self.ranked(found.values()):
+                kinds.setdefault((one.choice.mode, one.choice.trainers), one)
+            best = list(kinds.values())[:BEST]
+            ends = [self.case_of(p.overrides, end)[0] for p, end in product(best, (-1, 1))]
             seconds = []
             for outcome in simulated(ends):
                 seconds.append(outcome.seconds)
@@ -313,10 +323,10 @@ class Search:
         pairs = zip(best, seconds[::2], seconds[1::2], strict=True)
         return [replace(p, low=min(low, high), high=max(low, high)) for p, low, high in pairs]
 
-    def ranked(self, plans: object) -> list[Plan]:
+    def ranked(self, plans: Iterable[Plan]) -> list[Plan]:
         """Return plans, the least GPU-seconds of a sample first. Equal ones come by their lag."""
         return sorted(
-            plans,  # type: ignore[call-overload]
+            plans,
             key=lambda p: (
                 round(math.log(p.gpu_s) / SAME),
                 p.schedule.lag_bound,
