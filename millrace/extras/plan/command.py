@@ -45,7 +45,9 @@ def calibrate(
     lines = [f"{costs.model}; {costs.engine}; {costs.machine}", ""]
     for name, term in costs.shares().items():
         parts = ", ".join(f"{key} {value:.3g}" for key, value in term.values.items() if value)
-        held = f"{term.held_out:.0%} of held-out versions" if term.held_out else "too few to hold out"
+        held = (
+            f"{term.held_out:.0%} of held-out versions" if term.held_out else "too few to hold out"
+        )
         lines.append(f"{name}: {parts or 0}; interval {term.low:+.0%} to {term.high:+.0%}, {held}")
     lines += ["", f"costs in {out}: millrace plan RECIPE --gpus N --costs {out}"]
     report(json_, {"costs": str(out), **_terms(costs)}, "\n".join(lines))
@@ -103,10 +105,10 @@ def plan(
     console = open_console(json_)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=None)
-        plans = search.run(
-            jobs, lambda done, of: progress.update(task, completed=done, total=of)
-        )
-    text = [line for k, one in enumerate(plans, 1) for line in _described(k, one, path, price, found)]
+        plans = search.run(jobs, lambda done, of: progress.update(task, completed=done, total=of))
+    text = [
+        line for k, one in enumerate(plans, 1) for line in _described(k, one, path, price, found)
+    ]
     turns = search.turns
     if turns is not None and plans[0].choice == turns.choice:
         text.append("Synchronous turns are best here: no asynchronous plan is faster.")

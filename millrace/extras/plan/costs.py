@@ -164,9 +164,7 @@ def constant(values: Sequence[float]) -> Term:
     if not len(values) or not any(values):
         return Term({"s": 0.0}, points=len(values))
     y = np.maximum(1e-9, np.array(values))
-    return Term(
-        {"s": float(y.mean())}, *band(y / y.mean()), _held_out(y), points=len(values)
-    )
+    return Term({"s": float(y.mean())}, *band(y / y.mean()), _held_out(y), points=len(values))
 
 
 def _held_out(y: Array) -> float:

@@ -95,7 +95,9 @@ def calibrate(folders: Sequence[Path], machine: str, device_bytes: int) -> Costs
         rows += _add(run, placements, rewards)
     assert about is not None
     if len(placements) == 2 and not any(_share_cores(folder) for folder in folders):
-        one, other = placements.values()  # Devices are alike: a step costs the same in any placement.
+        one, other = (
+            placements.values()
+        )  # Devices are alike: a step costs the same in any placement.
         for name in ("train", "train_s", "loads", "tokens", "reads"):
             both = [*getattr(one, name), *getattr(other, name)]
             setattr(one, name, both)
@@ -191,4 +193,6 @@ def _lengths(rows: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:
         for _, name in QUANTILES
     ]
     highest = itertools.accumulate(found, max)
-    return [(share, max(1.0, length)) for (share, _), length in zip(QUANTILES, highest, strict=True)]
+    return [
+        (share, max(1.0, length)) for (share, _), length in zip(QUANTILES, highest, strict=True)
+    ]

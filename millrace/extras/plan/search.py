@@ -293,22 +293,24 @@ class Search:
     def run(self, jobs: int, progress: Callable[[int, int], None]) -> list[Plan]:
         """Return the best plans, with their intervals. Raises ConfigError if nothing is allowed."""
         found: dict[Choice, Plan] = {}
-        with _pool(jobs) as simulated:
+        with _Pool(jobs) as simulated:
             wave = self.first()
             while wave and len(found) < EVALUATIONS:
-                allowed = [(c, case) for c in wave if (case := self.case(c)) is not None]
+                allowed = [(c, one) for c in wave if (one := self.case(c)) is not None]
                 allowed = allowed[: EVALUATIONS - len(found)]
-                outcomes = simulated([case[0] for _, case in allowed])
+                outcomes = simulated([one[0] for _, one in allowed])
                 for (c, (case, lines, memory)), outcome in zip(allowed, outcomes, strict=False):
                     found[c] = Plan(c, lines, case.schedule, outcome, memory)
                     progress(len(found), EVALUATIONS + 2 * BEST)
                 if not found:
                     raise self.refused[-1]
-                around = [n for p in self.ranked(found.values())[:BEST] for n in self.near(p.choice)]
+                around = [
+                    n for p in self.ranked(found.values())[:BEST] for n in self.near(p.choice)
+                ]
                 wave = [c for c in dict.fromkeys(around) if c not in self._cases]
             kinds: dict[tuple[str, int], Plan] = {}
-            for one in self.ranked(found.values()):
-                kinds.setdefault((one.choice.mode, one.choice.trainers), one)
+            for plan in self.ranked(found.values()):
+                kinds.setdefault((plan.choice.mode, plan.choice.trainers), plan)
             best = list(kinds.values())[:BEST]
             ends = [self.case_of(p.overrides, end)[0] for p, end in product(best, (-1, 1))]
             seconds = []
@@ -336,7 +338,7 @@ class Search:
         )
 
 
-class _pool:
+class _Pool:
     """Simulates cases in order, in several processes, or in this one."""
 
     def __init__(self, jobs: int) -> None:

@@ -45,7 +45,7 @@ class MeasuredLengths(DrawnLengths):
 
 
 def measured_lengths(points: Sequence[tuple[float, float]], limit: int) -> MeasuredLengths:
-    median = float(np.interp(0.5, *zip(*points, strict=True)))
+    median = min(length for share, length in points if share >= 0.5)
     return MeasuredLengths(median, 0.0, limit, tuple((share, max(1.0, n)) for share, n in points))
 
 
@@ -78,9 +78,7 @@ class Case:
         by = _divisor(math.gcd(self.replicas, mini), requests / REQUESTS)
         one = _divisor(math.gcd(self.slots, mini // by), requests / by / REQUESTS)
         ahead = max(1, math.ceil(self.schedule.lookahead / by / one))
-        schedule = replace(
-            self.schedule, ppo_mini_batch_size=mini // by // one, lookahead=ahead
-        )
+        schedule = replace(self.schedule, ppo_mini_batch_size=mini // by // one, lookahead=ahead)
         cost = replace(
             self.cost,
             train_token_s=self.cost.train_token_s * by * one,
