@@ -110,7 +110,8 @@ def plan(
         line for k, one in enumerate(plans, 1) for line in _described(k, one, path, price, found)
     ]
     turns = search.turns
-    if turns is not None and plans[0].choice == turns.choice:
+    first = plans[0].schedule
+    if first.colocated and not first.staleness_threshold:
         text.append("Synchronous turns are best here: no asynchronous plan is faster.")
     elif turns is not None:
         gain = turns.gpu_s / plans[0].gpu_s

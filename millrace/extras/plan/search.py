@@ -293,6 +293,9 @@ class Search:
     def run(self, jobs: int, progress: Callable[[int, int], None]) -> list[Plan]:
         """Return the best plans, with their intervals. Raises ConfigError if nothing is allowed."""
         found: dict[Choice, Plan] = {}
+        if not self.first():
+            rule = "leaves no device for one of the sides in the modes and splits that are allowed"
+            raise bad_value("--gpus", self.gpus, rule, "more GPUs, or mode=colocate_sync")
         with _Pool(jobs) as simulated:
             wave = self.first()
             while wave and len(found) < EVALUATIONS:

@@ -99,7 +99,6 @@ class Outcome:
     """The mean figures of a version."""
 
     seconds: float
-    train_s: float
     wait_s: float
     """Seconds for which the trainer waits for samples."""
     trainer_idle: float
@@ -175,7 +174,6 @@ def simulate(case: Case) -> Outcome:
 
     return Outcome(
         seconds=wall / len(rows),
-        train_s=seconds("train"),
         wait_s=seconds("wait_samples") + seconds("wait_prev_gen"),
         trainer_idle=share("trainer/idle_ratio"),
         rollouts_idle=share("rollouter/idle_ratio"),
