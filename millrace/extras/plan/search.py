@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def constraint(self) -> str:
-        """What binds it, in words."""
+        """Name the constraint that binds it, in words."""
         o, s = self.outcome, self.schedule
         if s.colocated:
             part = o.wait_s / o.seconds
