@@ -22,7 +22,7 @@ from millrace.schedule.schedule import OnSync, Schedule
 
 EVALUATIONS = 80
 """Simulations of a search."""
-SPLITS = 6
+SPLITS = 4
 """Splits that every mode begins with. More of them are neighbours of these."""
 BEST = 3
 IDLE = 0.1

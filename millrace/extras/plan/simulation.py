@@ -26,7 +26,7 @@ from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
 from millrace.types import Prompt, SamplingParams, tokens_of
 
-REQUESTS = 500
+REQUESTS = 320
 """Requests of a simulated window, or a little more. A larger window is divided."""
 
 
