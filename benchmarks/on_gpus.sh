@@ -82,7 +82,7 @@ for one in $PARTS; do
         part vllm-float32 200 $resume --dtype float32 --json "$OUT/vllm-float32.json"
         ;;
     modes)
-        # The slots and the staleness of 7B are the best values of benchmarks/simulate_modes.py.
+        # The slots and the staleness of 7B are the best values of a search by simulation.
         # With more slots, async_partial reads more tokens again at each sync. The longest responses
         # take several versions.
         case $GPUS in

@@ -300,7 +300,7 @@ BUDGETS = {
     "decode": 1600,
     "environments": 980,
     "errors": 250,
-    "extras": 10120,
+    "extras": 10830,
     "models": 730,
     "observe": 2350,
     "persist": 750,

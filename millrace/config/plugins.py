@@ -19,7 +19,9 @@ from millrace.errors import MillraceError, bad_value
 OWN: dict[str, dict[str, str]] = {
     "commands": {
         "bench": "millrace.extras.bench.command:bench",
+        "calibrate": "millrace.extras.plan.command:calibrate",
         "import-verl": "millrace.extras.verl.command:import_verl",
+        "plan": "millrace.extras.plan.command:plan",
         "simulate": "millrace.extras.faults.command:simulate",
     },
     "rollout_engines": {

@@ -17,6 +17,11 @@ class CostModel:
     request_s: float = 0.0
     """Further seconds of a decode step for each request that takes part in it."""
     prefill_token_s: float = 0.0
+    serial_reads: bool = False
+    """Whether an engine reads one context after the other, and draws nothing meanwhile.
+
+    If not, all requests read at once, and the others draw meanwhile. It needs a `request_s` over 0.
+    """
     train_token_s: float = 0.0005
     log_prob_token_s: float = 0.0
     """The policy's forward pass before a local step."""

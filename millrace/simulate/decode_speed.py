@@ -36,8 +36,14 @@ class DecodeSpeed:
 
     def now(self) -> float:
         """Return the number of steps up to now. A part of a step is a fraction."""
-        elapsed = asyncio.get_running_loop().time() - self._since
+        elapsed = max(0.0, asyncio.get_running_loop().time() - self._since)
         return self._steps + elapsed / self._seconds()
+
+    def stall(self, until: float) -> None:
+        """Let no step go on before the time `until`. It replaces an earlier stall."""
+        self._move()
+        self._since = max(asyncio.get_running_loop().time(), until)
+        self._arm()
 
     def begin(self, steps: int, woken: asyncio.Future[bool]) -> None:
         """Add a request that draws `steps` tokens. Its end resolves `woken` with False."""
@@ -57,7 +63,8 @@ class DecodeSpeed:
 
     def _move(self) -> None:
         """Count the steps up to now, at the speed of the requests up to now."""
-        self._steps, self._since = self.now(), asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
+        self._steps, self._since = self.now(), max(self._since, now)
 
     def _arm(self) -> None:
         """Wake up when the next request reaches its goal."""
@@ -68,7 +75,8 @@ class DecodeSpeed:
             heapq.heappop(self._goals)
         if self._goals:
             left = max(0.0, self._goals[0].steps - self._steps)
-            self._timer = asyncio.get_running_loop().call_later(left * self._seconds(), self._reach)
+            at = self._since + left * self._seconds()
+            self._timer = asyncio.get_running_loop().call_at(at, self._reach)
 
     def _reach(self) -> None:
         self._move()

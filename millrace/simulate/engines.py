@@ -73,6 +73,7 @@ class SimRolloutEngine:
         self._tokens = self._prefill = self._cancelled = 0
         self._busy = 0.0
         self._pace = DecodeSpeed(cost.token_s, cost.request_s) if cost.request_s else None
+        self._reads_until = 0.0
 
     async def generate(
         self, tokens: Tokens, params: SamplingParams, session: str
@@ -122,6 +123,10 @@ class SimRolloutEngine:
         self._prefill += context
         clock = asyncio.get_running_loop().time
         end = clock() + context * self._cost.prefill_token_s
+        if self._cost.serial_reads and self._pace is not None:
+            begin = max(clock(), self._reads_until)
+            end = self._reads_until = begin + context * self._cost.prefill_token_s
+            self._pace.stall(end)
         while clock() < end and not (self._interrupting and interruptible):
             await self._wait(end - clock())
         return not (self._interrupting and interruptible)
@@ -210,6 +215,9 @@ class SimRolloutEngine:
         for waiter, interruptible in self._queue:
             if interruptible:
                 _resolve(waiter, False)
+        self._reads_until = asyncio.get_running_loop().time()
+        if self._pace is not None:
+            self._pace.stall(self._reads_until)
         self._wake_all()
         await asyncio.sleep(0)  # the interrupted calls return before this task continues
         self._interrupting = False

@@ -19,6 +19,7 @@ REFUSED = {
     "environments": ["train", "quickstart", "agents.environment=mcp:true", "--dry-run"],
     "faults": ["simulate"],
     "megatron": ["train", "quickstart", "trainer.engine=megatron", "--dry-run"],
+    "plan": ["plan", "quickstart", "--gpus", "2"],
     "verl": ["train", "quickstart", "actor_rollout_ref.rollout.n=4", "--dry-run"],
 }
 """A command that names each extra."""

@@ -1,0 +1,1 @@
+"""Plans: costs of finished runs, and the real loops simulated over them."""

@@ -1,0 +1,237 @@
+"""Costs with intervals, by least squares, and their file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import bad_value
+from millrace.schedule.schedule import Schedule
+from millrace.simulate.cost import CostModel
+
+Array = NDArray[np.float64]
+COVERAGE = 0.9
+"""Share of new measurements that an interval should hold."""
+FOLDS = 5
+COLOCATED, SEPARATE = "colocated", "separate"
+
+
+class Term(msgspec.Struct, frozen=True):
+    """One fitted cost: a sum of coefficients times what is known before a run."""
+
+    values: dict[str, float]
+    low: float = 0.0
+    high: float = 0.0
+    """A measured value is from (1 + low) to (1 + high) times the predicted one, nine times in ten."""
+    held_out: float = 0.0
+    """Share of the versions that were not in the fit and fell into the interval of the others."""
+    points: int = 0
+
+    def scale(self, end: int) -> float:
+        """Return the factor of the interval's end: -1 is its low end, 1 its high end, else 1."""
+        return 1 + (self.low if end < 0 else self.high if end > 0 else 0.0)
+
+
+class Costs(msgspec.Struct, frozen=True):
+    """The costs of one model on one kind of machine."""
+
+    machine: str
+    model: str
+    engine: str
+    runs: list[str]
+    decode: dict[str, Term]
+    """By placement: step_s, request_s, and read_s of a token that an engine reads."""
+    train: dict[str, Term]
+    """By placement: optimizer_step, token and row (device-seconds), and version."""
+    transfer: dict[str, Term]
+    pause: dict[str, Term]
+    switch: Term
+    """Seconds of one sleep or wake of an engine, four of which are a hand-over."""
+    reward: Term
+    lengths: list[tuple[float, float]]
+    """Shares of the responses, and their longest length in tokens."""
+    prompt: float
+    """Mean tokens of a prompt."""
+    device_bytes: int = 0
+    """Memory of one device. 0 is unknown."""
+
+    def of(self, terms: dict[str, Term], colocated: bool) -> Term:
+        """Return the term of a placement, or the other placement's if no run shows it."""
+        name = COLOCATED if colocated else SEPARATE
+        return terms.get(name) or next(iter(terms.values()))
+
+    def lacks(self, colocated: bool) -> bool:
+        """Whether no run had this placement."""
+        return (COLOCATED if colocated else SEPARATE) not in self.decode
+
+    def model_of(
+        self, schedule: Schedule, *, n: int, trainers: int, read: int, epochs: int = 1, end: int = 0
+    ) -> CostModel:
+        """Return the costs of a simulation. `read` is the tokens that an engine reads of a prompt.
+
+        `end` is -1 or 1 for the low or the high end of all intervals.
+        """
+        decode, train, transfer, pause = (
+            self.of(terms, schedule.colocated)
+            for terms in (self.decode, self.train, self.transfer, self.pause)
+        )
+        part, slow = train.values, train.scale(end)
+        rows = schedule.step_size * n
+        unread = rows * max(0.0, self.prompt - read) * part.get("token", 0.0)
+        step = part.get("optimizer_step", 0.0) * schedule.require_batches * epochs
+        step += (part.get("row", 0.0) * rows + unread) / trainers
+        step += part.get("version", 0.0) / schedule.trigger_parameter_sync_step
+        drawn = decode.scale(end)
+        return CostModel(
+            token_s=decode.values["step_s"] * drawn,
+            request_s=max(1e-12, decode.values["request_s"] * drawn),
+            prefill_token_s=decode.values.get("read_s", 0.0) * drawn,
+            serial_reads=True,
+            train_token_s=part.get("token", 0.0) / trainers * slow,
+            step_s=step * slow,
+            transfer_s=transfer.values["s"] * transfer.scale(end),
+            pause_s=pause.values["s"] * pause.scale(end),
+            switch_s=self.switch.values["s"] * self.switch.scale(end),
+            reward_s=self.reward.values["s"] * self.reward.scale(end),
+        )
+
+    def shares(self) -> dict[str, Term]:
+        """Return every term by a name for people."""
+        kinds = {"decode": self.decode, "train": self.train, "sync": self.transfer}
+        named = {f"{kind}, {p}": t for kind, terms in kinds.items() for p, t in terms.items()}
+        return {k: t for k, t in (named | {"reward": self.reward}).items() if t.points}
+
+
+def non_negative(x: Array, y: Array) -> Array:
+    """Return the coefficients, none below 0, with the least relative errors.
+
+    The most negative coefficient is left out, again and again. It is exact for the few columns here
+    unless they are nearly alike.
+    """
+    weighted = x / np.maximum(np.abs(y), 1e-12)[:, None]
+    kept = [k for k in range(x.shape[1]) if np.any(x[:, k])]
+    found = np.zeros(x.shape[1])
+    while kept:
+        some, *_ = np.linalg.lstsq(weighted[:, kept], np.ones(len(y)), rcond=1e-9)
+        if some.min() >= 0:
+            found[kept] = some
+            break
+        kept.pop(int(some.argmin()))
+    return found
+
+
+def band(ratios: Array) -> tuple[float, float]:
+    """Return the ends that hold a new ratio nine times in ten, each minus 1.
+
+    They are order statistics. With few ratios they are the smallest and the largest.
+    """
+    if not len(ratios):
+        return 0.0, 0.0
+    ordered, tail = np.sort(ratios), (1 - COVERAGE) / 2
+    below = max(0, math.floor(tail * (len(ordered) + 1)) - 1)
+    return float(ordered[below] - 1), float(ordered[len(ordered) - 1 - below] - 1)
+
+
+def fit(names: Sequence[str], x: Array, y: Array) -> Term:
+    """Return the least squares of y over the columns of x, with an interval.
+
+    Each fold of the rows is predicted from the others. Their errors give the interval, and the share
+    of a fold in the interval of the others is the share of the held-out ones.
+    """
+    folds = np.arange(len(y)) % FOLDS
+    ratios, inside = np.ones(len(y)), 0
+    for fold in range(min(FOLDS, len(y)) if len(y) >= 2 * FOLDS else 0):
+        out, rest = folds == fold, folds != fold
+        found = non_negative(x[rest], y[rest])
+        low, high = band(y[rest] / np.maximum(x[rest] @ found, 1e-12))
+        ratios[out] = y[out] / np.maximum(x[out] @ found, 1e-12)
+        inside += int(np.sum((ratios[out] >= 1 + low) & (ratios[out] <= 1 + high)))
+    found = non_negative(x, y)
+    if len(y) < 2 * FOLDS:
+        ratios = y / np.maximum(x @ found, 1e-12)
+    low, high = band(ratios)
+    share = inside / len(y) if len(y) >= 2 * FOLDS else 0.0
+    return Term(dict(zip(names, map(float, found), strict=True)), low, high, share, len(y))
+
+
+def constant(values: Sequence[float]) -> Term:
+    """Return the mean of values as a term, with its interval. It is 0 without values."""
+    if not len(values) or not any(values):
+        return Term({"s": 0.0}, points=len(values))
+    y = np.maximum(1e-9, np.array(values))
+    return Term({"s": float(y.mean())}, *band(y / y.mean()), _held_out(y), points=len(values))
+
+
+def _held_out(y: Array) -> float:
+    """Return the share of each fold of values that is in the interval of the others."""
+    folds, inside = np.arange(len(y)) % FOLDS, 0
+    for fold in range(FOLDS if len(y) >= 2 * FOLDS else 0):
+        out, rest = y[folds == fold], y[folds != fold]
+        low, high = band(rest / rest.mean())
+        inside += int(np.sum((out >= rest.mean() * (1 + low)) & (out <= rest.mean() * (1 + high))))
+    return inside / len(y)
+
+
+def decode_term(
+    loads: Sequence[Sequence[tuple[float, float]]], tokens: Array, reads: Array
+) -> Term:
+    """Return the seconds of a decode step, of each request in it, and of a token that is read.
+
+    Each version has its loads as pairs (seconds, mean requests), the tokens that it drew, and those
+    that it read. For a given ratio of the two parts of a step, drawn tokens are linear in the rest:
+    tokens / X = 1 / f - (p / f) reads / B, with B the seconds and X the tokens of one-second steps.
+    The ratio is searched. Relative errors count.
+    """
+    seconds = np.array([sum(s for s, _ in one) for one in loads])
+    top = max(load for one in loads for _, load in one)
+
+    def solve(ratio: float, rows: Array) -> tuple[Array, Array]:
+        """Return (1 / f, p / f) from some rows, and tokens / predicted of all."""
+        x = np.array([sum(s * b / (1 + ratio * b) for s, b in one) for one in loads])
+        columns = np.stack([x, -x * reads / seconds], axis=1)
+        weighted = columns[rows] / tokens[rows, None]
+        found, *_ = np.linalg.lstsq(weighted, np.ones(int(rows.sum())), rcond=1e-9)
+        if found[1] < 0 or found[0] <= 0:  # reading costs nothing that shows
+            found = np.array([float(1 / np.mean(x[rows] / tokens[rows])), 0.0])
+        return found, tokens / np.maximum(columns @ found, 1e-9)
+
+    ratios = [0.0, *(float(v) for v in np.geomspace(0.01, 100, 60) / top)]
+
+    def best(rows: Array) -> tuple[float, Array, Array]:
+        tried = [(ratio, *solve(ratio, rows)) for ratio in ratios]
+        return min(tried, key=lambda one: float(np.sum((one[2][rows] - 1) ** 2)))
+
+    everything, folds = np.ones(len(tokens), bool), np.arange(len(tokens)) % FOLDS
+    inside, times = 0, np.ones(len(tokens))
+    enough = len(tokens) >= 2 * FOLDS
+    for fold in range(FOLDS if enough else 0):
+        rest = folds != fold
+        _, _, drawn = best(rest)
+        low, high = band(1 / drawn[rest])
+        times[~rest] = 1 / drawn[~rest]
+        inside += int(np.sum((times[~rest] >= 1 + low) & (times[~rest] <= 1 + high)))
+    ratio, found, drawn = best(everything)
+    low, high = band(times if enough else 1 / drawn)
+    step = 1 / float(found[0])
+    values = {"step_s": step, "request_s": step * ratio, "read_s": float(found[1]) * step}
+    return Term(values, low, high, inside / len(tokens) if enough else 0.0, len(tokens))
+
+
+def save(costs: Costs, path: Path) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(costs)) + b"\n")
+
+
+def load(path: Path) -> Costs:
+    """Return the costs of a file. Raises ConfigError if it is missing or damaged."""
+    fix = "millrace calibrate RUN_FOLDER --out FILE"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Costs)
+    except OSError as error:
+        raise bad_value("--costs", str(path), error.strerror or "not readable", fix) from error
+    except msgspec.MsgspecError as error:
+        raise bad_value("--costs", str(path), f"not a file of costs: {error}", fix) from error

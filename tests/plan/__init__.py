@@ -1,0 +1,1 @@
+"""Costs, plans and their commands."""

@@ -1,0 +1,87 @@
+"""The fit finds the costs of synthetic versions, and its interval holds new ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace.errors import ConfigError
+from millrace.extras.plan.costs import (
+    Costs,
+    Term,
+    band,
+    constant,
+    decode_term,
+    fit,
+    load,
+    non_negative,
+    save,
+)
+from millrace.extras.plan.simulation import measured_lengths
+
+DRAW = np.random.default_rng(3)
+
+
+def test_a_fit_finds_known_costs_and_leaves_out_what_costs_nothing() -> None:
+    x = DRAW.uniform(1, 50, (40, 3))
+    term = fit(["a", "b", "c"], x, x @ np.array([0.2, 0.0, 3.0]))
+    assert term.values == pytest.approx({"a": 0.2, "b": 0.0, "c": 3.0}, abs=1e-6)
+    assert (term.low, term.high, term.held_out) == pytest.approx((0, 0, 1), abs=0.2)
+
+
+def test_no_cost_is_negative() -> None:
+    x = np.stack([np.arange(1.0, 21), np.arange(20.0, 0, -1)], axis=1)
+    found = non_negative(x, x @ np.array([1.0, -0.02]))
+    assert found.min() >= 0 and found[0] > 0.9
+
+
+def test_nine_in_ten_new_versions_fall_into_the_interval() -> None:
+    x = DRAW.uniform(1, 50, (2000, 2))
+    y = x @ np.array([0.5, 1.0]) * DRAW.lognormal(0, 0.1, 2000)
+    term = fit(["a", "b"], x[:1000], y[:1000])
+    ratios = y[1000:] / (x[1000:] @ np.array(list(term.values.values())))
+    inside = np.mean((ratios > 1 + term.low) & (ratios < 1 + term.high))
+    assert 0.86 < inside < 0.94 and 0.86 < term.held_out < 0.94
+    assert constant(list(DRAW.lognormal(0, 0.1, 300))).held_out == pytest.approx(0.9, abs=0.05)
+
+
+def test_few_ratios_give_their_ends() -> None:
+    assert band(np.array([1.1, 0.8, 1.0])) == pytest.approx((-0.2, 0.1))
+    assert band(np.array([])) == (0, 0)
+
+
+def test_decode_costs_of_synthetic_engines_are_found() -> None:
+    """Engines draw with several loads, and read meanwhile."""
+    step, each, read = 0.01, 0.0004, 0.0001
+    loads, tokens, reads = [], [], []
+    for _ in range(60):
+        bins = [(float(DRAW.uniform(1, 5)), float(load)) for load in DRAW.integers(1, 200, 4)]
+        seconds, amount = sum(s for s, _ in bins), float(DRAW.uniform(0, 30000))
+        alone = sum(s * b / (step + each * b) for s, b in bins)
+        loads.append(bins)
+        tokens.append(alone * (1 - read * amount / seconds))
+        reads.append(amount)
+    term = decode_term(loads, np.array(tokens), np.array(reads))
+    assert term.values["step_s"] == pytest.approx(step, rel=0.06)
+    assert term.values["request_s"] == pytest.approx(each, rel=0.06)
+    assert term.values["read_s"] == pytest.approx(read, rel=0.06)
+
+
+def test_lengths_follow_the_quantiles() -> None:
+    lengths = measured_lengths([(0.0, 2), (0.5, 100), (0.9, 400), (1.0, 900)], 800)
+    drawn = np.array([lengths.of(seed * 7919) for seed in range(4000)])
+    assert np.median(drawn) == pytest.approx(100, rel=0.1)
+    assert np.quantile(drawn, 0.9) == pytest.approx(400, rel=0.1) and drawn.max() == 800
+
+
+def test_a_file_of_costs_comes_back_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    nothing = Term({"s": 0.0})
+    costs = Costs("m", "x", "e", ["r"], {}, {}, {}, {}, nothing, nothing, [(0.5, 3.0)], 2.0)
+    save(costs, tmp_path / "costs.json")
+    assert load(tmp_path / "costs.json") == costs
+    (tmp_path / "costs.json").write_text("{}")
+    for path in (tmp_path / "costs.json", tmp_path / "none.json"):
+        with pytest.raises(ConfigError, match=r"--costs.*Fix: millrace calibrate"):
+            load(path)
