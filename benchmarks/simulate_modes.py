@@ -43,8 +43,8 @@ from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
+from millrace.replicas.pool import RolloutPool
 from millrace.rollout.episode import SingleTurn
-from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.run.train import drawn_lengths
 from millrace.schedule.ledger import Ledger

@@ -15,11 +15,11 @@ import pytest
 
 from millrace.config import Config, ModelShape
 from millrace.ports import Replica
-from millrace.rollout.pool import RolloutPool
+from millrace.process.rpc import Peer
+from millrace.replicas.pool import RolloutPool
+from millrace.replicas.replica import RemoteRolloutEngine
+from millrace.replicas.trainer_group import RemoteTrainEngine
 from millrace.runtime.local import LocalRuntime
-from millrace.runtime.remote import RemoteTrainEngine
-from millrace.runtime.replica import RemoteRolloutEngine
-from millrace.runtime.rpc import Peer
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimRolloutEngine, SimTrainEngine

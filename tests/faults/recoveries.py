@@ -7,8 +7,7 @@ from typing import Any
 from millrace.errors import WorkerError
 from millrace.pipeline.replay import Replay
 from millrace.ports import StepReport
-from millrace.runtime.recovering import RecoveringTrainEngine
-from millrace.runtime.trainer_group import TrainerGroup
+from millrace.replicas.trainer_group import RemoteTrainEngine, TrainerGroup
 from tests.faults.planting import patched
 
 
@@ -16,17 +15,18 @@ def recovery_makes_a_step_twice() -> Any:
     """A lost trainer's last step is trained again although its call is made again too."""
 
     def make(step: Any) -> Any:
-        async def mutant(self: RecoveringTrainEngine, batch: Any) -> Any:
-            losses = self.ranks.losses
-            self.ranks.stepped(batch)
+        async def mutant(self: TrainerGroup, batch: Any) -> Any:
+            losses = self.losses
+            if self._past is not None:
+                self._past.stepped(batch)
             report = await step(self, batch)
-            if self.ranks._past is not None and losses == self.ranks.losses:
-                self.ranks._past._steps.pop()  # type: ignore[attr-defined]
+            if self._past is not None and losses == self.losses:
+                self._past._steps.pop()  # type: ignore[attr-defined]
             return report
 
         return mutant
 
-    return patched(RecoveringTrainEngine, "step", make)
+    return patched(TrainerGroup, "step", make)
 
 
 def recovery_leaves_out_a_step() -> Any:
@@ -62,18 +62,18 @@ def late_answer_of_a_lost_rank() -> Any:
     """The ranks of a recovery go on with the samples that a lost rank may not have trained."""
 
     def make(again: Any) -> Any:
-        async def mutant(self: TrainerGroup, call: Any) -> Any:
+        async def mutant(self: TrainerGroup, *call: Any) -> Any:
             incarnation = self.incarnation
             try:
-                return await call()
+                return await RemoteTrainEngine._all(self, *call)
             except WorkerError:
                 if self.able and await self.gone(incarnation):
                     return [StepReport(1)]
-                return await again(self, call)
+                return await again(self, *call)
 
         return mutant
 
-    return patched(TrainerGroup, "call_with_recovery", make)
+    return patched(TrainerGroup, "_all", make)
 
 
 def hung_sender_is_kept() -> Any:

@@ -1,4 +1,4 @@
-"""The ranks of the trainer on the driver's side, and their recovery.
+"""The trainer on the driver's side: calls of all ranks, and the recovery of lost ones.
 
 If one rank is lost, all of them are ended and started anew. The new ones load the newest whole
 checkpoint and train the steps since then again. During a recovery, callers wait.
@@ -11,25 +11,27 @@ produces   new peers in the same list, and the next incarnation
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Protocol
 
+from millrace import codec
 from millrace.errors import (
     DeadlineError,
     MillraceError,
     NoAnswer,
+    NotFinite,
     NotRestorable,
+    SaveLost,
     SyncError,
     WorkerError,
 )
-from millrace.ports import TrainBatch, TrainEngine
-from millrace.runtime.remote import RemoteTrainEngine, all_of
-from millrace.runtime.rpc import Peer
-from millrace.types import PolicyVersion
+from millrace.ports import Phase, StepReport, TrainBatch, TrainEngine
+from millrace.process.rpc import Limit, Peer, all_of
+from millrace.types import PolicyVersion, Sample, Tokens
 from millrace.waits.registry import as_actor, doing, waiting
 
-T = TypeVar("T")
 RECOVERY = "recovery of the trainer"
 """The name of the actor that starts lost ranks anew."""
 _STOPPED = (
@@ -38,22 +40,34 @@ _STOPPED = (
 )
 
 
-class RankLauncher(Protocol):
-    """Starts and ends the workers of the ranks."""
+class WorkerLauncher(Protocol):
+    """Starts and ends the workers of both sides."""
+
+    async def start(self, replica: int, started: Callable[[Peer], None]) -> Peer:
+        """Start the worker of a replica and build its engine.
+
+        Call `started` as soon as the worker answers.
+        """
+        ...
 
     async def start_ranks(self, started: Callable[[Peer], None]) -> list[Peer]:
-        """Start all ranks with their engine and their senders.
+        """Start all ranks of the trainer with their engine and their senders."""
+        ...
 
-        Call `started` as soon as a worker answers.
-        """
+    async def meet(self, replica: int, peer: Peer) -> None:
+        """Tell a replica where it meets the present ranks, unless it knows."""
         ...
 
     async def end(self, peer: Peer) -> None:
         """End a worker at once, with all processes that it started."""
         ...
 
-    async def meet(self, replica: int, peer: Peer) -> None:
-        """Tell a replica where it meets the present ranks, unless it knows."""
+    def release(self, replica: int) -> None:
+        """Give back the devices of a replica whose worker has ended for good."""
+        ...
+
+    async def limit(self) -> Limit:
+        """Return how many replicas find devices now, with those that run."""
         ...
 
 
@@ -78,13 +92,96 @@ class StepReplayer(Protocol):
         ...
 
 
-class TrainerGroup:
-    """The peers of all ranks, of whichever incarnation."""
+class RemoteTrainEngine:
+    """A TrainEngine and a Sleeper on all ranks. The first failure of a rank fails the call."""
 
-    def __init__(self, peers: list[Peer], starter: RankLauncher, *, max_restarts: int) -> None:
+    def __init__(self, peers: Sequence[Peer]) -> None:
         self.peers = peers
+
+    async def step(self, batch: TrainBatch) -> StepReport:
+        return (await self._all("step", (batch,), StepReport))[0]
+
+    async def sft_step(self, examples: list[tuple[Tokens, ...]]) -> StepReport:
+        return (await self._all("sft_step", (examples,), StepReport))[0]
+
+    async def begin(self, phase: Phase, horizon: int) -> None:
+        await self._all("begin", (phase, horizon))
+
+    async def matmul_rates(self) -> list[float]:
+        """Return each rank's multiplications and additions per second, in a large matmul."""
+        return await all_of(self.peers, "matmul_rate", (), float)
+
+    async def peak_memory(self) -> list[int]:
+        """Return each rank's peak memory so far, in bytes."""
+        return await all_of(self.peers, "peak_memory", (), int)
+
+    async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
+        return (await self._all("log_probs", (samples,), list[list[float]]))[0]
+
+    async def reference_log_probs(
+        self, samples: tuple[Sample, ...], seconds: float
+    ) -> list[list[list[float]]]:
+        result = list[list[list[float]]]
+        return (await self._all("reference_log_probs", (samples, seconds), result))[0]
+
+    async def displace(self, away: bool) -> None:
+        await self._all("displace", (away,))
+
+    # A worker may have another working directory, so it gets absolute paths.
+
+    async def save(self, folder: str, staged: bool = False) -> None:
+        await self._all("save", (str(Path(folder).resolve()), staged))
+
+    async def saved(self) -> None:
+        """Wait for the writers. A rank replies between two steps, because a step blocks it."""
+        await self._all("saved")
+
+    async def load(self, folder: str) -> None:
+        await self._all("load", (str(Path(folder).resolve()),))
+
+    async def export(self, folder: str) -> None:
+        await self._all("export", (str(Path(folder).resolve()),))
+
+    async def sleep(self) -> None:
+        await self._all("sleep")
+
+    async def wake(self) -> None:
+        await self._all("wake")
+
+    async def close(self) -> None:
+        await self._all("close")
+
+    async def _all(
+        self, method: str, args: tuple[object, ...] = (), result: object = None
+    ) -> list[Any]:
+        return await all_of(self.peers, f"engine.{method}", args, result)
+
+
+class TrainerGroup(RemoteTrainEngine):
+    """The ranks, of whichever incarnation. A call that a lost rank breaks is made again.
+
+    An error that the engine itself raises is not a loss. It ends the call as in any engine.
+    """
+
+    def __init__(
+        self,
+        peers: list[Peer],
+        starter: WorkerLauncher,
+        *,
+        max_restarts: int,
+        folder: Path | None = None,
+        note: Callable[[str], None] = lambda text: None,
+        moved: Callable[[], None] = lambda: None,
+    ) -> None:
+        """A batch that cannot be trained is saved in `folder`, the run's.
+
+        `moved` is called at each call of a rank, at each start of the ranks, and once they are back:
+        waits for replicas are longer then.
+        """
+        super().__init__(peers)
+        self.peers: list[Peer] = peers
         """All who call the ranks share this list."""
-        self.starter = starter
+        self.starter, self.note, self._moved = starter, note, moved
         self.incarnation = 0
         self.losses = self.restarts = self.replayed = 0
         """Losses, restarts, and steps that were trained again."""
@@ -92,16 +189,15 @@ class TrainerGroup:
         """The time of each recovery since the last row."""
         self.starting: list[Peer] = []
         """Workers that do not take part yet."""
-        self.kept: Callable[[], PolicyVersion | None] = lambda: None
-        """Returns the kept version that is not live yet."""
-        self.note: Callable[[str], None] = lambda text: None
-        self.moved: Callable[[], None] = lambda: None
-        """Called at each call of a rank, at each start of the ranks, and once they are back."""
+        self.kept: PolicyVersion | None = None
+        """The version that the ranks keep for a sync, and that is not live yet."""
         for peer in peers:
-            self._extend_waits_on_call(peer)
-        self._max_restarts = max_restarts
+            peer.on_call = moved
+        self._folder, self._max_restarts = folder, max_restarts
         self._failures = 0
         """Losses and failed starts, since a checkpoint was written."""
+        self._staged: int | None = None
+        """The incarnation that writes a staged save."""
         self._past: StepReplayer | None = None
         self._launch: Callable[[Coroutine[None, None, None], str], asyncio.Task[None]] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -115,6 +211,76 @@ class TrainerGroup:
         self._room = asyncio.Event()
         """Whether the trainer may use the devices."""
         self._room.set()
+
+    # -- the engine
+
+    async def step(self, batch: TrainBatch) -> StepReport:
+        """Train on `batch`. If the run ends because nothing is finite, the batch is saved."""
+        try:
+            report = await super().step(batch)
+        except NotFinite as error:
+            if self._folder is None:
+                raise
+            raise NotFinite(f"{error}. {_saved(batch, self._folder)}") from error
+        if self._past is not None:
+            self._past.stepped(batch)
+        return report
+
+    async def save(self, folder: str, staged: bool = False) -> None:
+        """Save. Restarts are counted anew once the checkpoint is written."""
+        self._staged = None
+        await super().save(folder, staged)
+        if staged:
+            self._staged = self.incarnation
+        else:
+            self._failures = 0
+
+    async def saved(self) -> None:
+        """Wait for a staged save. Raises SaveLost if its ranks are lost: their copy is gone."""
+        staged, self._staged = self._staged, None
+        if staged is None:
+            return
+        try:
+            if staged == self.incarnation:
+                await all_of(self.peers, "engine.saved")
+                self._failures = 0
+                return
+        except (WorkerError, DeadlineError):
+            if not self.able or (staged == self.incarnation and not self.death):
+                raise
+        raise SaveLost("a rank of the trainer was lost before the checkpoint was written")
+
+    async def sleep(self) -> None:
+        """Free the devices: put the ranks to sleep. Those that are lost end instead."""
+        await self.ready()
+        self._room.clear()
+        try:
+            await all_of(self.peers, "engine.sleep")
+        except (WorkerError, DeadlineError):
+            self.begin_recovery()
+            if self._task is None:
+                raise
+            with waiting(RECOVERY, "the end of the lost ranks"):
+                await self._ended.wait()
+
+    async def wake(self) -> None:
+        self._room.set()
+        await super().wake()
+
+    async def _all(
+        self, method: str, args: tuple[object, ...] = (), result: object = None
+    ) -> list[Any]:
+        """Call all ranks, and call them once more after each recovery."""
+        while True:
+            await self.ready()
+            incarnation = self.incarnation
+            try:
+                return await super()._all(method, args, result)
+            except (WorkerError, SyncError, DeadlineError) as error:
+                if isinstance(error, NoAnswer) and self.able:
+                    self.lose(str(error))
+                if not await self.gone(incarnation):
+                    raise
 
     # -- the scope of recoveries
 
@@ -137,14 +303,7 @@ class TrainerGroup:
         """Begin recoveries with `launch`, as soon as a rank is lost. None ends it."""
         self._launch = launch
         for peer in self.peers:
-            peer.on_death = self._died if launch else lambda why: None
-
-    def _died(self, why: str) -> None:
-        self.begin()
-
-    def _extend_waits_on_call(self, peer: Peer) -> None:
-        """Call `moved` when a call of a rank begins, so that waits for replicas are longer."""
-        peer.on_call = lambda: self.moved()
+            peer.on_death = lambda why: self.begin_recovery() if launch else None
 
     @property
     def death(self) -> str:
@@ -155,21 +314,6 @@ class TrainerGroup:
     def able(self) -> bool:
         """Whether lost ranks are started anew now."""
         return self._past is not None and self._launch is not None
-
-    # -- calls
-
-    async def call_with_recovery(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call, and make it again after each recovery."""
-        while True:
-            await self.ready()
-            incarnation = self.incarnation
-            try:
-                return await call()
-            except (WorkerError, SyncError, DeadlineError) as error:
-                if isinstance(error, NoAnswer) and self.able:
-                    self.lose(str(error))
-                if not await self.gone(incarnation):
-                    raise
 
     def lose(self, why: str) -> None:
         """Take all ranks for dead."""
@@ -191,16 +335,11 @@ class TrainerGroup:
         while True:
             if self._error is not None:
                 raise self._error
-            self.begin()
+            self.begin_recovery()
             if self._task is None:
                 return
             with waiting(RECOVERY, "its end"):
                 await asyncio.wait([self._task])
-
-    def stepped(self, batch: TrainBatch) -> None:
-        """Note a batch that is trained."""
-        if self._past is not None:
-            self._past.stepped(batch)
 
     def stop(self, grace_s: float) -> None:
         """End a recovery that takes longer than `grace_s` from now, because the run stops.
@@ -217,32 +356,9 @@ class TrainerGroup:
 
         self._end_of_grace = asyncio.get_running_loop().call_later(grace_s, end)
 
-    def saved(self) -> None:
-        """Note that a checkpoint is written. Restarts are counted anew."""
-        self._failures = 0
-
-    # -- shared devices
-
-    def take_room(self) -> None:
-        """Let new ranks use the devices."""
-        self._room.set()
-
-    async def give_room(self, sleep: Callable[[], Awaitable[object]]) -> None:
-        """Free the devices: put the ranks to sleep. Those that are lost end instead."""
-        await self.ready()
-        self._room.clear()
-        try:
-            await sleep()
-        except (WorkerError, DeadlineError):
-            self.begin()
-            if self._task is None:
-                raise
-            with waiting(RECOVERY, "the end of the lost ranks"):
-                await self._ended.wait()
-
     # -- the recovery
 
-    def begin(self) -> None:
+    def begin_recovery(self) -> None:
         """Begin a recovery if a rank is lost, and none is under way."""
         if self._task or self._error or self._past is None or not self._launch or not self.death:
             return
@@ -274,9 +390,10 @@ class TrainerGroup:
             self._failures += 1
             if self._failures > self._max_restarts:
                 raise WorkerError(why)
-            self.moved()
+            self._moved()
             pause_s = 2.0 ** (self._failures - 1)
-            self.note(f"the trainer was lost: {_line(why)}; restart in {pause_s:g} s")
+            cause, *_ = why.splitlines() or [why]
+            self.note(f"the trainer was lost: {cause}; restart in {pause_s:g} s")
             await self._end(lost, why)
             with doing("the pause before the next start"):
                 await asyncio.sleep(pause_s)
@@ -297,7 +414,7 @@ class TrainerGroup:
         self.replayed += steps
         self.seconds.append(clock() - since)
         self.follow(self._launch)
-        self.moved()
+        self._moved()
         self.note(
             f"the trainer is back after {clock() - since:.1f} s: version {version}, and {steps} "
             "steps since then again"
@@ -315,7 +432,7 @@ class TrainerGroup:
         """Start new ranks, and bring them to the state of the lost ones."""
 
         def started(peer: Peer) -> None:
-            self._extend_waits_on_call(peer)
+            peer.on_call = self._moved
             self.starting.append(peer)
 
         self.starting = []
@@ -324,10 +441,16 @@ class TrainerGroup:
         with doing("the state of the checkpoint, and the steps since then"):
             return await past.replay(
                 RemoteTrainEngine(peers),
-                self.kept(),
+                self.kept,
                 lambda version: all_of(peers, "sender.keep", (version,)),
             )
 
 
-def _line(why: str) -> str:
-    return why.partition("\n")[0]
+def _saved(batch: TrainBatch, folder: Path) -> str:
+    """Save a batch as JSON. Return the place, or why it could not be saved."""
+    path = folder / f"nonfinite-{batch.version:06d}.json"
+    try:
+        path.write_bytes(codec.to_json(batch))
+    except (OSError, TypeError) as error:
+        return f"The batch could not be saved: {error}"
+    return f"The last batch is in {path}"

@@ -1,4 +1,4 @@
-"""The keeper of the workers: it hears which ones are lost, ends them and starts others.
+"""The supervisor of the workers: it hears which ones are lost, ends them and starts others.
 
 waits for  heartbeats; the death of a worker; the back-off before each start
 produces   losses in the roster; new workers, STALE until a sync has proven their weights;
@@ -11,14 +11,13 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from millrace.errors import MillraceError, NoDevices, ReplicaLost
-from millrace.rollout.replica_wait import RESTART
-from millrace.rollout.roster import Change, ReplicaState, Roster
-from millrace.runtime.replica import RemoteRolloutEngine
-from millrace.runtime.rpc import Limit, Peer
-from millrace.runtime.trainer_group import TrainerGroup
+from millrace.process.rpc import Peer
+from millrace.replicas.replica import RemoteRolloutEngine
+from millrace.replicas.roster import RESTART, Change, ReplicaState, Roster
+from millrace.replicas.trainer_group import TrainerGroup
 from millrace.waits.registry import as_actor, current, doing, within
 
 _GOODBYE_S = 30.0
@@ -32,47 +31,23 @@ _FIRST_STRIKES = 30
 """The same while a worker starts: a large import can stop its heartbeats for seconds."""
 
 
-class ReplicaLauncher(Protocol):
-    """Starts and ends the workers of replicas."""
-
-    async def start(self, replica: int, started: Callable[[Peer], None]) -> Peer:
-        """Start a worker and build its engine. Call `started` as soon as the worker answers."""
-        ...
-
-    async def end(self, peer: Peer) -> None:
-        """End a worker at once, with all processes that it started."""
-        ...
-
-    def release(self, replica: int) -> None:
-        """Give back the devices of a replica whose worker has ended for good."""
-        ...
-
-    async def limit(self) -> Limit:
-        """Return how many replicas find devices now, with those that run."""
-        ...
-
-
 class ReplicaSupervisor:
     """Keeps the replicas and the ranks of a run going while the body of `async with` runs."""
 
     def __init__(
         self,
         roster: Roster,
-        engines: Sequence[RemoteRolloutEngine],
+        engines: list[RemoteRolloutEngine],
         ranks: TrainerGroup,
-        starter: ReplicaLauncher,
         *,
         heartbeat_s: float,
+        note: Callable[[str], None],
     ) -> None:
-        self.news = RecoveryNotes(roster, engines, ranks)
-        self.roster = roster
+        """`engines` gets the engine of each replica that joins."""
+        self.notes = RecoveryNotes(roster, engines, ranks, note)
+        self.roster, self.engines, self.starter = roster, engines, ranks.starter
         self._ranks = ranks
-        self._engines = engines
-        self.starter = starter
         self._heartbeat_s = heartbeat_s
-        self.scaling: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
-        """What changes the number of replicas, once the keeper runs."""
-        self.running = False
         self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[None]] = set()
         self._healing: dict[int, asyncio.Task[None]] = {}
@@ -83,42 +58,35 @@ class ReplicaSupervisor:
 
     async def __aenter__(self) -> ReplicaSupervisor:
         await self._group.__aenter__()
-        self.running = True
-        self._ends.enter_context(self.roster.subscribe(self.news))
+        self._ends.enter_context(self.roster.subscribe(self.notes))
         self._ends.enter_context(self.roster.subscribe(self._changed))
-        for i, engine in enumerate(self._engines):
+        for i, engine in enumerate(self.engines):
             self._follow(i, engine.peer, self.roster.incarnation(i))
         self._ranks.follow(self.begin)
         self.begin(self._listen(), "heartbeats")
-        for work in self.scaling:
-            self.begin(work(), "scaling")
         return self
 
     async def __aexit__(self, *error: Any) -> None:
         """End all tasks. Workers that end from now on are no loss. Raises the error of a task."""
         self._ends.close()
-        self.running = False
         self._ranks.follow(None)
-        for engine in self._engines:
+        for engine in self.engines:
             engine.peer.on_death = lambda reason: None
         for task in [*self._tasks]:
             task.cancel()
         await self._group.__aexit__(*error)
 
-    async def join(self, replica: int, take: Callable[[Peer], None]) -> None:
-        """Start the worker of a replica that joins. `take` puts it into its engine.
-
-        It is STALE until a sync has proven its weights.
-        """
+    async def join(self, replica: int) -> None:
+        """Start the worker of a replica that joins. It is STALE until a sync has proven its weights."""
         try:
-            start = self.starter.start(replica, partial(self._starting.__setitem__, replica))
-            peer = await start
+            peer = await self._start(replica)
         except BaseException:
             self.starter.release(replica)
             raise
-        finally:
-            self._starting.pop(replica, None)
-        take(peer)
+        if replica < len(self.engines):
+            self.engines[replica].renew(peer)
+        else:
+            self.engines.append(RemoteRolloutEngine(peer, stall_s=self.engines[0].stall_s))
         self._follow(replica, peer, self.roster.join(replica))
 
     async def leave(self, replica: int) -> None:
@@ -127,7 +95,7 @@ class ReplicaSupervisor:
         if (heal := self._healing.pop(replica, None)) is not None:
             heal.cancel()
             await asyncio.wait([heal])
-        engine = self._engines[replica]
+        engine = self.engines[replica]
         peer = engine.peer
         with suppress(ReplicaLost, TimeoutError):
             async with asyncio.timeout(_GOODBYE_S):
@@ -139,22 +107,25 @@ class ReplicaSupervisor:
         self.starter.release(replica)
 
     def begin(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run `work` until its end, or until the keeper's end."""
+        """Run `work` until its end, or until the supervisor's end."""
         with within(self._root):  # Whoever sees a loss does not wait for its repair.
             task = self._group.create_task(work, name=name)
         self._tasks.add(task)  # `__aexit__` ends it
         task.add_done_callback(self._tasks.discard)
         return task
 
+    async def _start(self, replica: int) -> Peer:
+        try:
+            started = partial(self._starting.__setitem__, replica)
+            return await self.starter.start(replica, started)
+        finally:
+            self._starting.pop(replica, None)
+
     def _follow(self, replica: int, peer: Peer, incarnation: int) -> None:
         """Let the death of a worker be the loss of its replica."""
-
-        def died(why: str) -> None:
-            self.roster.lose(replica, incarnation, why)
-
-        peer.on_death = died
+        peer.on_death = partial(self.roster.lose, replica, incarnation)
         if peer.death is not None:
-            self.roster.lose(replica, incarnation, peer.death)
+            peer.on_death(peer.death)
 
     async def _listen(self) -> None:
         """Mark workers as dead whose heartbeats stay away.
@@ -166,7 +137,7 @@ class ReplicaSupervisor:
         beats: dict[Peer, int] = {}
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            serving = [self._engines[i].peer for i in self.roster.present]
+            serving = [self.engines[i].peer for i in self.roster.present]
             limits = dict.fromkeys(
                 [*self._starting.values(), *self._ranks.starting], _FIRST_STRIKES
             )
@@ -183,7 +154,7 @@ class ReplicaSupervisor:
 
     def _changed(self, change: Change) -> None:
         if change.to in (ReplicaState.LOST, ReplicaState.RETIRED):
-            peer = self._engines[change.replica].peer
+            peer = self.engines[change.replica].peer
             peer.mark_dead(change.why)
             if change.replica not in self._healing:
                 heal = as_actor(f"{RESTART}{change.replica}", self._heal(change.replica, peer))
@@ -204,23 +175,19 @@ class ReplicaSupervisor:
                 await asyncio.sleep(self.roster.backoff_s(replica))
             try:
                 with doing("the start of a worker"):
-                    peer = await self.starter.start(
-                        replica, partial(self._starting.__setitem__, replica)
-                    )
+                    peer = await self._start(replica)
             except NoDevices as error:
                 if self.roster.members != [replica]:
                     self.roster.leave(replica, str(error))
                 elif not waits:
                     waits = True
-                    self.news.note(f"replica rollout-{replica} waits for devices: {error}")
+                    self.notes.note(f"replica rollout-{replica} waits for devices: {error}")
                 continue
             except (MillraceError, OSError) as error:
                 self.roster.start_failed(replica, str(error))
                 continue
-            finally:
-                self._starting.pop(replica, None)
             self._healing.pop(replica, None)
-            self._engines[replica].renew(peer)
+            self.engines[replica].renew(peer)
             self._follow(replica, peer, self.roster.restarted(replica))
             return
         self._healing.pop(replica, None)
@@ -231,9 +198,13 @@ class RecoveryNotes:
     """A listener of the roster. `note` prints a line for each loss and each recovery."""
 
     def __init__(
-        self, roster: Roster, engines: Sequence[RemoteRolloutEngine], ranks: TrainerGroup
+        self,
+        roster: Roster,
+        engines: Sequence[RemoteRolloutEngine],
+        ranks: TrainerGroup,
+        note: Callable[[str], None],
     ) -> None:
-        self.note: Callable[[str], None] = lambda text: None
+        self.note = note
         self._roster, self._engines, self._ranks = roster, engines, ranks
         self._lost_at: dict[int, float] = {}
         """When each replica that does not serve was lost."""
