@@ -154,10 +154,6 @@ class Roster:
     def incarnation(self, replica: int) -> int:
         return self._entries[replica].incarnation
 
-    def why(self, replica: int) -> str:
-        """Return the reason of the replica's last loss."""
-        return self._entries[replica].why
-
     def ids(self, *states: ReplicaState) -> list[int]:
         """Return the replicas in one of `states`."""
         return [i for i, entry in enumerate(self._entries) if entry.state in states]

@@ -8,8 +8,8 @@ produces   losses in the roster; new workers, STALE until a sync has proven thei
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ _FIRST_STRIKES = 30
 
 
 class ReplicaSupervisor:
-    """Keeps the replicas and the ranks of a run going while the body of `async with` runs."""
+    """Keeps the replicas and the ranks of a run going."""
 
     def __init__(
         self,
@@ -53,28 +53,25 @@ class ReplicaSupervisor:
         self._healing: dict[int, asyncio.Task[None]] = {}
         self._starting: dict[int, Peer] = {}
         """The workers whose engines are being built."""
-        self._ends = ExitStack()
         self._root = current().registry.root
 
-    async def __aenter__(self) -> ReplicaSupervisor:
-        await self._group.__aenter__()
-        self._ends.enter_context(self.roster.subscribe(self.notes))
-        self._ends.enter_context(self.roster.subscribe(self._changed))
-        for i, engine in enumerate(self.engines):
-            self._follow(i, engine.peer, self.roster.incarnation(i))
-        self._ranks.follow(self.begin)
-        self.begin(self._listen(), "heartbeats")
-        return self
-
-    async def __aexit__(self, *error: Any) -> None:
-        """End all tasks. Workers that end from now on are no loss. Raises the error of a task."""
-        self._ends.close()
-        self._ranks.follow(None)
-        for engine in self.engines:
-            engine.peer.on_death = lambda reason: None
-        for task in [*self._tasks]:
-            task.cancel()
-        await self._group.__aexit__(*error)
+    @asynccontextmanager
+    async def supervise(self) -> AsyncIterator[None]:
+        """Keep the workers going while the body runs. Workers that end after it are no loss."""
+        async with self._group:
+            with self.roster.subscribe(self._changed):
+                for i, engine in enumerate(self.engines):
+                    self._follow(i, engine.peer, self.roster.incarnation(i))
+                self._ranks.follow(self.begin)
+                self.begin(self._listen(), "heartbeats")
+                try:
+                    yield
+                finally:
+                    self._ranks.follow(None)
+                    for engine in self.engines:
+                        engine.peer.on_death = lambda reason: None
+                    for task in [*self._tasks]:
+                        task.cancel()
 
     async def join(self, replica: int) -> None:
         """Start the worker of a replica that joins. It is STALE until a sync has proven its weights."""
@@ -110,7 +107,7 @@ class ReplicaSupervisor:
         """Run `work` until its end, or until the supervisor's end."""
         with within(self._root):  # Whoever sees a loss does not wait for its repair.
             task = self._group.create_task(work, name=name)
-        self._tasks.add(task)  # `__aexit__` ends it
+        self._tasks.add(task)  # `supervise` ends it
         task.add_done_callback(self._tasks.discard)
         return task
 
@@ -153,6 +150,7 @@ class ReplicaSupervisor:
                     )
 
     def _changed(self, change: Change) -> None:
+        self.notes.see(change)
         if change.to in (ReplicaState.LOST, ReplicaState.RETIRED):
             peer = self.engines[change.replica].peer
             peer.mark_dead(change.why)
@@ -195,7 +193,7 @@ class ReplicaSupervisor:
 
 
 class RecoveryNotes:
-    """A listener of the roster. `note` prints a line for each loss and each recovery."""
+    """A line for each loss and each recovery, and the figures of a row."""
 
     def __init__(
         self,
@@ -213,69 +211,58 @@ class RecoveryNotes:
         self._healed_s: list[float] = []
         """Seconds from a loss until the replica served again, since the last row."""
 
-    def __call__(self, change: Change) -> None:
-        replica, now = change.replica, asyncio.get_running_loop().time()
-        if change.to is ReplicaState.LEFT:
-            self._lost_at.pop(replica, None)
-            self._joined_at.pop(replica, None)
-            self.note(f"replica rollout-{replica} left the run: {change.why}")
-        elif change.to is ReplicaState.LIVE and replica in self._joined_at:
-            seconds = now - self._joined_at.pop(replica)
-            self.note(f"replica rollout-{replica} serves, {seconds:.1f} s after its worker came")
-        elif change.to is ReplicaState.STALE and replica not in self._lost_at:
-            self._joined_at[replica] = now
-        elif change.to is ReplicaState.LIVE:
-            seconds = now - self._lost_at.pop(replica, now)
-            self._healed_s.append(seconds)
-            self.note(f"replica rollout-{replica} serves again, {seconds:.1f} s after its loss")
-        elif change.to is not ReplicaState.STALE:
-            self._joined_at.pop(replica, None)
-            self._lost(change, again=replica in self._lost_at)
-            self._lost_at.setdefault(replica, now)
+    def see(self, change: Change) -> None:
+        """Note a change of the roster."""
+        replica, to, now = change.replica, change.to, asyncio.get_running_loop().time()
+        if to is ReplicaState.STALE:
+            if replica not in self._lost_at:
+                self._joined_at[replica] = now
+            return
+        joined_at, lost_at = self._joined_at.pop(replica, None), self._lost_at.pop(replica, None)
+        name = f"replica rollout-{replica}"
+        if to is ReplicaState.LEFT:
+            self.note(f"{name} left the run: {change.why}")
+        elif to is not ReplicaState.LIVE:
+            self._lost_at[replica] = now if lost_at is None else lost_at
+            self._lost(change, f"{name} {'was lost' if lost_at is None else 'did not start'}")
+        elif joined_at is not None:
+            self.note(f"{name} serves, {now - joined_at:.1f} s after its worker came")
+        elif lost_at is not None:
+            self._healed_s.append(now - lost_at)
+            self.note(f"{name} serves again, {now - lost_at:.1f} s after its loss")
 
-    def _lost(self, change: Change, *, again: bool) -> None:
-        """Say why a replica is lost and what follows. `again` means that its restart failed."""
+    def _lost(self, change: Change, event: str) -> None:
+        """Say why a replica is lost and what follows."""
         replica, roster = change.replica, self._roster
-        told = f"replica rollout-{replica} {'did not start' if again else 'was lost'}: {change.why}"
-        requests = self._engines[replica].requests
-        if requests and not again:
+        text = f"{event}: {change.why}"
+        if (requests := self._engines[replica].requests) and event.endswith("lost"):
             where = "go on elsewhere" if roster.live else "wait for a replica"
-            told += f"; its {requests} requests {where}"
+            text += f"; its {requests} requests {where}"
         if change.to is ReplicaState.LOST:
             follows = f"restart in {roster.backoff_s(replica):g} s"
         else:
             left = len(roster) - len(roster.ids(ReplicaState.RETIRED, ReplicaState.LEFT))
             with_whom = f"the run goes on with {left} of {len(roster)} replicas"
             follows = f"it is given up; {with_whom if left else 'no replica is left'}"
-        self.note(f"{told}; {follows}")
+        self.note(f"{text}; {follows}")
 
     def figures(self) -> dict[str, float]:
         """Return the figures for a row, of each side from its first loss on."""
-        return self._trainers() | self._replicas()
-
-    def _trainers(self) -> dict[str, float]:
-        ranks = self._ranks
-        if not ranks.losses:
-            return {}
-        seconds, ranks.seconds = ranks.seconds, []
-        return {
-            "trainer/lost": float(ranks.losses),
-            "trainer/restarts": float(ranks.restarts),
-            "trainer/replayed_steps": float(ranks.replayed),
-            **({"trainer/recovery_s": max(seconds)} if seconds else {}),
-        }
-
-    def _replicas(self) -> dict[str, float]:
-        roster = self._roster
-        scaled = roster.joined + roster.left
-        if not (roster.losses or scaled):
-            return {}
-        healed, self._healed_s = self._healed_s, []
-        moves = {"replicas/joined": float(roster.joined), "replicas/left": float(roster.left)}
-        return {
-            "replicas/live": float(len(roster.live)),
-            "replicas/lost": float(roster.losses),
-            "replicas/restarts": float(roster.restarts),
-            **(moves if scaled else {}),
-            **({"replicas/heal_s": max(healed)} if healed else {}),
-        }
+        roster, ranks, row = self._roster, self._ranks, dict[str, float]()
+        if ranks.losses:
+            row["trainer/lost"] = float(ranks.losses)
+            row["trainer/restarts"] = float(ranks.restarts)
+            row["trainer/replayed_steps"] = float(ranks.replayed)
+            if ranks.seconds:
+                row["trainer/recovery_s"] = max(ranks.seconds)
+        if (scaled := roster.joined + roster.left) or roster.losses:
+            row["replicas/live"] = float(len(roster.live))
+            row["replicas/lost"] = float(roster.losses)
+            row["replicas/restarts"] = float(roster.restarts)
+            if scaled:
+                row["replicas/joined"] = float(roster.joined)
+                row["replicas/left"] = float(roster.left)
+            if self._healed_s:
+                row["replicas/heal_s"] = max(self._healed_s)
+        ranks.seconds, self._healed_s = [], []
+        return row

@@ -11,7 +11,7 @@ produces   new peers in the same list, and the next incarnation
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,73 +92,8 @@ class StepReplayer(Protocol):
         ...
 
 
-class RemoteTrainEngine:
-    """A TrainEngine and a Sleeper on all ranks. The first failure of a rank fails the call."""
-
-    def __init__(self, peers: Sequence[Peer]) -> None:
-        self.peers = peers
-
-    async def step(self, batch: TrainBatch) -> StepReport:
-        return (await self._all("step", (batch,), StepReport))[0]
-
-    async def sft_step(self, examples: list[tuple[Tokens, ...]]) -> StepReport:
-        return (await self._all("sft_step", (examples,), StepReport))[0]
-
-    async def begin(self, phase: Phase, horizon: int) -> None:
-        await self._all("begin", (phase, horizon))
-
-    async def matmul_rates(self) -> list[float]:
-        """Return each rank's multiplications and additions per second, in a large matmul."""
-        return await all_of(self.peers, "matmul_rate", (), float)
-
-    async def peak_memory(self) -> list[int]:
-        """Return each rank's peak memory so far, in bytes."""
-        return await all_of(self.peers, "peak_memory", (), int)
-
-    async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
-        return (await self._all("log_probs", (samples,), list[list[float]]))[0]
-
-    async def reference_log_probs(
-        self, samples: tuple[Sample, ...], seconds: float
-    ) -> list[list[list[float]]]:
-        result = list[list[list[float]]]
-        return (await self._all("reference_log_probs", (samples, seconds), result))[0]
-
-    async def displace(self, away: bool) -> None:
-        await self._all("displace", (away,))
-
-    # A worker may have another working directory, so it gets absolute paths.
-
-    async def save(self, folder: str, staged: bool = False) -> None:
-        await self._all("save", (str(Path(folder).resolve()), staged))
-
-    async def saved(self) -> None:
-        """Wait for the writers. A rank replies between two steps, because a step blocks it."""
-        await self._all("saved")
-
-    async def load(self, folder: str) -> None:
-        await self._all("load", (str(Path(folder).resolve()),))
-
-    async def export(self, folder: str) -> None:
-        await self._all("export", (str(Path(folder).resolve()),))
-
-    async def sleep(self) -> None:
-        await self._all("sleep")
-
-    async def wake(self) -> None:
-        await self._all("wake")
-
-    async def close(self) -> None:
-        await self._all("close")
-
-    async def _all(
-        self, method: str, args: tuple[object, ...] = (), result: object = None
-    ) -> list[Any]:
-        return await all_of(self.peers, f"engine.{method}", args, result)
-
-
-class TrainerGroup(RemoteTrainEngine):
-    """The ranks, of whichever incarnation. A call that a lost rank breaks is made again.
+class TrainerGroup:
+    """A TrainEngine and a Sleeper on all ranks. A call that a lost rank breaks is made again.
 
     An error that the engine itself raises is not a loss. It ends the call as in any engine.
     """
@@ -178,8 +113,7 @@ class TrainerGroup(RemoteTrainEngine):
         `moved` is called at each call of a rank, at each start of the ranks, and once they are back:
         waits for replicas are longer then.
         """
-        super().__init__(peers)
-        self.peers: list[Peer] = peers
+        self.peers = peers
         """All who call the ranks share this list."""
         self.starter, self.note, self._moved = starter, note, moved
         self.incarnation = 0
@@ -217,7 +151,7 @@ class TrainerGroup(RemoteTrainEngine):
     async def step(self, batch: TrainBatch) -> StepReport:
         """Train on `batch`. If the run ends because nothing is finite, the batch is saved."""
         try:
-            report = await super().step(batch)
+            report: StepReport = (await self._all("step", (batch,), StepReport))[0]
         except NotFinite as error:
             if self._folder is None:
                 raise
@@ -226,17 +160,54 @@ class TrainerGroup(RemoteTrainEngine):
             self._past.stepped(batch)
         return report
 
+    async def sft_step(self, examples: list[tuple[Tokens, ...]]) -> StepReport:
+        return (await self._all("sft_step", (examples,), StepReport))[0]
+
+    async def begin(self, phase: Phase, horizon: int) -> None:
+        await self._all("begin", (phase, horizon))
+
+    async def matmul_rates(self) -> list[float]:
+        """Return each rank's multiplications and additions per second, in a large matmul."""
+        return await all_of(self.peers, "matmul_rate", (), float)
+
+    async def peak_memory(self) -> list[int]:
+        """Return each rank's peak memory so far, in bytes."""
+        return await all_of(self.peers, "peak_memory", (), int)
+
+    async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
+        return (await self._all("log_probs", (samples,), list[list[float]]))[0]
+
+    async def reference_log_probs(
+        self, samples: tuple[Sample, ...], seconds: float
+    ) -> list[list[list[float]]]:
+        result = list[list[list[float]]]
+        return (await self._all("reference_log_probs", (samples, seconds), result))[0]
+
+    async def displace(self, away: bool) -> None:
+        await self._all("displace", (away,))
+
+    # A worker may have another working directory, so it gets absolute paths.
+
+    async def load(self, folder: str) -> None:
+        await self._all("load", (str(Path(folder).resolve()),))
+
+    async def export(self, folder: str) -> None:
+        await self._all("export", (str(Path(folder).resolve()),))
+
     async def save(self, folder: str, staged: bool = False) -> None:
         """Save. Restarts are counted anew once the checkpoint is written."""
         self._staged = None
-        await super().save(folder, staged)
+        await self._all("save", (str(Path(folder).resolve()), staged))
         if staged:
             self._staged = self.incarnation
         else:
             self._failures = 0
 
     async def saved(self) -> None:
-        """Wait for a staged save. Raises SaveLost if its ranks are lost: their copy is gone."""
+        """Wait for a staged save. A rank replies between two steps, because a step blocks it.
+
+        Raises SaveLost if its ranks are lost: their copy is gone.
+        """
         staged, self._staged = self._staged, None
         if staged is None:
             return
@@ -265,7 +236,10 @@ class TrainerGroup(RemoteTrainEngine):
 
     async def wake(self) -> None:
         self._room.set()
-        await super().wake()
+        await self._all("wake")
+
+    async def close(self) -> None:
+        await self._all("close")
 
     async def _all(
         self, method: str, args: tuple[object, ...] = (), result: object = None
@@ -275,7 +249,7 @@ class TrainerGroup(RemoteTrainEngine):
             await self.ready()
             incarnation = self.incarnation
             try:
-                return await super()._all(method, args, result)
+                return await all_of(self.peers, f"engine.{method}", args, result)
             except (WorkerError, SyncError, DeadlineError) as error:
                 if isinstance(error, NoAnswer) and self.able:
                     self.lose(str(error))
@@ -440,7 +414,7 @@ class TrainerGroup(RemoteTrainEngine):
             self.starting = peers = await self.starter.start_ranks(started)
         with doing("the state of the checkpoint, and the steps since then"):
             return await past.replay(
-                RemoteTrainEngine(peers),
+                TrainerGroup(peers, self.starter, max_restarts=0, moved=self._moved),
                 self.kept,
                 lambda version: all_of(peers, "sender.keep", (version,)),
             )

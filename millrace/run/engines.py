@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from millrace.config import Config, Sides
 from millrace.errors import DeadlineError, MillraceError, SyncError, WorkerError
+from millrace.observe.files import flat
 from millrace.pipeline.turns import DeviceSharing, Publisher, turns_of
 from millrace.ports import TransferReport
 from millrace.process.rpc import Limit, Peer, Runtime, first_error
@@ -138,7 +139,9 @@ class Workers:
             started(peer)
             return peer
 
-        peers = await all_ended(start(rank) for rank in range(self._agreed.ranks))
+        starts = [asyncio.ensure_future(start(rank)) for rank in range(self._agreed.ranks)]
+        await asyncio.gather(*starts, return_exceptions=True)  # Nothing of a failure goes on.
+        peers = [started.result() for started in starts]
         address = await peers[0].call("listen", (), Address)
         await first_error(peers, self.build_ranks(peers, address))
         await first_error(peers, self.join_ranks(peers, address))
@@ -173,15 +176,6 @@ class Workers:
 
     async def limit(self) -> Limit:
         return await self._runtime.limit()
-
-
-async def all_ended(work: Iterable[Awaitable[T]]) -> list[T]:
-    """Return the results once all have ended, so that nothing of a failure goes on. Raises it."""
-    ended = await asyncio.gather(*work, return_exceptions=True)
-    for one in ended:
-        if isinstance(one, BaseException):
-            raise one
-    return [one for one in ended if not isinstance(one, BaseException)]
 
 
 async def start_workers(
@@ -315,7 +309,7 @@ async def _build(worker: Peer, tree: dict[str, Any], *where: Any) -> None:
     A setting that does not arrive would change the run silently. Raises MillraceError.
     """
     received = await worker.call("build", (tree, *where), dict[str, Any])
-    sent, arrived = _leaves(tree), _leaves(received)
+    sent, arrived = dict(flat(tree)), dict(flat(received))
     if different := [
         key
         for key in sorted(sent | arrived)
@@ -329,15 +323,3 @@ async def _build(worker: Peer, tree: dict[str, Any], *where: Any) -> None:
             f"{worker.name} has another configuration: {differences}. "
             "Fix: install the same millrace on every node"
         )
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a tree by dotted key."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= (
-            _leaves(value, f"{prefix}{key}.")
-            if isinstance(value, dict)
-            else {f"{prefix}{key}": value}
-        )
-    return leaves

@@ -249,7 +249,8 @@ async def open_session(
                     trains=trains,
                     note=progress.note,
                 )
-            keeper = await stack.enter_async_context(engines.keeper)
+            keeper = engines.keeper
+            await stack.enter_async_context(keeper.supervise())
             keeper.begin(engines.scaler.serve(run.path / wait_server.FOLDER), "scaling")
             keeper.begin(engines.scaler.follow(), "scaling")
             made = config, run, problems, engines, reward, progress, agent, mirror

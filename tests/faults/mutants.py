@@ -28,7 +28,7 @@ from millrace.pipeline.trainer import Trainer
 from millrace.process.rpc import Peer
 from millrace.replicas.pool import RolloutPool
 from millrace.replicas.roster import ReplicaState, Roster
-from millrace.replicas.trainer_group import RemoteTrainEngine
+from millrace.replicas.trainer_group import TrainerGroup
 from millrace.replicas.weight_sync import WeightSyncDriver
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger, State
@@ -186,7 +186,7 @@ def double_commit() -> Any:
     """A step whose answer is late is made again."""
 
     def make(step: Any) -> Any:
-        async def mutant(self: RemoteTrainEngine, batch: Any) -> Any:
+        async def mutant(self: TrainerGroup, batch: Any) -> Any:
             loop = self.peers[0]
             report = await step(self, batch)
             if loop._next_id % 7 == 0:
@@ -195,7 +195,7 @@ def double_commit() -> Any:
 
         return mutant
 
-    return patched(RemoteTrainEngine, "step", make)
+    return patched(TrainerGroup, "step", make)
 
 
 def final_validation_skipped() -> Any:

@@ -7,7 +7,8 @@ from typing import Any
 from millrace.errors import WorkerError
 from millrace.pipeline.replay import Replay
 from millrace.ports import StepReport
-from millrace.replicas.trainer_group import RemoteTrainEngine, TrainerGroup
+from millrace.process.rpc import all_of
+from millrace.replicas.trainer_group import TrainerGroup
 from tests.faults.planting import patched
 
 
@@ -65,7 +66,7 @@ def late_answer_of_a_lost_rank() -> Any:
         async def mutant(self: TrainerGroup, *call: Any) -> Any:
             incarnation = self.incarnation
             try:
-                return await RemoteTrainEngine._all(self, *call)
+                return await all_of(self.peers, f"engine.{call[0]}", *call[1:])
             except WorkerError:
                 if self.able and await self.gone(incarnation):
                     return [StepReport(1)]

@@ -195,7 +195,7 @@ class Attempt:
             self._check(world.checks.begin, ledger, snapshot, lineage)
             engines = session.engines
             with engines.pool.roster.subscribe(self._replica):
-                async with engines.keeper:
+                async with engines.keeper.supervise():
                     engines.keeper.begin(engines.scaler.follow(), "scaling")
                     self._engines = engines
                     try:
