@@ -63,7 +63,8 @@ class RolloutPool:
                 raise ReplicaLost(f"no replica has the live weights: {self.roster.describe()}")
             await self._wait()
             return ()
-        family = _family(session)
+        # "17/3" is the fourth trajectory of sample 17, and it has the same prompt as "17/0".
+        family = session.rpartition("/")[0] or session
         homes = self._homes.setdefault(family, {})
         home = homes.get(session, homes.get(family))
         at_home = live.index(home) if home in live else None
@@ -157,11 +158,3 @@ class RolloutPool:
         answers: dict[int, T] = {}
         await asyncio.gather(*(one(i, k) for i, k in self.roster.present.items()))
         return answers
-
-
-def _family(session: str) -> str:
-    """Return the common name of sibling sessions.
-
-    "17/3" is the fourth trajectory of sample 17, and it has the same prompt as "17/0".
-    """
-    return session.rpartition("/")[0] or session

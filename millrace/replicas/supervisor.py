@@ -8,7 +8,7 @@ produces   losses in the roster; new workers, STALE until a sync has proven thei
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -44,8 +44,7 @@ class ReplicaSupervisor:
         note: Callable[[str], None],
     ) -> None:
         """`engines` gets the engine of each replica that joins."""
-        self.notes = RecoveryNotes(roster, engines, ranks, note)
-        self.roster, self.engines, self.starter = roster, engines, ranks.starter
+        self.roster, self.engines, self.starter, self.note = roster, engines, ranks.starter, note
         self._ranks = ranks
         self._heartbeat_s = heartbeat_s
         self._group = asyncio.TaskGroup()
@@ -54,6 +53,12 @@ class ReplicaSupervisor:
         self._starting: dict[int, Peer] = {}
         """The workers whose engines are being built."""
         self._root = current().registry.root
+        self._lost_at: dict[int, float] = {}
+        """When each replica that does not serve was lost."""
+        self._joined_at: dict[int, float] = {}
+        """When the worker of each replica that joins was there."""
+        self._healed_s: list[float] = []
+        """Seconds from a loss until the replica served again, since the last row."""
 
     @asynccontextmanager
     async def supervise(self) -> AsyncIterator[None]:
@@ -150,7 +155,7 @@ class ReplicaSupervisor:
                     )
 
     def _changed(self, change: Change) -> None:
-        self.notes.see(change)
+        self._note_change(change)
         if change.to in (ReplicaState.LOST, ReplicaState.RETIRED):
             peer = self.engines[change.replica].peer
             peer.mark_dead(change.why)
@@ -179,7 +184,7 @@ class ReplicaSupervisor:
                     self.roster.leave(replica, str(error))
                 elif not waits:
                     waits = True
-                    self.notes.note(f"replica rollout-{replica} waits for devices: {error}")
+                    self.note(f"replica rollout-{replica} waits for devices: {error}")
                 continue
             except (MillraceError, OSError) as error:
                 self.roster.start_failed(replica, str(error))
@@ -191,28 +196,9 @@ class ReplicaSupervisor:
         self._healing.pop(replica, None)
         self.starter.release(replica)
 
+    # -- notes and figures
 
-class RecoveryNotes:
-    """A line for each loss and each recovery, and the figures of a row."""
-
-    def __init__(
-        self,
-        roster: Roster,
-        engines: Sequence[RemoteRolloutEngine],
-        ranks: TrainerGroup,
-        note: Callable[[str], None],
-    ) -> None:
-        self.note = note
-        self._roster, self._engines, self._ranks = roster, engines, ranks
-        self._lost_at: dict[int, float] = {}
-        """When each replica that does not serve was lost."""
-        self._joined_at: dict[int, float] = {}
-        """When the worker of each replica that joins was there."""
-        self._healed_s: list[float] = []
-        """Seconds from a loss until the replica served again, since the last row."""
-
-    def see(self, change: Change) -> None:
-        """Note a change of the roster."""
+    def _note_change(self, change: Change) -> None:
         replica, to, now = change.replica, change.to, asyncio.get_running_loop().time()
         if to is ReplicaState.STALE:
             if replica not in self._lost_at:
@@ -224,18 +210,18 @@ class RecoveryNotes:
             self.note(f"{name} left the run: {change.why}")
         elif to is not ReplicaState.LIVE:
             self._lost_at[replica] = now if lost_at is None else lost_at
-            self._lost(change, f"{name} {'was lost' if lost_at is None else 'did not start'}")
+            self._note_loss(change, f"{name} {'was lost' if lost_at is None else 'did not start'}")
         elif joined_at is not None:
             self.note(f"{name} serves, {now - joined_at:.1f} s after its worker came")
         elif lost_at is not None:
             self._healed_s.append(now - lost_at)
             self.note(f"{name} serves again, {now - lost_at:.1f} s after its loss")
 
-    def _lost(self, change: Change, event: str) -> None:
+    def _note_loss(self, change: Change, event: str) -> None:
         """Say why a replica is lost and what follows."""
-        replica, roster = change.replica, self._roster
+        replica, roster = change.replica, self.roster
         text = f"{event}: {change.why}"
-        if (requests := self._engines[replica].requests) and event.endswith("lost"):
+        if (requests := self.engines[replica].requests) and event.endswith("lost"):
             where = "go on elsewhere" if roster.live else "wait for a replica"
             text += f"; its {requests} requests {where}"
         if change.to is ReplicaState.LOST:
@@ -248,7 +234,7 @@ class RecoveryNotes:
 
     def figures(self) -> dict[str, float]:
         """Return the figures for a row, of each side from its first loss on."""
-        roster, ranks, row = self._roster, self._ranks, dict[str, float]()
+        roster, ranks, row = self.roster, self._ranks, dict[str, float]()
         if ranks.losses:
             row["trainer/lost"] = float(ranks.losses)
             row["trainer/restarts"] = float(ranks.restarts)

@@ -277,7 +277,7 @@ class TrainerGroup:
         """Begin recoveries with `launch`, as soon as a rank is lost. None ends it."""
         self._launch = launch
         for peer in self.peers:
-            peer.on_death = lambda why: self.begin_recovery() if launch else None
+            peer.on_death = lambda why: self.begin_recovery()
 
     @property
     def death(self) -> str:
@@ -359,6 +359,14 @@ class TrainerGroup:
     async def _bring_back(self, past: StepReplayer) -> None:
         clock = asyncio.get_running_loop().time
         since, why, lost = clock(), self.death, [*self.peers]
+
+        def started(peer: Peer) -> None:
+            peer.on_call = self._moved
+            self.starting.append(peer)
+
+        def keep(version: PolicyVersion) -> Awaitable[object]:
+            return all_of(self.starting, "sender.keep", (version,))
+
         self.losses += 1
         while True:
             self._failures += 1
@@ -374,7 +382,12 @@ class TrainerGroup:
             with waiting("trainer", "the trainer's turn on the devices"):
                 await self._room.wait()
             try:
-                version, steps = await self._restore(past)
+                self.starting = []
+                with doing("the start of the ranks"):
+                    self.starting = peers = await self.starter.start_ranks(started)
+                engine = TrainerGroup(peers, self.starter, max_restarts=0, moved=self._moved)
+                with doing("the state of the checkpoint, and the steps since then"):
+                    version, steps = await past.replay(engine, self.kept, keep)
             except NotRestorable as error:
                 await self._end(self.starting, str(error))
                 raise WorkerError(f"{why}\nIt is not started anew: {error}") from error
@@ -401,23 +414,6 @@ class TrainerGroup:
         with doing("the end of the lost ranks"):
             await asyncio.gather(*(self.starter.end(peer) for peer in peers))
         self._ended.set()
-
-    async def _restore(self, past: StepReplayer) -> tuple[PolicyVersion, int]:
-        """Start new ranks, and bring them to the state of the lost ones."""
-
-        def started(peer: Peer) -> None:
-            peer.on_call = self._moved
-            self.starting.append(peer)
-
-        self.starting = []
-        with doing("the start of the ranks"):
-            self.starting = peers = await self.starter.start_ranks(started)
-        with doing("the state of the checkpoint, and the steps since then"):
-            return await past.replay(
-                TrainerGroup(peers, self.starter, max_restarts=0, moved=self._moved),
-                self.kept,
-                lambda version: all_of(peers, "sender.keep", (version,)),
-            )
 
 
 def _saved(batch: TrainBatch, folder: Path) -> str:

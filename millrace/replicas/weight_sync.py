@@ -170,7 +170,8 @@ class WeightSyncDriver:
             if able is not None:
                 present = {i: k for i, k in present.items() if i in able}
             if not present and able is None and not roster.over:
-                await roster.wait("a weight sync", self._ready, self._deadline_s)
+                ready = lambda: bool(roster.present) or roster.over  # noqa: E731
+                await roster.wait("a weight sync", ready, self._deadline_s)
                 continue
             same = present == self._members and senders == self._senders
             if not present or same:
@@ -200,10 +201,6 @@ class WeightSyncDriver:
         receivers = [self._ask(i, "regroup", where, PolicyVersion | None) for i in self._peers]
         answers = await first_error([*ranks, *self._peers.values()], [*senders, *receivers])
         self._staged = dict(zip(self._peers, answers[len(senders) :], strict=True))
-
-    def _ready(self) -> bool:
-        self._roster.check()
-        return bool(self._roster.present) or self._roster.over
 
     def _begin(self) -> None:
         if not self._breaks:

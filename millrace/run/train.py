@@ -239,7 +239,7 @@ def figures(s: Session) -> dict[str, float]:
     if s.curriculum is not None:
         copies |= s.curriculum.take_figures()
     asked = s.reward.take_figures() | s.teachers.take_figures()
-    return asked | s.engines.keeper.notes.figures() | copies
+    return asked | s.engines.keeper.figures() | copies
 
 
 def make_event_recorder(s: Session, ledger: Ledger, attempt: int) -> EventRecorder:
