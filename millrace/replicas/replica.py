@@ -1,7 +1,4 @@
-"""The driver's client of one replica. It survives a restart of the worker.
-
-The object outlasts its worker. When the worker is lost, another one takes its place.
-"""
+"""The driver's client of one replica. It survives a restart of the worker."""
 
 from __future__ import annotations
 

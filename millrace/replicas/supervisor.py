@@ -79,7 +79,7 @@ class ReplicaSupervisor:
                         task.cancel()
 
     async def join(self, replica: int) -> None:
-        """Start the worker of a replica that joins. It is STALE until a sync has proven its weights."""
+        """Start the worker of a replica that joins. A sync must prove its weights before it serves."""
         try:
             peer = await self._start(replica)
         except BaseException:

@@ -32,6 +32,8 @@ from millrace.process.rpc import Limit, Peer, all_of
 from millrace.types import PolicyVersion, Sample, Tokens
 from millrace.waits.registry import as_actor, doing, waiting
 
+Launch = Callable[[Coroutine[None, None, None], str], asyncio.Task[None]]
+"""Begins a task by its name."""
 RECOVERY = "recovery of the trainer"
 """The name of the actor that starts lost ranks anew."""
 _STOPPED = (
@@ -133,7 +135,7 @@ class TrainerGroup:
         self._staged: int | None = None
         """The incarnation that writes a staged save."""
         self._past: StepReplayer | None = None
-        self._launch: Callable[[Coroutine[None, None, None], str], asyncio.Task[None]] | None = None
+        self._launch: Launch | None = None
         self._task: asyncio.Task[None] | None = None
         self._error: MillraceError | None = None
         """Why a recovery failed."""
@@ -271,9 +273,7 @@ class TrainerGroup:
                 self._end_of_grace.cancel()
                 self._end_of_grace = None
 
-    def follow(
-        self, launch: Callable[[Coroutine[None, None, None], str], asyncio.Task[None]] | None
-    ) -> None:
+    def follow(self, launch: Launch | None) -> None:
         """Begin recoveries with `launch`, as soon as a rank is lost. None ends it."""
         self._launch = launch
         for peer in self.peers:
