@@ -45,8 +45,7 @@ class ReplicaSupervisor:
     ) -> None:
         """`engines` gets the engine of each replica that joins."""
         self.roster, self.engines, self.starter, self.note = roster, engines, ranks.starter, note
-        self._ranks = ranks
-        self._heartbeat_s = heartbeat_s
+        self._ranks, self._heartbeat_s = ranks, heartbeat_s
         self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[None]] = set()
         self._healing: dict[int, asyncio.Task[None]] = {}
@@ -79,7 +78,7 @@ class ReplicaSupervisor:
                         task.cancel()
 
     async def join(self, replica: int) -> None:
-        """Start the worker of a replica that joins. A sync must prove its weights before it serves."""
+        """Start the worker of a replica that joins. It is STALE until a sync."""
         try:
             peer = await self._start(replica)
         except BaseException:

@@ -112,8 +112,8 @@ class TrainerGroup:
     ) -> None:
         """A batch that cannot be trained is saved in `folder`, the run's.
 
-        `moved` is called at each call of a rank, at each start of the ranks, and once they are back:
-        waits for replicas are longer then.
+        `moved` is called at each call of a rank, at each start of the ranks, and once they are
+        back: waits for replicas are longer then.
         """
         self.peers = peers
         """All who call the ranks share this list."""
