@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from millrace.pipeline.journal import NullJournal
+from millrace.pipeline.journal import Journal
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
@@ -182,7 +182,7 @@ async def pipeline(
     n: int,
     watch: list[tuple[int, float]],
     watchers: Sequence[Watcher] = (),
-    journal_of: Callable[[Ledger], NullJournal] = lambda ledger: NullJournal(),
+    journal_of: Callable[[Ledger], Journal | None] = lambda ledger: None,
 ) -> float:
     """Run to the end and return samples per second.
 
@@ -224,9 +224,10 @@ async def pipeline(
         await trainer.begin()
         start = time.process_time()
         async with asyncio.TaskGroup() as tasks:
-            writer = tasks.create_task(journal.run())
+            writer = tasks.create_task(journal.run()) if journal is not None else None
             await run_pipeline(rollouter, trainer)
-            writer.cancel()
+            if writer is not None:
+                writer.cancel()
         seconds = time.process_time() - start
     assert ledger.done() and ledger.retired == samples
     return samples / seconds

@@ -24,9 +24,9 @@ from pathlib import Path
 import bench_control as control
 
 from millrace import codec
-from millrace.pipeline.journal import RECORD, Journal, NullJournal
+from millrace.pipeline.journal import RECORD, Journal
 from millrace.pipeline.journal_file import FORMAT, Batch, Finished, Header, framed
-from millrace.pipeline.recovery import JournalState
+from millrace.pipeline.replay import JournalState
 from millrace.schedule.ledger import Ledger
 from millrace.types import (
     Author,
@@ -46,9 +46,9 @@ def block(samples: int, folder: Path | None) -> tuple[float, float]:
     """Return microseconds of CPU for each sample, and bytes of the journal for each."""
     made: list[Journal] = []
 
-    def journal_of(ledger: Ledger) -> NullJournal:
+    def journal_of(ledger: Ledger) -> Journal | None:
         if folder is None:
-            return NullJournal()
+            return None
         header = Header(FORMAT, 1, 0, "", "")
         made.append(Journal(folder / "journal", ledger, header, JournalState(), save_freq=10))
         return made[0]

@@ -106,6 +106,12 @@ class TransferReport:
     seconds: float
 
 
+class Prompts(Protocol):
+    """The prompt stream. The i-th prompt of the run is a pure function of i."""
+
+    def __getitem__(self, index: int, /) -> Prompt: ...
+
+
 class RolloutEngine(Protocol):
     """One replica that draws tokens. It takes and returns tokens, so text is never re-tokenised."""
 

@@ -307,7 +307,7 @@ BUDGETS = {
     "models": 730,
     "observe": 2350,
     "persist": 750,
-    "pipeline": 3700,
+    "pipeline": 3620,
     "ports": 450,
     "process": 660,
     "replicas": 1850,

@@ -104,7 +104,7 @@ class Checkpoints:
 
         If `staged`, the engine may step as soon as this returns.
         """
-        folder = self._temporary(snapshot) / "engine"
+        folder = self.folder / f".writing-{snapshot.version:06d}" / "engine"
         with ownership.disk_errors(folder):
             # A crash can leave such folders.
             for stale in [
@@ -121,20 +121,17 @@ class Checkpoints:
         """Wait for the save that `begin` started, and complete the checkpoint."""
         await engine.saved()
         async with self.using:
-            return await self._complete(snapshot, counts or {})
-
-    async def _complete(self, snapshot: LedgerSnapshot, counts: dict[str, float]) -> Path:
-        with ownership.disk_errors(self.folder):
-            moves = measuring("disk MB", moved_mb)
-            with doing(f"the files of version {snapshot.version}", by="the disk"), moves:
-                return await asyncio.to_thread(self._finish, snapshot, counts)
-
-    def _temporary(self, snapshot: LedgerSnapshot) -> Path:
-        return self.folder / f".writing-{snapshot.version:06d}"
+            with (
+                ownership.disk_errors(self.folder),
+                doing(f"the files of version {snapshot.version}", by="the disk"),
+                measuring("disk MB", moved_mb),
+            ):
+                return await asyncio.to_thread(self._finish, snapshot, counts or {})
 
     def _finish(self, snapshot: LedgerSnapshot, counts: dict[str, float]) -> Path:
-        temporary = self._temporary(snapshot)
+        temporary = self.folder / f".writing-{snapshot.version:06d}"
         final = self.folder / f"version-{snapshot.version:06d}"
+        replaced = self.folder / f"{_REPLACED}{final.name}"
         shutil.copytree(
             self._run_dir / "model",
             temporary / "model",
@@ -167,12 +164,12 @@ class Checkpoints:
             sync(path)
         if final.exists():
             # The run saves this version again. `all` lists the old folder until the new one exists.
-            final.rename(_replaced(final))
+            final.rename(replaced)
         temporary.rename(final)
         sync(self.folder)
         replace_file(self.folder / "LATEST", final.name, durable=True)
         self._offer(final)
-        ownership.remove(_replaced(final))
+        ownership.remove(replaced)
         kept = self.all()
         for old in kept[: -self._keep]:
             ownership.remove(old)
@@ -278,10 +275,6 @@ def read_ledger(path: Path) -> LedgerSnapshot:
             "Fix: a checkpoint of this millrace, or trainer.resume=never"
         ) from error
     return snapshot
-
-
-def _replaced(final: Path) -> Path:
-    return final.with_name(f"{_REPLACED}{final.name}")
 
 
 def _entry(path: Path) -> FileEntry:

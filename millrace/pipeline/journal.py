@@ -15,12 +15,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from millrace.errors import CheckpointError
 from millrace.persist.ownership import disk_errors
-from millrace.pipeline import journal_file
+from millrace.pipeline import journal_file, replay
 from millrace.pipeline.journal_file import (
     Batch,
     Finished,
@@ -30,7 +33,8 @@ from millrace.pipeline.journal_file import (
     Step,
     checksum,
 )
-from millrace.pipeline.recovery import JournalState
+from millrace.pipeline.replay import JournalState
+from millrace.ports import TrainBatch
 from millrace.process.files import sync
 from millrace.schedule.ledger import Ledger, Move, State
 from millrace.types import PolicyVersion, Prompt, Sample, Trajectory
@@ -46,43 +50,11 @@ PROGRESS_RATE = 8_000_000
 """The most bytes of running samples for each second, on average."""
 PROBE_S = 5.0
 """The least seconds between two looks at a disk that refused the journal."""
-_SILENT = frozenset({State.RUNNING, State.READY, State.TAKEN})
-"""Moves that need no fact. A finished sample has its own."""
+_SILENT = frozenset({State.RUNNING, State.READY, State.TAKEN, State.TRAINED})
+"""Moves that need no fact. A finished sample and a step have their own."""
 
 
-class NullJournal:
-    """A run without a journal."""
-
-    def __init__(self) -> None:
-        self.past = JournalState()
-
-    def moved(self, moves: Sequence[Move]) -> None:
-        """Note moves of the ledger."""
-
-    def progressed(
-        self, sample_id: int, prompt: Prompt, trajectories: tuple[Trajectory, ...]
-    ) -> None:
-        """Note the trajectories of a running sample."""
-
-    def finished(self, sample_id: int, sample: Sample) -> None:
-        """Note a finished sample, before anybody decides whether it is trained."""
-
-    def checkpoint_due(self, version: PolicyVersion) -> bool:
-        """Whether the journal needs a checkpoint of a version, to begin again."""
-        return False
-
-    async def run(self) -> None:
-        """Write until the run cancels this task."""
-
-    async def flush(self) -> None:
-        """Write what is noted so far."""
-
-    def finished_since(self, version: PolicyVersion) -> Iterator[Finished]:
-        """Yield the finished samples that are written since a version was live."""
-        yield from ()
-
-
-class Journal(NullJournal):
+class Journal:
     """The journal of one attempt."""
 
     def __init__(
@@ -104,7 +76,6 @@ class Journal(NullJournal):
         """Bytes that are durable."""
         self._folder, self._ledger, self._header = folder, ledger, header
         self._save_freq, self._note, self._synced = save_freq, note, synced
-        self._path = journal_file.path_of(folder, header.attempt, header.version)
         self._batch = Batch()
         self._running: dict[int, tuple[Prompt, tuple[Trajectory, ...]]] = {}
         """Running samples with progress that is not written."""
@@ -112,12 +83,11 @@ class Journal(NullJournal):
         """The progress of running samples that is written."""
         self._next_progress = 0.0
         self._some = asyncio.Event()
-        self._awake = False
-        """Whether `_some` is set, which takes longer to ask."""
-        self._queue: deque[tuple[Path, Header, Batch]] = deque()
-        """Batches on their way to the disk."""
-        self._broken: Path | None = None
-        """The file that the disk refused."""
+        """Whether there is something to write."""
+        self._queue: deque[tuple[Header, Batch]] = deque()
+        """Batches on their way to the disk, with the headers of their files."""
+        self._broken: Header | None = None
+        """The header of the file that the disk refused."""
         self._looks, self._next_look = False, 0.0
         """Whether, and when, to look if the disk takes files again."""
         self._again = False
@@ -130,58 +100,61 @@ class Journal(NullJournal):
     # -- facts, on the event loop
 
     def moved(self, moves: Sequence[Move]) -> None:
+        """Note moves of the ledger."""
         if not moves or (moves[0].to in _SILENT and moves[-1].to in _SILENT):
             return
         ledger, batch = self._ledger, self._batch
-        trained, sealed, live = list[int](), list[int](), False
+        sealed, live = list[int](), False
         for sample_id, to, reason in moves:
             if to == State.WAITING:
                 batch.admitted.append((sample_id, ledger.version))
             elif to == State.SEALED:
                 sealed.append(sample_id)
-            elif to == State.TRAINED:
-                trained.append(sample_id)
             elif to == "retired":
                 live = True
             elif to == "dropped":
                 batch.dropped.append((sample_id, reason))
                 self.past.forget(sample_id)
                 self._end(sample_id)
-        if trained:
-            batch.steps.append(Step(ledger.local_steps, trained))
-            self.past.trained(ledger.local_steps)
         if sealed:
-            self._seal(sealed)
+            version = ledger.version + 1
+            if not self.past.compare(version, sealed):
+                ledger.follow(())
+                self._note(
+                    f"version {version} has other samples than before the restart: "
+                    f"{self.past.lost} tokens of later versions are drawn again"
+                )
+            batch.sealed.append(Sealed(version, ledger.local_steps, sealed))
         if live and (ledger.version % self._save_freq == 0 or ledger.version == self._extra):
             self._close_file(ledger.version)
-        if not self._awake:
-            self._wake()
+        self._some.set()
+
+    def stepped(self, batch: TrainBatch) -> None:
+        """Note the last local step of the ledger."""
+        number, prompts = self._ledger.local_steps, [s.prompt for s in batch.samples]
+        other = {p.index: p for p in prompts if p.position is not None}
+        step = Step(number, [p.index for p in prompts], batch.lr_scale, other)
+        self._batch.steps.append(step)
+        self.past.steps.pop(number, None)
+        self._some.set()
 
     def checkpoint_due(self, version: PolicyVersion) -> bool:
+        """Whether the journal needs a checkpoint of a version, to begin again."""
         if self._again:
             self._again, self._extra = False, version
         return version == self._extra
 
-    def _seal(self, ids: list[int]) -> None:
-        version = self._ledger.version + 1
-        if not self.past.made(version, ids):
-            self._ledger.follow(())
-            self._note(
-                f"version {version} has other samples than before the restart: "
-                f"{self.past.lost} tokens of later versions are drawn again"
-            )
-        self._batch.sealed.append(Sealed(version, self._ledger.local_steps, ids))
-
     def progressed(
         self, sample_id: int, prompt: Prompt, trajectories: tuple[Trajectory, ...]
     ) -> None:
+        """Note the trajectories of a running sample."""
         self._running[sample_id] = prompt, trajectories
         if self.past.progress:
             self.past.progress.pop(sample_id, None)
-        if not self._awake:
-            self._wake()
+        self._some.set()
 
     def finished(self, sample_id: int, sample: Sample) -> None:
+        """Note a finished sample, before anybody decides whether it is trained."""
         self._end(sample_id)
         if not self.past.forget(sample_id):  # Else it is in this file already.
             crc = checksum(sample.prompt.tokens)
@@ -189,12 +162,7 @@ class Journal(NullJournal):
             self._batch.finished.append(one)
             if len(self._batch.finished) >= RECORD:
                 self._enqueue()
-            if not self._awake:
-                self._wake()
-
-    def _wake(self) -> None:
-        self._awake = True
-        self._some.set()
+            self._some.set()
 
     def _end(self, sample_id: int) -> None:
         self._running.pop(sample_id, None)
@@ -205,20 +173,13 @@ class Journal(NullJournal):
         self._looks = self._again = False
         self._take_progress()
         self._enqueue()
-        self._header = Header(
-            self._header.format,
-            self._header.attempt,
-            version,
-            self._header.samples,
-            self._header.training,
-        )
-        self._path = journal_file.path_of(self._folder, self._header.attempt, version)
+        self._header = msgspec.structs.replace(self._header, version=version)
         if self.past:
-            self._queue += [(self._path, self._header, batch) for batch in self.past.batches()]
+            self._queue += [(self._header, batch) for batch in self.past.batches()]
 
     def _enqueue(self) -> None:
         if self._batch != Batch():
-            self._queue.append((self._path, self._header, self._batch))
+            self._queue.append((self._header, self._batch))
             self._batch = Batch()
 
     def _take_progress(self) -> int:
@@ -241,9 +202,9 @@ class Journal(NullJournal):
 
     # -- writing
 
-    def refuse(self, path: Path, trouble: str) -> None:
-        """Write nothing more to `path`, because the disk refuses it."""
-        self._broken, self._looks = path, True
+    def refuse(self, trouble: str) -> None:
+        """Write nothing more to the first file, because the disk refuses it."""
+        self._broken, self._looks = self._header, True
         self._report(trouble)
 
     async def run(self) -> None:
@@ -254,12 +215,11 @@ class Journal(NullJournal):
                 await self._some.wait()
                 await asyncio.sleep(GROUP_S)
                 self._some.clear()
-                self._awake = False
                 if self._running and clock() >= self._next_progress:
                     rest = 8 * self._take_progress() / PROGRESS_RATE
                     self._next_progress = clock() + max(PROGRESS_S, rest)
                 elif self._running:
-                    asyncio.get_running_loop().call_at(self._next_progress, self._wake)
+                    asyncio.get_running_loop().call_at(self._next_progress, self._some.set)
                 self._enqueue()
                 self._report(await asyncio.to_thread(self._write))
                 if self._looks and clock() >= self._next_look:
@@ -271,14 +231,13 @@ class Journal(NullJournal):
             self._enqueue()
             self._report(self._write())
 
-    async def flush(self) -> None:
+    async def since(self, ledger: Ledger) -> JournalState:
+        """Return the facts of this attempt since the checkpoint that has `ledger`."""
         self._enqueue()
         self._report(await asyncio.to_thread(self._write))
-
-    def finished_since(self, version: PolicyVersion) -> Iterator[Finished]:
-        for path in journal_file.files_from(self._folder, version):
-            for batch in journal_file.read(path).batches:
-                yield from batch.finished
+        return await asyncio.to_thread(
+            partial(replay.read, self._folder, ledger, self._header, own=True)
+        )
 
     def _report(self, trouble: str) -> None:
         done, self._done = self._done, []
@@ -298,20 +257,20 @@ class Journal(NullJournal):
         """Write and sync what is queued. Return what the disk refused, if anything."""
         with acting("journal"), doing("a write of the journal", by="the disk"), self._lock:
             while self._queue:
-                path, header, _ = self._queue[0]
-                same = []
-                while self._queue and self._queue[0][0] == path:
-                    same.append(self._queue.popleft()[2])
-                if path == self._broken:
+                header, same = self._queue[0][0], []
+                while self._queue and self._queue[0][0] == header:
+                    same.append(self._queue.popleft()[1])
+                if header == self._broken:
                     continue
+                path = journal_file.path_of(self._folder, header.attempt, header.version)
                 try:
                     self.written += write(path, header, same)
                     self._done += same
                 except OSError as error:
-                    self._broken, self._looks = path, path == self._path
+                    self._broken, self._looks = header, header == self._header
                     return f"{error.filename or path}: {error.strerror or error}"
                 except TypeError as error:  # such as an object in a message of an agent
-                    self._broken, self._looks = path, False
+                    self._broken, self._looks = header, False
                     return f"{path}: a sample cannot be packed: {error}"
         return ""
 
@@ -346,7 +305,9 @@ def resume(
                 f"{folder} is a link, and millrace follows none. "
                 "Fix: a folder in its place, or trainer.journal=false"
             )
-        past = _read(folder, ledger, header, note)
+        past = replay.read(folder, ledger, header, note)
+    if past or past.damage or past.lost:
+        note(_resumed(past, ledger))
     journal = Journal(folder, ledger, header, past, save_freq=save_freq, note=note, synced=synced)
     ledger.follow(past.plan)
     path = journal_file.path_of(folder, header.attempt, header.version)
@@ -359,33 +320,12 @@ def resume(
             sync(folder)
         journal_file.remove(folder, header.version, before=header.attempt)
     except OSError as error:
-        journal.refuse(path, f"{error.filename or path}: {error.strerror or error}")
+        journal.refuse(f"{error.filename or path}: {error.strerror or error}")
     return journal
 
 
-def _read(
-    folder: Path, ledger: Ledger, header: Header, note: Callable[[str], None]
-) -> JournalState:
-    """Return what a run that begins with `ledger` may use, and say it."""
-    past, same, damage = JournalState(), True, ""
-    for path in journal_file.files_from(folder, ledger.version):
-        part = journal_file.read(path)
-        found = part.header
-        if found is not None and found.samples != header.samples:
-            note(f"{path} is of a run with other settings, so its samples are not used")
-            return JournalState(valid=ledger.version)
-        same = same and (found is None or found.training == header.training)
-        for batch in part.batches:
-            past.add(batch)
-        if damage := part.damage:
-            break
-    past.drop_unusable(ledger, same=same)
-    if past or damage or past.lost:
-        note(_told(past, ledger, same, damage))
-    return past
-
-
-def _told(past: JournalState, ledger: Ledger, same: bool, damage: str) -> str:
+def _resumed(past: JournalState, ledger: Ledger) -> str:
+    """Say what a resumed run takes from the journal."""
     known = {*past.finished, *past.progress, *past.dropped}
     waiting = {*ledger.ids(State.WAITING)}
     waiting |= {i for i in past.started if i >= ledger.admitted}
@@ -395,6 +335,6 @@ def _told(past: JournalState, ledger: Ledger, same: bool, damage: str) -> str:
         f"again, {len(past.progress)} continued at {past.running_tokens:,} tokens, "
         f"{past.lost:,} known tokens are drawn again"
         + (f", and all tokens of {unknown} samples" if unknown else "")
-        + ("" if same else ". Settings changed, so versions after the checkpoint are not used")
-        + (f". {damage[0].upper()}{damage[1:]}" if damage else "")
+        + ("" if past.same else ". Settings changed, so versions after the checkpoint are not used")
+        + (f". {past.damage[0].upper()}{past.damage[1:]}" if past.damage else "")
     )

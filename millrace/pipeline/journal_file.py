@@ -13,7 +13,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ import msgspec
 from millrace import codec
 from millrace.errors import CheckpointError
 from millrace.process.files import sync
-from millrace.types import PolicyVersion, Trajectory
+from millrace.types import PolicyVersion, Prompt, Trajectory
 
 FORMAT = 1
 _HEAD = struct.Struct("<4sIII")
@@ -69,6 +69,9 @@ class Step(msgspec.Struct, array_like=True, frozen=True):
     number: int
     """The count of local steps after this one."""
     ids: list[int]
+    lr_scale: float = 1.0
+    prompts: dict[int, Prompt] = {}
+    """The prompts that the stream does not have at the number of their sample."""
 
 
 class Sealed(msgspec.Struct, array_like=True, frozen=True):
@@ -194,17 +197,18 @@ def read(path: Path) -> Part:
 
     Raises CheckpointError if the file is no journal, or has another format.
     """
-    data = path.read_bytes()
+    data, offset = path.read_bytes(), 0
     header: Header | None = None
     batches: list[Batch] = []
-    for offset, payload in _records(data):
-        if payload is None:
+    while offset < len(data):
+        if (payload := _payload(data, offset)) is None:
             return Part(header, batches, _damage(path, data, offset))
         try:
             if header is None:
                 header = _header(path, payload)
             else:
                 batches.append(codec.decoder(Batch).decode(payload))
+            offset += _HEAD.size + len(payload)
         except (msgspec.DecodeError, ValueError) as error:
             raise CheckpointError(f"{path}, byte {offset}: not readable: {error}. {FIX}") from error
     return Part(header, batches, "")
@@ -220,17 +224,6 @@ def _header(path: Path, payload: memoryview) -> Header:
         rule = f"this millrace reads format {FORMAT}"
         raise CheckpointError(f"{path}: a journal of format {number}, and {rule}. {FIX}")
     return msgspec.convert(found, Header)
-
-
-def _records(data: bytes) -> Iterator[tuple[int, memoryview | None]]:
-    """Yield the offset and the payload of each record. The payload is None at the first damage."""
-    offset = 0
-    while offset < len(data):
-        payload = _payload(data, offset)
-        yield offset, payload
-        if payload is None:
-            return
-        offset += _HEAD.size + len(payload)
 
 
 def _payload(data: bytes, offset: int) -> memoryview | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,10 +29,10 @@ from millrace.pipeline.proof_draws import (
     spread,
 )
 from millrace.pipeline.turns import DeviceSharing, Pause
-from millrace.ports import TrainEngine, WeightSync
+from millrace.ports import Prompts, TrainEngine, WeightSync
 from millrace.replicas.pool import RolloutPool
 from millrace.schedule.schedule import Schedule
-from millrace.types import PolicyVersion, Prompt, SamplingParams, Tokens, joined
+from millrace.types import PolicyVersion, SamplingParams, Tokens, joined
 
 BUDGET_S = 20.0
 """The time of a proof, about. A slow engine gets fewer requests."""
@@ -66,12 +66,6 @@ class Limits:
     """The largest number of trajectories that the run draws at once."""
     gap: float | None = None
     """The limit that a user set."""
-
-
-class Prompts(Protocol):
-    """The prompt stream."""
-
-    def __getitem__(self, index: int) -> Prompt: ...
 
 
 class Proof:
@@ -146,23 +140,20 @@ class Proof:
             return None
         self.floor = verdict.floor
         self._proven |= self._drew(before)
-        self._put_off()
+        self.saw_gap()
         if error := verdict.error():
             if self._stops:
                 raise error
             self._note(f"warning: {error}")
             return verdict
-        self._note(self._line(verdict, clock() - since))
-        return verdict
-
-    def _line(self, verdict: Verdict, seconds: float) -> str:
         sizes = f"1 to {max(self._sizes, default=0)} requests at once"
         assumed = "" if verdict.explained else ", assumed: no room for an independent model"
-        return (
-            f"engines proven: {self.draws.tokens.total():,} tokens in {seconds:.1f} s ({sizes}), "
-            f"gap {verdict.gap.mean:.2g} (limit {verdict.limit:.2g}{assumed}), "
+        self._note(
+            f"engines proven: {self.draws.tokens.total():,} tokens in {clock() - since:.1f} s "
+            f"({sizes}), gap {verdict.gap.mean:.2g} (limit {verdict.limit:.2g}{assumed}), "
             f"worst token {verdict.gap.worst:.2g}"
         )
+        return verdict
 
     def _workers(self) -> tuple[int, tuple[tuple[int, int], ...]]:
         roster = self.pool.roster
@@ -226,10 +217,7 @@ class Proof:
         return late or bool(set(self._workers()[1]) - self._proven - self._silent)
 
     def saw_gap(self) -> None:
-        """Note that the gap of a version is known from its samples."""
-        self._put_off()
-
-    def _put_off(self) -> None:
+        """Put the next probe off, because the gap of a version is known."""
         self._probe_at = asyncio.get_running_loop().time() + max(1.0, self._probe_s) * _RARELY
 
     async def probe(self, version: PolicyVersion, pause: Pause) -> None:
@@ -247,7 +235,7 @@ class Proof:
         async with self.turns.window(pause, keep_weights=True):
             drawn = await self._compared(requests, version, reference=False)
         self._probe_s = clock() - since
-        self._put_off()
+        self.saw_gap()
         if self._workers() != workers:
             return
         self._proven |= self._drew(workers)
@@ -287,8 +275,10 @@ class Proof:
         for number, size in enumerate(sizes):
             # Earlier ones last longer, so that all of them run at the top.
             length = min(room, _TOKENS + len(sizes) - number)
+            part = length // 3
+            # Every eighth has a second turn. The context before it takes the rest, or less.
             group = [
-                self._request(replica, i, self._turns(i, length))
+                self._request(replica, i, (part, part) if i % 8 == 7 and part else (length,))
                 for i in range(len(requests), size)
             ]
             if number == len(sizes) - 1 and clock() - since < (until - since) / 2:
@@ -304,14 +294,6 @@ class Proof:
             if clock() >= until:
                 break
         return requests
-
-    def _turns(self, number: int, length: int) -> tuple[int, ...]:
-        """Return the tokens of the turns of a request. Every eighth has a second turn.
-
-        The context before it takes the rest of `length`, or less.
-        """
-        part = length // 3
-        return (part, part) if number % 8 == 7 and part else (length,)
 
     def _request(
         self, replica: int, number: int, lengths: tuple[int, ...], prompt: Tokens | None = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from millrace.errors import DeadlineError, DiskError, ReplicaLost, SaveLost
@@ -13,7 +14,6 @@ from millrace.observe.progress import Progress
 from millrace.observe.sinks import Sink
 from millrace.persist.history import History
 from millrace.pipeline.checkpoint import Checkpoints
-from millrace.pipeline.disk_alarm import DiskAlarm
 from millrace.pipeline.validation import OnScored, Result, Validator
 from millrace.ports import TrainEngine
 from millrace.schedule.ledger import LedgerSnapshot, Totals
@@ -22,6 +22,42 @@ from millrace.waits.registry import acting, at, doing, span, waiting
 from millrace.waits.stream import Event
 
 DISK = "the disk"
+
+
+class DiskAlarm:
+    """Says once that the disk refuses a file, and once that it takes it again.
+
+    The run goes on meanwhile.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._refused: set[str] = set()
+        self.checkpoints = 0
+        """The checkpoints that were refused."""
+
+    def refused(self, what: str, error: Exception) -> None:
+        if what not in self._refused:
+            self._refused.add(what)
+            text = f"the disk refuses {what}. The run goes on, and tries again later. {error}"
+            self._progress.note(f"alarm: {text}")
+            at("run", "alarm_began", f"disk: {what}", text=text)
+
+    def taken(self, what: str) -> None:
+        if what in self._refused:
+            self._refused.remove(what)
+            self._progress.note(f"alarm over: the disk takes {what} again")
+            at("run", "alarm_ended", f"disk: {what}")
+
+    @contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Let the body write `what`."""
+        try:
+            yield
+        except (DiskError, OSError) as error:
+            self.refused(what, error)
+        else:
+            self.taken(what)
 
 
 class RunRecord:
@@ -199,12 +235,7 @@ class RunRecord:
 
     def validate(self, version: PolicyVersion) -> None:
         if self._cut or (self._test_freq and version % self._test_freq == 0):
-            self.start_validation(version)
-
-    def start_validation(self, version: PolicyVersion) -> None:
-        """Validate the live weights while rollouts continue. The next sync waits for the end."""
-        if self._may_validate(version):
-            self._begin_validation(version, None)
+            self._begin_validation(version)
 
     async def validate_now(self, version: PolicyVersion, phase: str) -> bool:
         """Validate the live weights as a phase of the progress, and wait for the end.
@@ -212,17 +243,17 @@ class RunRecord:
         Weights that are already validated are skipped. Return False if it was cut short, because no
         replica has the weights any more.
         """
-        if self._may_validate(version):
-            self._progress.phase(phase)
-            self._begin_validation(version, partial(self._progress.phase, phase))
+        self._begin_validation(version, phase)
         await self.validated()
         return not self._cut
 
-    def _may_validate(self, version: PolicyVersion) -> bool:
-        return self._validator is not None and (self.last is None or self.last.version != version)
-
-    def _begin_validation(self, version: PolicyVersion, on_scored: OnScored | None) -> None:
-        assert self._validator is not None
+    def _begin_validation(self, version: PolicyVersion, phase: str = "") -> None:
+        """Validate the live weights while rollouts continue. The next sync waits for the end."""
+        if self._validator is None or (self.last is not None and self.last.version == version):
+            return
+        on_scored = partial(self._progress.phase, phase) if phase else None
+        if phase:
+            self._progress.phase(phase)
         self._validation = self._tasks.create_task(
             self._run_validation(self._validator, version, on_scored), name="validation"
         )

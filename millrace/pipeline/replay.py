@@ -1,86 +1,331 @@
-"""The steps of a trainer that was lost, made again by a new one.
+"""Replays the steps since a checkpoint, from the journal.
 
-consumes   the newest whole checkpoint; the finished samples of the journal
-produces   the weights that the lost trainer had. On a CPU they are the same bit for bit
+    consumes   a checkpoint; the journal since then
+    produces   for a new driver, the samples and the order of training of an earlier attempt; for
+               new ranks, the weights that the lost ones had. On a CPU they are the same bit for bit
 
-The driver outlasts the trainer, so it knows which samples each step had. It remembers only their
-ids: the samples themselves are in the journal, or in the ledger of the checkpoint.
+A resumed run trains the journal's steps again, from the same samples in the same order. So its
+versions are those of the earlier attempt, and tokens of these versions stay valid. This ends where
+the settings changed, where the journal has a gap, or at a version that got other samples. Tokens of
+later versions are drawn again.
+
+New ranks of the trainer make the same steps without the loops, because the driver has the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 from millrace.errors import NotRestorable
-from millrace.pipeline.checkpoint import Checkpoints, read_ledger, read_manifest
-from millrace.pipeline.journal import NullJournal
-from millrace.pipeline.journal_file import Finished, checksum
-from millrace.ports import TrainBatch, TrainEngine
-from millrace.types import PolicyVersion, Prompt, Sample
+from millrace.pipeline import journal_file
+from millrace.pipeline.checkpoint import Checkpoints, read_ledger
+from millrace.pipeline.journal_file import (
+    Batch,
+    Finished,
+    Header,
+    Progress,
+    Sealed,
+    Step,
+    checksum,
+)
+from millrace.ports import Prompts, TrainBatch, TrainEngine
+from millrace.rollout.dynamic_sampling import EQUAL_OUTCOMES
+from millrace.schedule.ledger import Ledger, Slot, State
+from millrace.types import Author, PolicyVersion, Sample, Thread, Trajectory
+
+_UNDRAWN = Trajectory()
 
 
-class Prompts(Protocol):
-    """The prompts of a run by the ids of their samples."""
+@dataclass(frozen=True, slots=True)
+class RecoveredSample:
+    """A sample that the journal recovers, whole or in part."""
 
-    def __getitem__(self, index: int, /) -> Prompt: ...
+    version: PolicyVersion = 0
+    """The newest version that drew one of its tokens."""
+    sample: Sample | None = None
+    """The finished sample."""
+    progress: tuple[Trajectory, ...] = ()
+    dropped: str = ""
+    """The reason for which it was dropped."""
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens that the policy drew for it."""
+        trajectories = self.progress if self.sample is None else _all(self.sample)
+        return sum(t.num_policy_tokens + t.dead_tokens for t in trajectories)
 
 
-class TrainedStep(NamedTuple):
-    """One local step."""
+@dataclass
+class JournalState:
+    """The facts of an earlier attempt that the run has not used yet."""
 
-    version: PolicyVersion
-    """The version of its batch. A checkpoint has all steps of earlier versions."""
-    ids: tuple[int, ...]
-    lr_scale: float = 1.0
-    prompts: Mapping[int, Prompt] = {}
-    """The prompts that the stream does not have at the number of their sample."""
+    finished: dict[int, Finished] = field(default_factory=dict)
+    progress: dict[int, dict[int, Trajectory]] = field(default_factory=dict)
+    dropped: dict[int, str] = field(default_factory=dict)
+    steps: dict[int, Step] = field(default_factory=dict)
+    """In their order, once those that are unusable are dropped."""
+    sealed: dict[int, Sealed] = field(default_factory=dict)
+    valid: PolicyVersion = 0
+    """The last version whose tokens may be used."""
+    same: bool = True
+    """Whether the settings are those of the earlier attempt."""
+    lost: int = 0
+    """Known tokens that must be drawn again."""
+    started: set[int] = field(default_factory=set)
+    """Every sample that was admitted."""
+    prompts: dict[int, int] = field(default_factory=dict)
+    """The checksums of the prompts of running samples."""
+    damage: str = ""
+    """What is wrong with the rest of the journal, if anything."""
+
+    # -- reading
+
+    def add(self, batch: Batch) -> None:
+        """Add the next facts."""
+        self.started.update(i for i, _ in batch.admitted)
+        for sealed in batch.sealed:
+            before = self.sealed.get(sealed.version)
+            if before is not None and before.ids != sealed.ids:
+                self._cut(sealed.version - 1)
+                self._forget_steps(sealed.steps + 1)
+            self.sealed[sealed.version] = sealed
+        for step in batch.steps:
+            if step.number in self.steps and self.steps[step.number].ids != step.ids:
+                self._forget_steps(step.number)
+            self.steps[step.number] = step
+        for one in batch.progress:
+            self.progress.setdefault(one.sample_id, {}).update(one.trajectories)
+            self.prompts[one.sample_id] = one.prompt
+        for done in batch.finished:
+            self.finished[done.sample_id] = done
+            self.progress.pop(done.sample_id, None)
+        for sample_id, reason in batch.dropped:
+            if reason != EQUAL_OUTCOMES or sample_id not in self.finished:
+                self.forget(sample_id)  # A finished one meets the filter again.
+                self.dropped[sample_id] = reason
+
+    def drop_unusable(self, ledger: Ledger, *, same: bool) -> None:
+        """Keep what a run that begins with `ledger` may use. `same` says: with equal settings."""
+        waiting, admitted = {*ledger.ids(State.WAITING)}, ledger.admitted
+        for i in [*self.finished, *self.progress, *self.dropped]:
+            if i < admitted and i not in waiting:
+                self.forget(i)
+        self.same = same
+        if not same:
+            self.steps, self.sealed, self.dropped = {}, {}, {}
+        ready = {*ledger.ids(State.READY)}
+        while True:
+            self.steps = self._followable(ledger.local_steps + 1, ready)
+            last, version = ledger.local_steps + len(self.steps), ledger.version
+            while (known := self.sealed.get(version + 1)) and known.steps <= last:
+                version += 1
+            self._cut(version)
+            if self._followable(ledger.local_steps + 1, ready) == self.steps:
+                return
+
+    def _followable(self, number: int, ready: set[int]) -> dict[int, Step]:
+        """Return the steps from `number` on whose samples are all known."""
+        plan: dict[int, Step] = {}
+        while step := self.steps.get(number):
+            if not all(i in ready or i in self.finished for i in step.ids):
+                break
+            plan[number] = step
+            number += 1
+        return plan
+
+    # -- use
+
+    @property
+    def plan(self) -> list[int]:
+        """The samples to train first, in order."""
+        return [i for step in self.steps.values() for i in step.ids]
+
+    def recall(self, sample_id: int, slot: Slot, live: PolicyVersion) -> RecoveredSample | None:
+        """Return what is known of the sample in `slot`. A use of it is followed by `forget`."""
+        if (reason := self.dropped.get(sample_id)) is not None:
+            return RecoveredSample(dropped=reason)
+        if (done := self.finished.get(sample_id)) is not None:
+            trajectories = _all(done)
+            prompt = done.prompt
+        elif (some := self.progress.get(sample_id)) is not None:
+            known = dict(enumerate(slot.progress)) | some
+            trajectories = tuple(known.get(k, _UNDRAWN) for k in range(max(known) + 1))
+            prompt = self.prompts[sample_id]
+        else:
+            return None
+        versions = [s.version for t in trajectories for s in t.segments if s.tokens]
+        planned = any(sample_id in step.ids for step in self.steps.values())
+        # With equal settings it is trained after as many samples as before the restart, so the
+        # bound on its lag holds.
+        too_old = not self.same and any(0 <= v < slot.version for v in versions)
+        if prompt != checksum(slot.prompt.tokens) or too_old:
+            self.lost += _tokens(trajectories)
+            self.forget(sample_id)
+            if prompt != checksum(slot.prompt.tokens):
+                # Numbers of samples have moved, so a dropped one may be another response now.
+                self.dropped.clear()
+            if planned:
+                self.void(live)
+            return None
+        newest = max(versions, default=-1)
+        if done is None:
+            return RecoveredSample(newest, progress=trajectories)
+        oldest = min((slot.version, *(v for v in versions if v >= 0)))
+        sample = Sample(slot.prompt, done.trajectories, oldest, done.greedy)
+        return RecoveredSample(newest, sample)
+
+    def until(self, known: RecoveredSample, live: PolicyVersion) -> RecoveredSample:
+        """Return what is known, without tokens of versions that are not live yet."""
+        if known.version <= live:
+            return known
+        kept = tuple(until(t, live) for t in known.progress)
+        self.lost += _tokens(known.progress) - _tokens(kept)
+        return RecoveredSample(live, progress=kept)
+
+    def forget(self, sample_id: int) -> bool:
+        """Forget a sample. Return whether its result was known."""
+        self.progress.pop(sample_id, None)
+        self.dropped.pop(sample_id, None)
+        return self.finished.pop(sample_id, None) is not None
+
+    def compare(self, version: PolicyVersion, ids: list[int]) -> bool:
+        """Compare the samples of a sealed version. Return whether the rest stays valid."""
+        known = self.sealed.pop(version, None)
+        if known is None or known.ids == ids:
+            return True
+        self.void(version - 1)
+        return False
+
+    def void(self, version: PolicyVersion) -> None:
+        """Use no token of versions after `version`, and no order of training."""
+        self.steps.clear()
+        self.sealed.clear()
+        self._cut(version)
+
+    def batches(self) -> Iterable[Batch]:
+        """Yield all facts, for another file. Steps come last, after the samples that they train."""
+        yield Batch(dropped=[*self.dropped.items()])
+        for done in [*self.finished.values()]:
+            yield Batch(finished=[done])
+        for i, some in [*self.progress.items()]:
+            yield Batch(progress=[Progress(i, self.prompts[i], dict(some))])
+        yield Batch(steps=[*self.steps.values()], sealed=[*self.sealed.values()])
+
+    def __bool__(self) -> bool:
+        return bool(self.finished or self.progress or self.dropped or self.steps)
+
+    # -- cuts
+
+    def _forget_steps(self, number: int) -> None:
+        self.steps = {n: step for n, step in self.steps.items() if n < number}
+
+    def _cut(self, version: PolicyVersion) -> None:
+        """Forget the tokens of versions after `version`."""
+        before = self.tokens
+        self.valid = version
+        self.sealed = {v: p for v, p in self.sealed.items() if v <= version}
+        for i, done in [*self.finished.items()]:
+            if any(_newer(t, version) for t in _all(done)):
+                del self.finished[i]
+                # They are as before their scores. An agent's own score is lost.
+                self.progress[i] = {
+                    k: _UNDRAWN if t.counts else replace(t, score=None)
+                    for k, t in enumerate(_all(done))
+                }
+                self.prompts[i] = done.prompt
+        for i, some in [*self.progress.items()]:
+            kept = {k: until(t, version) for k, t in some.items()}
+            self.progress[i] = {k: t for k, t in kept.items() if t.threads}
+            if not self.progress[i]:
+                del self.progress[i]
+        self.lost += before - self.tokens
+
+    @property
+    def tokens(self) -> int:
+        """The policy's tokens that are known."""
+        done = sum(_tokens(_all(one)) for one in self.finished.values())
+        return done + self.running_tokens
+
+    @property
+    def running_tokens(self) -> int:
+        """The policy's tokens of running samples."""
+        return sum(_tokens(some.values()) for some in self.progress.values())
 
 
+def _all(done: Finished | Sample) -> tuple[Trajectory, ...]:
+    """Return all trajectories of a finished sample, the greedy one last."""
+    return done.trajectories if done.greedy is None else (*done.trajectories, done.greedy)
+
+
+def until(trajectory: Trajectory, version: PolicyVersion) -> Trajectory:
+    """Return the trajectory up to its first token of a version after `version`."""
+    if not _newer(trajectory, version):
+        return trajectory
+    threads = []
+    for thread in trajectory.threads:
+        kept = [*takewhile(lambda s: s.version <= version, thread.segments)]
+        while kept and kept[-1].author is not Author.POLICY:
+            kept.pop()
+        if kept:
+            threads.append(Thread(tuple(kept), thread.opening))
+    return Trajectory(tuple(threads))
+
+
+def _newer(trajectory: Trajectory, version: PolicyVersion) -> bool:
+    return any(s.version > version for s in trajectory.segments)
+
+
+def _tokens(trajectories: Iterable[Trajectory]) -> int:
+    return sum(t.num_policy_tokens for t in trajectories)
+
+
+def read(
+    folder: Path,
+    ledger: Ledger,
+    header: Header,
+    note: Callable[[str], None] = lambda text: None,
+    *,
+    own: bool = False,
+) -> JournalState:
+    """Return what a run that begins with `ledger` may use, from all attempts or the `own` one."""
+    past, same = JournalState(), True
+    for path in journal_file.files_from(folder, ledger.version):
+        if own and journal_file.numbers_of(path)[0] != header.attempt:
+            continue
+        part = journal_file.read(path)
+        if part.header is not None:
+            if part.header.samples != header.samples:
+                note(f"{path} is of a run with other settings, so its samples are not used")
+                return JournalState(valid=ledger.version)
+            same = same and part.header.training == header.training
+        for batch in part.batches:
+            past.add(batch)
+        if part.damage:
+            past.damage = part.damage
+            break
+    past.drop_unusable(ledger, same=same)
+    return past
+
+
+@dataclass(frozen=True, slots=True)
 class Replay:
-    """The steps that the trainer made since the oldest checkpoint."""
+    """Brings new ranks of the trainer to the state of those that were lost."""
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        journal: NullJournal,
-        prompts: Prompts,
-        *,
-        version: PolicyVersion,
-        horizon: int,
-        origin: Path | None,
-        fresh: bool,
-    ) -> None:
-        """`version` is the one that the attempt begins with, and `origin` its checkpoint.
-
-        `fresh` says that the state without a checkpoint is that of a new engine.
-        """
-        self._checkpoints, self._journal, self._prompts = checkpoints, journal, prompts
-        self._horizon, self._origin, self._fresh = horizon, origin, fresh
-        self._first = version
-        """The steps of batches of this version, and of later ones, are known."""
-        self._steps: deque[TrainedStep] = deque()
-
-    def stepped(self, batch: TrainBatch) -> None:
-        """Note a batch that is trained."""
-        if self._steps and self._steps[-1].version != batch.version:
-            self._forget()
-        ids = tuple(sample.prompt.index for sample in batch.samples)
-        own = {s.prompt.index: s.prompt for s in batch.samples if s.prompt.position is not None}
-        self._steps.append(TrainedStep(batch.version, ids, batch.lr_scale, own))
-
-    def _forget(self) -> None:
-        """Forget the steps that every checkpoint has."""
-        with suppress(OSError):
-            if folders := self._checkpoints.all():
-                oldest = int(folders[0].name.rpartition("-")[2])
-                self._first = max(self._first, oldest)
-        while self._steps and self._steps[0].version < self._first:
-            self._steps.popleft()
+    checkpoints: Checkpoints
+    ledger: Ledger
+    """The run's ledger, which outlasts the ranks."""
+    since: Callable[[Ledger], Awaitable[JournalState]] | None
+    """Returns what the journal has since the ledger of a checkpoint. None is no journal."""
+    prompts: Prompts
+    horizon: int
+    origin: Path | None
+    """The checkpoint that the attempt begins with."""
+    fresh: bool
+    """Whether the state without a checkpoint is that of a new engine."""
 
     async def replay(
         self,
@@ -94,66 +339,52 @@ class Replay:
         checkpoint, and the number of steps since then. Raises NotRestorable if something is
         missing.
         """
-        async with self._checkpoints.using:
-            folder = await asyncio.to_thread(self._newest)
-            version = 0 if folder is None else read_manifest(folder).version
-            await engine.begin("rl", self._horizon)
+        async with self.checkpoints.using:
+            folder, start = await asyncio.to_thread(self._start)
+            await engine.begin("rl", self.horizon)
             if folder is not None:
                 await engine.load(str(folder / "engine"))
-            steps = [step for step in self._steps if step.version >= version]
-            await self._journal.flush()
-            known = await asyncio.to_thread(self._known, folder, version, steps)
-        for step in steps:
-            if kept is not None and kept <= step.version:
-                await keep(kept)
-                kept = None
-            samples = tuple(self._sample(known.pop(i), step) for i in step.ids)
-            await engine.step(TrainBatch(samples, step.version, step.lr_scale))
-        if kept is not None:
-            await keep(kept)
-        return version, len(steps)
-
-    def _newest(self) -> Path | None:
-        """Return the checkpoint to begin with, or None for a new engine."""
-        folder = self._checkpoints.newest()[0] or self._origin
-        if folder is None and not self._fresh:
-            raise NotRestorable("there is no whole checkpoint of the start state")
-        version = 0 if folder is None else read_manifest(folder).version
-        if version < self._first:
+            live, last = self.ledger.trainer_version, self.ledger.local_steps
+            trained = self.ledger.retired + self.ledger.count(State.TRAINED, State.SEALED)
+            past = await self.since(start) if self.since is not None else JournalState()
+        steps = [step for step in past.steps.values() if step.number <= last]
+        if missing := trained - start.retired - sum(len(step.ids) for step in steps):
             raise NotRestorable(
-                f"the newest whole checkpoint has version {version}, and the steps before version "
-                f"{self._first} are not known any more"
-            )
-        return folder
-
-    def _known(
-        self, folder: Path | None, version: PolicyVersion, steps: Iterable[TrainedStep]
-    ) -> dict[int, Sample | Finished]:
-        """Return the samples of the steps by their ids."""
-        wanted = {i for step in steps for i in step.ids}
-        known: dict[int, Sample | Finished] = {}
-        if wanted and folder is not None:
-            slots = ((i, slot.sample) for i, slot in read_ledger(folder).slots)
-            known = {i: sample for i, sample in slots if i in wanted and sample is not None}
-        if wanted:
-            found = self._journal.finished_since(version)
-            known |= {one.sample_id: one for one in found if one.sample_id in wanted}
-        if missing := len(wanted - known.keys()):
-            raise NotRestorable(
-                f"{missing} samples that were trained since version {version} are not in the "
+                f"{missing} samples that were trained since version {start.version} are not in the "
                 "journal. Fix: trainer.journal=true with a trainer.save_freq over 0, and a disk "
                 "that takes the journal"
             )
-        return known
+        ready = {i: slot.sample for i, slot in start.snapshot().slots if slot.sample is not None}
+        for step in steps:
+            sealed = (v for v, one in past.sealed.items() if one.steps < step.number)
+            version = max([start.version, *(v for v in sealed if v <= live)])
+            if kept is not None and kept <= version:
+                await keep(kept)
+                kept = None
+            samples = []
+            for i in step.ids:
+                if (sample := ready.pop(i, None)) is None:
+                    done = past.finished.pop(i)
+                    prompt = step.prompts.get(i) or self.prompts[i]
+                    if checksum(prompt.tokens) != done.prompt:
+                        raise NotRestorable(
+                            f"prompt {i} is not the one of the journal. "
+                            "Fix: data that do not change during a run"
+                        )
+                    # No step reads the version of its admission.
+                    sample = Sample(prompt, done.trajectories, version, done.greedy)
+                samples.append(sample)
+            await engine.step(TrainBatch(tuple(samples), version, step.lr_scale))
+        if kept is not None:
+            await keep(kept)
+        return start.version, len(steps)
 
-    def _sample(self, known: Sample | Finished, step: TrainedStep) -> Sample:
-        """Return a sample as it was trained. No step reads the version of its admission."""
-        if isinstance(known, Sample):
-            return known
-        prompt = step.prompts.get(known.sample_id) or self._prompts[known.sample_id]
-        if checksum(prompt.tokens) != known.prompt:
-            raise NotRestorable(
-                f"prompt {known.sample_id} is not the one of the journal. "
-                "Fix: data that do not change during a run"
-            )
-        return Sample(prompt, known.trajectories, step.version, known.greedy)
+    def _start(self) -> tuple[Path | None, Ledger]:
+        """Return the checkpoint to begin with, or None for a new engine, and its ledger."""
+        schedule = self.ledger.schedule
+        folder = self.checkpoints.newest()[0] or self.origin
+        if folder is not None:
+            return folder, Ledger.restore(schedule, read_ledger(folder))
+        if not self.fresh:
+            raise NotRestorable("there is no whole checkpoint of the start state")
+        return None, Ledger(schedule)

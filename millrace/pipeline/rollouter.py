@@ -18,8 +18,9 @@ from functools import partial
 from typing import Protocol
 
 from millrace.errors import EpisodeError, RewardError, SampleError, TeacherError
-from millrace.pipeline.recovery import RecoveredSample
+from millrace.pipeline.replay import RecoveredSample
 from millrace.pipeline.sample_queue import SampleQueue
+from millrace.ports import Prompts
 from millrace.replicas.pool import RolloutPool
 from millrace.rollout.dynamic_sampling import EQUAL_OUTCOMES, DynamicSampling
 from millrace.rollout.episode import SingleTurn
@@ -43,12 +44,6 @@ _TOGETHER = 64
 
 A version frees many slots. The replicas draw the first ones while the next ones are admitted.
 """
-
-
-class Prompts(Protocol):
-    """The prompt stream. The i-th prompt of the run is a pure function of i."""
-
-    def __getitem__(self, index: int) -> Prompt: ...
 
 
 class Curriculum(Protocol):
@@ -166,7 +161,7 @@ class Rollouter:
                     slot.version,
                     progress=self._resumable(known.progress),
                     on_progress=partial(self._record, sample_id, slot.prompt),
-                    on_drawn=self._drawn,
+                    on_drawn=partial(self._change_live, -1),
                 )
         except SampleError as error:
             self._drop(sample_id, slot.prompt, error)
@@ -180,11 +175,14 @@ class Rollouter:
 
         Such a sample is drawn, or it waits for weights that drew it. So no sync waits for it.
         """
-        past, ledger = self.queue.journal.past, self.queue.ledger
+        ledger, journal = self.queue.ledger, self.queue.journal
+        if journal is None:
+            return RecoveredSample(progress=slot.progress)
+        past = journal.past
         drains = ledger.schedule.on_sync is OnSync.DRAIN
         while (known := past.recall(sample_id, slot, ledger.version)) is not None:
-            undrawn = known.sample is None and not known.dropped
-            if known.version <= ledger.version or (undrawn and drains):
+            newest, undrawn = known.version, known.sample is None and not known.dropped
+            if newest <= ledger.version or (undrawn and drains):
                 if not undrawn:
                     self._change_live(-self.roller.num_responses)
                 known = past.until(known, ledger.version)
@@ -194,8 +192,9 @@ class Rollouter:
             self._change_live(-self.roller.num_responses)
             await self.queue.wait(
                 "a sample of the journal",
-                f"version {known.version}, which drew it",
-                partial(past.may_go_on, known.version, ledger),
+                f"version {newest}, which drew it",
+                # It is live, or its tokens are not valid.
+                partial(lambda v: ledger.version >= v or past.valid < v, newest),
                 on=Topic.SLOTS,
                 deadline_s=1e9,  # the trainer makes the version, and each of its waits has one
             )
@@ -206,7 +205,8 @@ class Rollouter:
         """Record progress for a restart."""
         resumable = self._resumable(trajectories)
         self.queue.ledger.record(sample_id, resumable)
-        self.queue.journal.progressed(sample_id, prompt, resumable)
+        if self.queue.journal is not None:
+            self.queue.journal.progressed(sample_id, prompt, resumable)
 
     def _resumable(self, trajectories: tuple[Trajectory, ...]) -> tuple[Trajectory, ...]:
         """Return the trajectories, without the tokens that a restart must draw again.
@@ -217,9 +217,6 @@ class Rollouter:
         if self.queue.ledger.schedule.on_sync is not OnSync.DRAIN:
             return trajectories
         return tuple(t if t.finished else Trajectory() for t in trajectories)
-
-    def _drawn(self) -> None:
-        self._change_live(-1)
 
     def _change_live(self, change: int) -> None:
         """Change the number of trajectories that are drawn."""
@@ -238,7 +235,8 @@ class Rollouter:
         if not sample.goes_on:  # such a window needs no score
             self._outcomes.append(True)
         self._note_outcome(sample_id, sample)
-        self.queue.journal.finished(sample_id, sample)
+        if self.queue.journal is not None:
+            self.queue.journal.finished(sample_id, sample)
         if self.dynamic_sampling is None or self.dynamic_sampling.keeps(sample, ledger.version):
             self.queue.do(ledger.finish, sample_id, sample)
         else:

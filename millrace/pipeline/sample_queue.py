@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from millrace.errors import DeadlineError
-from millrace.pipeline.journal import NullJournal
+from millrace.pipeline.journal import Journal
 from millrace.replicas.roster import GRACE_S
 from millrace.schedule.ledger import Ledger, Topic
 from millrace.waits.registry import count, current, fact, waiting
@@ -47,11 +47,11 @@ class SampleQueue:
         ledger: Ledger,
         *,
         deadline_s: float,
-        journal: NullJournal | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """`journal` sees every move of the ledger, and what the loops report."""
         self.ledger = ledger
-        self.journal = NullJournal() if journal is None else journal
+        self.journal = journal
         self.stopping = False
         self.out_of_grace = False
         self._deadline_s = deadline_s
@@ -62,7 +62,8 @@ class SampleQueue:
         """Make one change, check the ledger, and wake the tasks whose wait it ends."""
         outcome = change(*args, **kwargs)
         self.ledger.check()
-        self.journal.moved(self.ledger.moves)
+        if self.journal is not None:
+            self.journal.moved(self.ledger.moves)
         changed, self.ledger.changed = self.ledger.changed, set()
         for topic in changed:
             self.wake(topic)
@@ -130,7 +131,9 @@ class SampleQueue:
     def describe(self) -> str:
         """Return one line with every waiting task and the states of the ledger's samples."""
         now = asyncio.get_running_loop().time()
-        waiters = sorted((w for each in self._waiters.values() for w in each), key=_since)
+        waiters = sorted(
+            (w for each in self._waiters.values() for w in each), key=lambda w: w.since
+        )
         waits = "; ".join(
             f"{w.who} waits for {w.what} since {now - w.since:.1f} s" for w in waiters
         )
@@ -160,7 +163,3 @@ class SampleQueue:
                 "Limit: trainer.wait_deadline_s"
             )
             waiter.woken.set_exception(DeadlineError(text))
-
-
-def _since(waiter: _Waiter) -> float:
-    return waiter.since

@@ -226,6 +226,8 @@ class Trainer:
             going_on = [sample for sample in samples if sample.goes_on]
             rests = [next_prompt(*one) for one in zip(going_on, report.values, strict=True)]
             queue.do(ledger.trained, rests)
+            if queue.journal is not None:
+                queue.journal.stepped(batch)
             version = ledger.trainer_version
             at("trainer", "stepped", samples=samples, version=version, report=report)
             if self.prover is not None and GAP in report.metrics:
@@ -251,7 +253,8 @@ class Trainer:
         ledger = self.queue.ledger
         await self._arrived()
         version = self.queue.do(ledger.seal)
-        due = self.queue.journal.checkpoint_due(version) or self.observer.checkpoint_due(version)
+        due, journal = self.observer.checkpoint_due(version), self.queue.journal
+        due = (journal is not None and journal.checkpoint_due(version)) or due
         if (
             ledger.schedule.overlap_sync
             and ledger.remaining() != 0

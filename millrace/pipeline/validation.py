@@ -158,7 +158,11 @@ class Validator:
         fewer than 50 count as 50, or once all have none.
         """
         played = {} if played is None else played
-        asked = [(p, self._sampling(p, k)) for p in self.prompts for k in range(self.n)]
+        asked = [
+            (p, replace(self.params, seed=request_seed(self.seed, _SEED + p.index, k)))
+            for p in self.prompts
+            for k in range(self.n)
+        ]
         sampled = len(asked)
         if self.greedy:
             asked += [(p, replace(self.params, temperature=0.0, top_p=1.0)) for p in self.prompts]
@@ -189,18 +193,27 @@ class Validator:
             for i in range(0, sampled, n)
         ]
         values: dict[str, float] = {}
-        for source, rows in _by_source(self.prompts).items():
+        by_source: dict[str, list[int]] = defaultdict(list)
+        for i, prompt in enumerate(self.prompts):
+            by_source[prompt.data_source].append(i)
+        for source, rows in by_source.items():
             found = summarise([drawn[i] for i in rows]) if any(drawn[i] for i in rows) else {}
             greedy = [played[sampled + i].response for i in rows if sampled + i in played]
             found |= _greedy(greedy) if greedy else {}
             values |= {f"val/{source}/{name}": value for name, value in found.items()}
-        shown = [(p, d[0]) for p, d in zip(self.prompts[:3], drawn, strict=False) if d]
-        return Result(version, values, tuple(self._transcript(p, d) for p, d in shown))
-
-    def _sampling(self, prompt: Prompt, k: int) -> SamplingParams:
-        """Return the settings of the k-th sampled response."""
-        seed = request_seed(self.seed, _SEED + prompt.index, k)
-        return replace(self.params, seed=seed)
+        shown = tuple(
+            Transcript(
+                _question(prompt),
+                first.conversation or first.text,
+                first.answer,
+                float("nan") if first.score is None else first.score.value,
+                prompt.data_source,
+                str(prompt.ground_truth),
+            )
+            for prompt, responses in zip(self.prompts[:3], drawn, strict=False)
+            for first in responses[:1]
+        )
+        return Result(version, values, shown)
 
     async def _draw(self, prompt: Prompt, params: SamplingParams) -> Trajectory | SampleError:
         """Return one episode, or the error that ended it."""
@@ -243,27 +256,11 @@ class Validator:
             else:
                 tally.scored()
             trajectory = next(given)
-            response = self._response(trajectory, failure)
-            responses.append((trajectory, response))
+            text = completion_of(trajectory, self.decode).text
+            shown = conversation_of(trajectory, self.decode)
+            score, why = (None, str(failure)) if failure is not None else (trajectory.score, "")
+            responses.append((trajectory, Response(text, score, shown, why)))
         return responses
-
-    def _response(self, trajectory: Trajectory, failure: SampleError | None) -> Response:
-        text = completion_of(trajectory, self.decode).text
-        shown = conversation_of(trajectory, self.decode)
-        if failure is not None:
-            return Response(text, None, shown, str(failure))
-        return Response(text, trajectory.score, shown)
-
-    @staticmethod
-    def _transcript(prompt: Prompt, drawn: Response) -> Transcript:
-        return Transcript(
-            _question(prompt),
-            drawn.conversation or drawn.text,
-            drawn.answer,
-            float("nan") if drawn.score is None else drawn.score.value,
-            prompt.data_source,
-            str(prompt.ground_truth),
-        )
 
 
 def _question(prompt: Prompt) -> str:
@@ -323,13 +320,6 @@ def _greedy(responses: Sequence[Response]) -> dict[str, float]:
 
 def _components(scores: Sequence[Score]) -> list[str]:
     return sorted({name for score in scores for name in score.extra})
-
-
-def _by_source(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
-    rows: dict[str, list[int]] = defaultdict(list)
-    for i, prompt in enumerate(prompts):
-        rows[prompt.data_source].append(i)
-    return rows
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -76,10 +76,6 @@ class WorkerLauncher(Protocol):
 class StepReplayer(Protocol):
     """Replays the steps that the trainer made since its checkpoints."""
 
-    def stepped(self, batch: TrainBatch) -> None:
-        """Note a batch that is trained."""
-        ...
-
     async def replay(
         self,
         engine: TrainEngine,
@@ -153,14 +149,11 @@ class TrainerGroup:
     async def step(self, batch: TrainBatch) -> StepReport:
         """Train on `batch`. If the run ends because nothing is finite, the batch is saved."""
         try:
-            report: StepReport = (await self._all("step", (batch,), StepReport))[0]
+            return (await self._all("step", (batch,), StepReport))[0]
         except NotFinite as error:
             if self._folder is None:
                 raise
             raise NotFinite(f"{error}. {_saved(batch, self._folder)}") from error
-        if self._past is not None:
-            self._past.stepped(batch)
-        return report
 
     async def sft_step(self, examples: list[tuple[Tokens, ...]]) -> StepReport:
         return (await self._all("sft_step", (examples,), StepReport))[0]

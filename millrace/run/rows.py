@@ -104,7 +104,7 @@ def check_kept(checkpoint: Path, stream: PromptStream) -> None:
 
 def training_key(stream: PromptStream) -> str:
     """Return a name of the rows and their order, by which a journal knows its run."""
-    key = blake2b(repr(stream.growth or [(0, len(stream))]).encode(), digest_size=8)
+    key = blake2b(repr([*stream.growth] or [(0, len(stream))]).encode(), digest_size=8)
     key.update(kept_digest(stream, len(stream.rows)).encode())
     for block in blocks_of(stream.rows):
         key.update(block.digests)

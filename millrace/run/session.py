@@ -25,9 +25,10 @@ from millrace.observe import trackers
 from millrace.observe.files import flat
 from millrace.observe.metrics import RunCounts
 from millrace.observe.progress import Progress
-from millrace.pipeline import journal, journal_file
+from millrace.pipeline import journal as journals
+from millrace.pipeline import journal_file
 from millrace.pipeline.checkpoint import Checkpoints, read_manifest
-from millrace.pipeline.journal import NullJournal
+from millrace.pipeline.journal import Journal
 from millrace.pipeline.journal_file import FORMAT, Batch, Header
 from millrace.pipeline.replay import Replay
 from millrace.ports import Agent
@@ -105,37 +106,38 @@ class Session:
         attempt: int,
         tasks: asyncio.TaskGroup,
         synced: Callable[[Batch], None] = lambda batch: None,
-    ) -> AsyncIterator[NullJournal]:
+    ) -> AsyncIterator[Journal | None]:
         """Keep the journal of an attempt. `ledger` follows what earlier attempts left.
 
         Lost ranks of the trainer are recovered from it.
         """
         journal = await asyncio.to_thread(self._journal, ledger, attempt, synced)
-        writer = tasks.create_task(journal.run(), name="journal")
+        writer = tasks.create_task(journal.run(), name="journal") if journal else None
         past = Replay(
             self.checkpoints,
-            journal,
+            ledger,
+            journal.since if journal else None,
             self.curriculum or self.problems.train,
-            version=ledger.version,
             horizon=self.derived.lr_horizon,
             origin=self.run.resume_from,
             fresh=not self.config.sft.steps,
         )
         with self.engines.train.recalled(past):
             yield journal
-        writer.cancel()
+        if writer is not None:
+            writer.cancel()
 
     def _journal(
         self, ledger: Ledger, attempt: int, synced: Callable[[Batch], None]
-    ) -> NullJournal:
+    ) -> Journal | None:
         """Return the journal. Without checkpoints it would grow for ever, so there is none."""
         trainer, folder = self.config.trainer, self.run.path / "journal"
         if not (trainer.journal and trainer.save_freq):
             journal_file.remove(folder, 0, before=attempt)
-            return NullJournal()
+            return None
         samples, training = digests(self.config.model_dump(mode="json"), self.rows)
         header = Header(FORMAT, attempt, ledger.version, samples, training)
-        return journal.resume(
+        return journals.resume(
             folder,
             ledger,
             header,

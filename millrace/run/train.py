@@ -20,7 +20,7 @@ from millrace.observe.trackers import About
 from millrace.persist.history import History
 from millrace.persist.run_reader import RunReader
 from millrace.pipeline.checkpoint import read_manifest
-from millrace.pipeline.journal import NullJournal
+from millrace.pipeline.journal import Journal
 from millrace.pipeline.record import RunRecord
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
@@ -291,7 +291,7 @@ async def train_to_end(
     stop: StopRequest,
     record: RunRecord,
     validated: dict[int, dict[str, float]],
-    journal: NullJournal,
+    journal: Journal | None,
     counts: RunCounts,
 ) -> tuple[bool, float, float]:
     """Run both loops. Returns whether the run is complete, and the seconds of start and training.

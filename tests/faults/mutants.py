@@ -22,7 +22,7 @@ from millrace.observe import metrics
 from millrace.pipeline import journal_file, trainer
 from millrace.pipeline.checkpoint import Checkpoints
 from millrace.pipeline.record import RunRecord
-from millrace.pipeline.recovery import JournalState
+from millrace.pipeline.replay import JournalState
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.trainer import Trainer
 from millrace.process.rpc import Peer

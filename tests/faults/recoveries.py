@@ -13,34 +13,39 @@ from tests.faults.planting import patched
 
 
 def recovery_makes_a_step_twice() -> Any:
-    """A lost trainer's last step is trained again although its call is made again too."""
+    """A recovery trains the last step twice."""
 
-    def make(step: Any) -> Any:
-        async def mutant(self: TrainerGroup, batch: Any) -> Any:
-            losses = self.losses
-            if self._past is not None:
-                self._past.stepped(batch)
-            report = await step(self, batch)
-            if self._past is not None and losses == self.losses:
-                self._past._steps.pop()  # type: ignore[attr-defined]
-            return report
+    def make(again: Any) -> Any:
+        async def mutant(self: Replay, engine: Any, *args: Any) -> Any:
+            step, batches = engine.step, list[Any]()
+
+            async def noted(batch: Any) -> Any:
+                batches.append(batch)
+                return await step(batch)
+
+            engine.step = noted
+            found = await again(self, engine, *args)
+            for batch in batches[-1:]:
+                await step(batch)
+            return found
 
         return mutant
 
-    return patched(TrainerGroup, "step", make)
+    return patched(Replay, "replay", make)
 
 
 def recovery_leaves_out_a_step() -> Any:
-    """A recovery does not train the last step again."""
+    """A recovery does not train the first step again."""
 
     def make(again: Any) -> Any:
-        async def mutant(self: Replay, *args: Any) -> Any:
-            last = self._steps.pop() if self._steps else None
-            try:
-                return await again(self, *args)
-            finally:
-                if last is not None:
-                    self._steps.append(last)
+        async def mutant(self: Replay, engine: Any, *args: Any) -> Any:
+            step, left_out = engine.step, list[Any]()
+
+            async def late(batch: Any) -> Any:
+                return await step(batch) if left_out else left_out.append(batch)
+
+            engine.step = late
+            return await again(self, engine, *args)
 
         return mutant
 

@@ -22,7 +22,7 @@ from millrace.pipeline.journal_file import (
     Step,
     checksum,
 )
-from millrace.pipeline.recovery import JournalState, until
+from millrace.pipeline.replay import JournalState, until
 from millrace.schedule.ledger import Ledger, State
 from millrace.types import (
     Author,
@@ -166,12 +166,12 @@ def test_steps_are_trained_again_and_their_versions_keep_their_tokens() -> None:
     assert known and known.version == 3 and known.sample
     assert known.sample.trajectories == finished(6, 3).trajectories
     assert known.sample.prompt is slot.prompt and known.sample.admitted_version == 2
-    assert past.made(3, [5, 4]) and past.valid == 3
+    assert past.compare(3, [5, 4]) and past.valid == 3
 
 
 def test_a_version_with_other_samples_ends_the_use_of_later_tokens() -> None:
     past = past_of(*LATER)
-    assert not past.made(3, [4, 5])
+    assert not past.compare(3, [4, 5])
     assert past.valid == 2 and not past.plan and past.finished.keys() == {4, 5}
     assert past.progress == {7: {0: until(drawn(2, 3), 2)}}
     assert past.lost == 2 * 2 + 2, "both trajectories of sample 6, and a segment of sample 7"

@@ -11,7 +11,7 @@ from millrace.extras.faults.disk import Disk, SimPath, View, simulated_disk
 from millrace.extras.faults.world import WorldLoop
 from millrace.pipeline import journal_file
 from millrace.pipeline.journal import PROBE_S, Journal
-from millrace.pipeline.recovery import JournalState
+from millrace.pipeline.replay import JournalState
 from millrace.schedule.ledger import Ledger
 from millrace.types import Sample, Trajectory
 from tests.pipeline.journals import HEADER, PROMPT, Said, drawn, ledger_at

@@ -218,3 +218,10 @@ def test_other_prompts_that_fit_are_refused(folder: Folder) -> None:
     with pytest.raises(ConfigError, match=r"^data\.filter_overlong_prompts = True"):
         of_run.check_kept(folder.folder, fit(max_prompt_length=16))
     assert of_run.training_key(fit(max_prompt_length=10)) != of_run.training_key(fit())
+
+
+def test_a_resume_knows_the_journal_of_its_run_by_the_rows(folder: Folder) -> None:
+    rows = load(train := folder.file("train.jsonl", BEFORE))
+    folder.save(first := opened(rows), 5)
+    resumed = opened(rows, growth=folder.check([train])[0], use_from=5)
+    assert of_run.training_key(resumed) == of_run.training_key(first)

@@ -58,8 +58,6 @@ class Machine:
 class Nothing:
     """A past in which nothing was trained."""
 
-    def stepped(self, batch: Any) -> None: ...
-
     async def replay(self, *args: Any) -> tuple[int, int]:
         return 0, 0
 

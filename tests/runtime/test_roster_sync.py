@@ -59,8 +59,6 @@ class Machine:
 
     async def meet(self, replica: int, peer: Peer) -> None: ...
 
-    def stepped(self, batch: Any) -> None: ...
-
     async def replay(self, *args: Any) -> tuple[int, int]:
         return 0, 0
 
