@@ -37,8 +37,8 @@ from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import DeviceSharing
 from millrace.ports import RolloutStats, StepReport, TrainBatch, TransferReport
+from millrace.replicas.pool import RolloutPool
 from millrace.rollout.episode import SingleTurn
-from millrace.rollout.pool import RolloutPool
 from millrace.rollout.retry import RetryingReward
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, Totals

@@ -26,16 +26,16 @@ from safetensors.torch import load_file
 from millrace.config import recipe
 from millrace.observe.progress import Lines, Progress
 from millrace.persist.history import audit
+from millrace.process.rpc import Peer
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
 from millrace.run.train import run_training
-from millrace.runtime.rpc import Peer
 
 
 def pid_of(s: Session, name: str) -> int:
     """Return the process of a worker of this run."""
-    runtime: Any = s.engines.train.ranks.starter._runtime  # type: ignore[attr-defined]
+    runtime: Any = s.engines.train.starter._runtime  # type: ignore[attr-defined]
     if s.config.trainer.runtime == "ray":
         found = next(w for w in runtime._workers if w.peer.name == name)
         return int(found.process[0])
@@ -87,7 +87,7 @@ async def run(out: Path, name: str, keys: list[str], fault: Fault | None) -> dic
             Peer.call = before  # type: ignore[method-assign]
         async with s.engines.turns.trainer_turn(keep_weights=True):
             await s.engines.train.export(str(out / "weights"))
-        ranks = s.engines.train.ranks
+        ranks = s.engines.train
         found = audit(out / "run")
         rows = (json.loads(line) for line in (out / "run" / "metrics.jsonl").open())
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from millrace.types import (
@@ -46,6 +46,10 @@ class RolloutStats:
     """Tokens of idle sessions whose KV had to make room."""
     cancelled_tokens: int = 0
     """The tokens of cancelled requests: no call returned them."""
+
+    def __add__(self, other: RolloutStats) -> RolloutStats:
+        names = (f.name for f in fields(self))
+        return RolloutStats(*(getattr(self, n) + getattr(other, n) for n in names))
 
 
 @dataclass(frozen=True, slots=True)

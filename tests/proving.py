@@ -25,7 +25,7 @@ from millrace.observe.gap import LEAST, LEAST_TF32, Verdict
 from millrace.pipeline.proof import Limits, Proof
 from millrace.pipeline.turns import turns_of
 from millrace.ports import TransferReport
-from millrace.rollout.pool import RolloutPool
+from millrace.replicas.pool import RolloutPool
 from millrace.run.engines import sync_options
 from millrace.runtime.worker import RolloutWorker, TrainWorker
 from millrace.schedule.schedule import OnSync

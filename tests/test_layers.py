@@ -51,12 +51,13 @@ ARROWS: dict[str, set[str]] = {
     "observe": {"config", "ports"},
     "rollout": {"ports", "schedule"},
     "persist": {"config", "observe", "schedule"},
-    "pipeline": {"observe", "persist", "ports", "rollout", "schedule"},
+    "replicas": {"ports", "schedule"},
+    "pipeline": {"observe", "persist", "ports", "replicas", "rollout", "schedule"},
     "sync": {"ports"},
     "decode": {"config", "models", "ports", "rollout"},
     "vllm": {"config", "models", "ports", "rollout", "sync"},
     "train": {"algorithms", "config", "models", "observe", "ports", "schedule", "sync"},
-    "runtime": {"config", "decode", "models", "ports", "rollout", "sync", "vllm"},
+    "runtime": {"config", "decode", "models", "ports", "sync", "vllm"},
     "report": {"config", "observe", "persist", "ports", "schedule"},
     "run": {
         *("agents", "algorithms", "config", "data", "environments", "models", "observe"),
@@ -64,6 +65,7 @@ ARROWS: dict[str, set[str]] = {
             "persist",
             "pipeline",
             "ports",
+            "replicas",
             "report",
             "rewards",
             "rollout",
@@ -78,6 +80,7 @@ ARROWS: dict[str, set[str]] = {
         *(
             "pipeline",
             "ports",
+            "replicas",
             "report",
             "rollout",
             "run",
@@ -88,7 +91,7 @@ ARROWS: dict[str, set[str]] = {
         ),
     },
     "api": {"config", "data", "observe", "persist", "pipeline", "rewards", "run"},
-    "cli": {"config", "observe", "persist", "pipeline", "report", "run"},
+    "cli": {"config", "observe", "persist", "pipeline", "replicas", "report", "run"},
     "__main__": {"cli"},
 }
 """The imports of each room. A room imports nothing else."""
@@ -146,7 +149,7 @@ def circle(arrows: dict[str, set[str]]) -> set[str]:
 def test_every_room_is_on_the_plan() -> None:
     rooms = {room_of(p) for p in FILES} - {"__init__"}
     assert rooms == ARROWS.keys() | GROUND
-    assert len(rooms - {"__main__"}) <= 31
+    assert len(rooms - {"__main__"}) <= 32
     assert not circle(ARROWS)
 
 
@@ -306,12 +309,13 @@ BUDGETS = {
     "persist": 750,
     "pipeline": 3620,
     "ports": 450,
-    "process": 370,
+    "process": 660,
+    "replicas": 1850,
     "report": 6550,
     "rewards": 3600,
-    "rollout": 1750,
+    "rollout": 1420,
     "run": 5690,
-    "runtime": 3470,
+    "runtime": 2100,
     "schedule": 830,
     "simulate": 560,
     "sync": 2210,

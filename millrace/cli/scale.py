@@ -18,7 +18,7 @@ from millrace.cli.watch import folder_of
 from millrace.errors import DeadlineError, MillraceError, bad_value
 from millrace.persist.run_reader import RunReader
 from millrace.process.files import replace_file
-from millrace.run.scaling import ANSWER, REQUEST, Reply, Request
+from millrace.replicas.scaling import ANSWER, REQUEST, Reply, Request
 from millrace.waits import kernel
 from millrace.waits.ask import Told, gone, processes
 from millrace.waits.graph import DRIVER

@@ -30,7 +30,7 @@ from millrace.pipeline.proof_draws import (
 )
 from millrace.pipeline.turns import DeviceSharing, Pause
 from millrace.ports import Prompts, TrainEngine, WeightSync
-from millrace.rollout.pool import RolloutPool
+from millrace.replicas.pool import RolloutPool
 from millrace.schedule.schedule import Schedule
 from millrace.types import PolicyVersion, SamplingParams, Tokens, joined
 

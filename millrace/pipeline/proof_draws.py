@@ -19,7 +19,7 @@ from millrace.errors import ReplicaLost
 from millrace.observe import gap as gaps
 from millrace.observe.gap import Drawn
 from millrace.ports import RolloutStats
-from millrace.rollout.pool import RolloutPool
+from millrace.replicas.pool import RolloutPool
 from millrace.schedule.schedule import OnSync, Schedule
 from millrace.types import (
     Author,

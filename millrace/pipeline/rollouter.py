@@ -21,9 +21,9 @@ from millrace.errors import EpisodeError, RewardError, SampleError, TeacherError
 from millrace.pipeline.replay import RecoveredSample
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.ports import Prompts
+from millrace.replicas.pool import RolloutPool
 from millrace.rollout.dynamic_sampling import EQUAL_OUTCOMES, DynamicSampling
 from millrace.rollout.episode import SingleTurn
-from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Slot, State, Topic
 from millrace.schedule.schedule import OnSync

@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 
 from millrace.errors import DeadlineError
 from millrace.pipeline.journal import Journal
-from millrace.rollout.replica_wait import GRACE_S
+from millrace.replicas.roster import GRACE_S
 from millrace.schedule.ledger import Ledger, Topic
 from millrace.waits.registry import count, current, fact, waiting
 

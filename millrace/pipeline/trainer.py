@@ -23,7 +23,7 @@ from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.turns import DeviceSharing, Pause, Publisher
 from millrace.ports import RolloutStats, TrainBatch, TrainEngine, WeightSync
-from millrace.rollout.roster import Roster
+from millrace.replicas.roster import Roster
 from millrace.schedule.continuation import next_prompt
 from millrace.schedule.ledger import LedgerSnapshot, State, Topic, Totals
 from millrace.types import PolicyVersion, Sample

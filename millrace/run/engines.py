@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from millrace.config import Config, Sides
 from millrace.errors import DeadlineError, MillraceError, SyncError, WorkerError
+from millrace.observe.files import flat
 from millrace.pipeline.turns import DeviceSharing, Publisher, turns_of
 from millrace.ports import TransferReport
-from millrace.rollout.pool import RolloutPool
-from millrace.rollout.roster import Roster
+from millrace.process.rpc import Limit, Peer, Runtime, first_error
+from millrace.replicas.pool import RolloutPool
+from millrace.replicas.replica import RemoteRolloutEngine
+from millrace.replicas.roster import Roster
+from millrace.replicas.scaling import Scaler
+from millrace.replicas.supervisor import ReplicaSupervisor
+from millrace.replicas.trainer_group import TrainerGroup, WorkerLauncher
+from millrace.replicas.weight_sync import WeightSyncDriver
 from millrace.run.folder import RunDir
 from millrace.run.problems import weights_folder
-from millrace.run.scaling import Scaler
-from millrace.run.supervisor import ReplicaLauncher, ReplicaSupervisor
-from millrace.runtime.recovering import RecoveringTrainEngine
-from millrace.runtime.remote import first_error
-from millrace.runtime.replica import RemoteRolloutEngine
-from millrace.runtime.roster_sync import RosterSync
-from millrace.runtime.rpc import Limit, Peer, Runtime
-from millrace.runtime.trainer_group import RankLauncher, TrainerGroup
 from millrace.sync.options import SyncOptions
 from millrace.types import PolicyVersion
 from millrace.waits.registry import Start, starting
@@ -35,21 +34,16 @@ _ANSWER_S = 10.0
 """Time limit for a worker to say how it started, in seconds."""
 
 
-class WorkerLauncher(ReplicaLauncher, RankLauncher, Protocol):
-    """Starts and ends the workers of both sides."""
-
-
 @dataclass(frozen=True, slots=True)
 class Engines:
     """The built engines of a run, each in its worker."""
 
-    train: RecoveringTrainEngine
+    train: TrainerGroup
     pool: RolloutPool
     turns: DeviceSharing
-    sync: RosterSync
+    sync: WeightSyncDriver
     keeper: ReplicaSupervisor
     scaler: Scaler
-    replicas: list[RemoteRolloutEngine]
 
     async def starts(self) -> dict[str, list[Start]]:
         """Return the parts of the start of every process of every worker that answers."""
@@ -60,7 +54,7 @@ class Engines:
                 found = await peer.call("starts", (), kind, deadline_s=_ANSWER_S)
             return found
 
-        peers = [*self.train.ranks.peers, *(e.peer for e in self.replicas)]
+        peers = [*self.train.peers, *(e.peer for e in self.keeper.engines)]
         return {k: v for each in await asyncio.gather(*map(of, peers)) for k, v in each.items()}
 
     async def publish(self, version: PolicyVersion) -> tuple[TransferReport, float]:
@@ -140,18 +134,19 @@ class Workers:
         return peer
 
     async def start_ranks(self, started: Callable[[Peer], None]) -> list[Peer]:
-        starts = (self._start_rank(rank, started) for rank in range(self._agreed.ranks))
-        peers = await all_ended(starts)
+        async def start(rank: int) -> Peer:
+            peer = await self._runtime.start(f"trainer-{rank}", "trainer", rank)
+            started(peer)
+            return peer
+
+        starts = [asyncio.ensure_future(start(rank)) for rank in range(self._agreed.ranks)]
+        await asyncio.gather(*starts, return_exceptions=True)  # Nothing of a failure goes on.
+        peers = [started.result() for started in starts]
         address = await peers[0].call("listen", (), Address)
         await first_error(peers, self.build_ranks(peers, address))
         await first_error(peers, self.join_ranks(peers, address))
         self._address = address
         return peers
-
-    async def _start_rank(self, rank: int, started: Callable[[Peer], None]) -> Peer:
-        peer = await self._runtime.start(f"trainer-{rank}", "trainer", rank)
-        started(peer)
-        return peer
 
     def build_ranks(self, peers: list[Peer], address: Address) -> list[Coroutine[Any, Any, None]]:
         where = self._tree, self._folder
@@ -181,15 +176,6 @@ class Workers:
 
     async def limit(self) -> Limit:
         return await self._runtime.limit()
-
-
-async def all_ended(work: Iterable[Awaitable[T]]) -> list[T]:
-    """Return the results once all have ended, so that nothing of a failure goes on. Raises it."""
-    ended = await asyncio.gather(*work, return_exceptions=True)
-    for one in ended:
-        if isinstance(one, BaseException):
-            raise one
-    return [one for one in ended if not isinstance(one, BaseException)]
 
 
 async def start_workers(
@@ -222,6 +208,7 @@ async def build_engines(
     *,
     restarts: bool = False,
     trains: bool = True,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Engines:
     """Build the engine of every worker and connect the weight sync. `peers` are started workers.
 
@@ -238,7 +225,14 @@ async def build_engines(
     tree = config.model_dump(mode="json")
     starter = Workers(runtime, tree, folder, sync_options(config), address)
     engines = engines_of(
-        sides, trainers, rollouts, restarts=restarts, trains=trains, starter=starter
+        sides,
+        trainers,
+        rollouts,
+        restarts=restarts,
+        starter=starter,
+        note=note,
+        trains=trains,
+        folder=run.path,
     )
 
     builds = (_build(p, tree, folder) for p in rollouts)
@@ -278,7 +272,9 @@ def engines_of(
     *,
     restarts: bool,
     starter: WorkerLauncher,
+    note: Callable[[str], None],
     trains: bool = True,
+    folder: Path | None = None,
 ) -> Engines:
     """Return the engines in these workers. Colocated sides take turns on the devices.
 
@@ -288,23 +284,23 @@ def engines_of(
     c, deadline_s = sides.rollout, sides.trainer.wait_deadline_s
     shared = sides.colocated and bool(rollouts)
     again = sides.trainer.max_restarts if restarts and trains else 0
-    ranks = TrainerGroup(trainers, starter, max_restarts=again)
     restarts = restarts and not (shared and c.engine == "vllm")
     roster = Roster(len(rollouts), max_restarts=c.max_restarts if restarts else 0)
-    ranks.moved = roster.extend_waits  # A replica waits for the ranks until it has their weights.
+    moved = roster.extend_waits  # A replica waits for the ranks until it has their weights.
+    train = TrainerGroup(
+        trainers, starter, max_restarts=again, folder=folder, note=note, moved=moved
+    )
     replicas = [RemoteRolloutEngine(peer, stall_s=c.stall_s) for peer in rollouts]
-    train, pool = RecoveringTrainEngine(ranks), RolloutPool(replicas, roster, deadline_s=deadline_s)
-    turns = turns_of(shared, pool, train)
-    sync = RosterSync(ranks, replicas, roster, deadline_s=deadline_s)
-    keeper = ReplicaSupervisor(roster, replicas, ranks, starter, heartbeat_s=c.heartbeat_s)
+    pool = RolloutPool(replicas, roster, deadline_s=deadline_s)
+    sync = WeightSyncDriver(train, replicas, roster, deadline_s=deadline_s)
+    keeper = ReplicaSupervisor(roster, replicas, train, heartbeat_s=c.heartbeat_s, note=note)
     alone = "replicas join and leave in a run of `millrace train` alone"
     fixed = "" if restarts and trains and rollouts else alone
     if shared:
         why = "in this mode the replicas share the trainer's devices"
         fixed = f"{why}. Fix: a mode with separate devices"
-    most = max(len(rollouts), c.max_replicas)
-    scaler = Scaler(keeper, replicas, pool.add, most=most, fixed=fixed)
-    return Engines(train, pool, turns, sync, keeper, scaler, replicas)
+    scaler = Scaler(keeper, most=max(len(rollouts), c.max_replicas), fixed=fixed, note=note)
+    return Engines(train, pool, turns_of(shared, pool, train), sync, keeper, scaler)
 
 
 async def _build(worker: Peer, tree: dict[str, Any], *where: Any) -> None:
@@ -313,7 +309,7 @@ async def _build(worker: Peer, tree: dict[str, Any], *where: Any) -> None:
     A setting that does not arrive would change the run silently. Raises MillraceError.
     """
     received = await worker.call("build", (tree, *where), dict[str, Any])
-    sent, arrived = _leaves(tree), _leaves(received)
+    sent, arrived = dict(flat(tree)), dict(flat(received))
     if different := [
         key
         for key in sorted(sent | arrived)
@@ -327,15 +323,3 @@ async def _build(worker: Peer, tree: dict[str, Any], *where: Any) -> None:
             f"{worker.name} has another configuration: {differences}. "
             "Fix: install the same millrace on every node"
         )
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a tree by dotted key."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= (
-            _leaves(value, f"{prefix}{key}.")
-            if isinstance(value, dict)
-            else {f"{prefix}{key}": value}
-        )
-    return leaves

@@ -16,7 +16,6 @@ from millrace.observe.progress import Progress
 from millrace.observe.sinks import JsonLines
 from millrace.pipeline.validation import Played, Result, Validator
 from millrace.ports import RolloutEngine
-from millrace.rollout.replica_wait import sleep_until
 from millrace.rollout.retry import RetryingReward
 from millrace.run.agents import limits_of
 from millrace.run.engines import Engines
@@ -115,7 +114,7 @@ async def revived(engines: Engines, version: PolicyVersion) -> AsyncIterator[Non
     async def send() -> None:
         deadline_s = engines.pool.deadline_s
         while True:
-            await sleep_until(roster, lambda: roster.starved)
+            await roster.until(lambda: roster.starved)
             async with asyncio.timeout(deadline_s):
                 await engines.publish(version)
 

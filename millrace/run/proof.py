@@ -24,7 +24,7 @@ def make_proof(s: Session, rollouter: Rollouter, stop: StopRequest) -> Proof:
     return Proof(
         *(engines.train, engines.pool, engines.sync, engines.turns, s.problems.train),
         *(replicas.params, c.schedule, limits),
-        incarnation=lambda: engines.train.ranks.incarnation,
+        incarnation=lambda: engines.train.incarnation,
         note=s.progress.note,
         refuse=lambda error: refuse(s, stop, error),
         stops=c.guard.on_gap == "stop",

@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ class Session:
             origin=self.run.resume_from,
             fresh=not self.config.sft.steps,
         )
-        with self.engines.train.ranks.recalled(past):
+        with self.engines.train.recalled(past):
             yield journal
         if writer is not None:
             writer.cancel()
@@ -246,12 +246,15 @@ async def open_session(
             mirror = await stack.enter_async_context(copies)
             with starting("engines"):
                 engines = await build_engines(
-                    runtime, config, run, peers, restarts=True, trains=trains
+                    *(runtime, config, run, peers),
+                    restarts=True,
+                    trains=trains,
+                    note=progress.note,
                 )
-            engines.train.folder, scaler, keeper = run.path, engines.scaler, engines.keeper
-            scaler.note = keeper.news.note = engines.train.ranks.note = progress.note
-            keeper.scaling = partial(scaler.serve, run.path / wait_server.FOLDER), scaler.follow
-            await stack.enter_async_context(keeper)
+            keeper = engines.keeper
+            await stack.enter_async_context(keeper.supervise())
+            keeper.begin(engines.scaler.serve(run.path / wait_server.FOLDER), "scaling")
+            keeper.begin(engines.scaler.follow(), "scaling")
             made = config, run, problems, engines, reward, progress, agent, mirror
             yield Session(*made, opening.rows, teachers)
     except MillraceError:

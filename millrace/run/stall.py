@@ -28,6 +28,7 @@ class Watchman:
     def __init__(self, run: Path, config: TrainerConfig, note: Callable[[str], None]) -> None:
         self._run, self._config, self._note = run, config, note
         self.side = WaitServer(DRIVER)
+        self.side.loop, self.side.look = asyncio.get_running_loop(), self._look
         self.stalled: Verdict | None = None
         """The stall that ends the run."""
         self.last: Verdict | None = None
@@ -36,20 +37,6 @@ class Watchman:
         self._task = asyncio.current_task()
         self._stops_at: float | None = None
         self._watch = StallWatch(config.stall_s, self.ask, self._alarm)
-
-    def start(self) -> None:
-        self.side.loop = self._loop
-        self.side.look = self._look
-        shutil.rmtree(self._run / FOLDER, ignore_errors=True)  # of an attempt that was killed
-        try:
-            self.side.start(self._run / FOLDER)
-        except OSError as error:
-            self._note(f"`millrace why` cannot ask this run: {error}")
-
-    def close(self) -> None:
-        """End the watch. The workers have ended, so their files go too."""
-        self.side.close()
-        shutil.rmtree(self._run / FOLDER, ignore_errors=True)
 
     def ask(self) -> list[ProcessStatus]:
         return ask(self._run, [self.side.answer(), *self.side.more()])
@@ -86,8 +73,12 @@ async def watched(
     run: Path, config: TrainerConfig, note: Callable[[str], None]
 ) -> AsyncIterator[Watchman]:
     """Watch the body. A stall ends it with DeadlineError if trainer.on_stall=stop."""
-    watchman = Watchman(run, config, note)
-    watchman.start()
+    watchman, folder = Watchman(run, config, note), run / FOLDER
+    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was killed
+    try:
+        watchman.side.start(folder)
+    except OSError as error:
+        note(f"`millrace why` cannot ask this run: {error}")
     try:
         yield watchman
     except asyncio.CancelledError:
@@ -103,4 +94,5 @@ async def watched(
             note(f"the deadline was missed because of this stall: {watchman.last.sentence}")
         raise
     finally:
-        watchman.close()
+        watchman.side.close()
+        shutil.rmtree(folder, ignore_errors=True)  # the workers have ended

@@ -27,13 +27,12 @@ from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.validation import Result
-from millrace.rollout import replica_wait
+from millrace.replicas.pool import RolloutPool
+from millrace.replicas.roster import Change, Roster
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.lengths import DrawnLengths
-from millrace.rollout.pool import RolloutPool
 from millrace.rollout.retry import RetryingReward
-from millrace.rollout.roster import Change, Roster
 from millrace.rollout.sample import SampleRoller
 from millrace.rollout.shaping import OverlongBuffer
 from millrace.run import starts, supervised
@@ -240,7 +239,7 @@ def figures(s: Session) -> dict[str, float]:
     if s.curriculum is not None:
         copies |= s.curriculum.take_figures()
     asked = s.reward.take_figures() | s.teachers.take_figures()
-    return asked | s.engines.keeper.news.figures() | copies
+    return asked | s.engines.keeper.figures() | copies
 
 
 def make_event_recorder(s: Session, ledger: Ledger, attempt: int) -> EventRecorder:
@@ -332,7 +331,7 @@ async def train_to_end(
 
     def abandon() -> None:
         record.abandon_validation()
-        engines.train.ranks.stop(c.stop_grace_s)
+        engines.train.stop(c.stop_grace_s)
 
     stop.attach(queue, c.stop_grace_s, abandon)
     start = clock()
@@ -356,7 +355,7 @@ def saved_without_replicas(roster: Roster, stop: StopRequest) -> Iterator[None]:
 
     Every change of a replica is an event on its track.
     """
-    replica_wait.check(roster)
+    roster.check()
     stream = current().registry
 
     def changed(change: Change) -> None:
@@ -370,14 +369,14 @@ def saved_without_replicas(roster: Roster, stop: StopRequest) -> Iterator[None]:
             yield
     finally:
         roster.saves = False
-    replica_wait.check(roster)
+    roster.check()
 
 
 async def validate_now(trainer: Trainer, record: RunRecord, phase: str) -> None:
     """Validate the live weights. Send them again if the replicas that had them are lost."""
     while not await record.validate_now(trainer.queue.ledger.version, phase):
         await trainer.republish_live()
-        replica_wait.check(trainer.rollouter.pool.roster)
+        trainer.rollouter.pool.roster.check()
 
 
 async def finish_run(

@@ -23,7 +23,7 @@ import msgspec
 from millrace import codec
 from millrace.process.channel import payloads_of, write_frame
 from millrace.process.death import die_with, ignore_stop_signals, show_as
-from millrace.runtime.rpc import CANCEL, FAILED, OK, Failure, Message, Outbox, read_frame
+from millrace.process.rpc import CANCEL, FAILED, OK, Failure, Message, Outbox, read_frame
 from millrace.waits.registry import acting, began
 from millrace.waits.wait_server import NAME, WaitServer, start_in_worker
 

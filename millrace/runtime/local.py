@@ -25,12 +25,12 @@ import psutil
 from millrace.config import Sides
 from millrace.errors import bad_value
 from millrace.process.channel import payloads_of, write_frame
+from millrace.process.rpc import Limit, Peer
 from millrace.process.spawn import spawn
 from millrace.process.trees import children_of, group_of, kill_all, lives, wait_until
 from millrace.runtime.address import listening_at
 from millrace.runtime.fork_server import Fork, ForkedProcess, ForkServer
 from millrace.runtime.placement import threads
-from millrace.runtime.rpc import Limit, Peer
 from millrace.waits.answer import ProcessStatus
 from millrace.waits.wait_server import FOLDER, NAME, VARIABLE
 

@@ -22,10 +22,10 @@ from typing import Any, TypeVar, cast
 
 from millrace.config import Sides
 from millrace.errors import INSTALL, DeadlineError, MissingDependency, WorkerError, bad_value
+from millrace.process.rpc import Limit, Peer
 from millrace.process.trees import kill_process
 from millrace.runtime.address import check_reachable
 from millrace.runtime.placement import threads
-from millrace.runtime.rpc import Limit, Peer
 from millrace.waits.answer import ProcessStatus
 
 try:

@@ -33,9 +33,9 @@ from ray.util.scheduling_strategies import (
 
 from millrace.config import Sides
 from millrace.errors import DeadlineError, NoDevices, WorkerError, bad_value
+from millrace.process.rpc import Limit
 from millrace.runtime.placement import choose, refusal
 from millrace.runtime.ray_token import asks_for_token
-from millrace.runtime.rpc import Limit
 
 START_DEADLINE_S = 180.0
 PLACEMENT_DEADLINE_S = 60.0

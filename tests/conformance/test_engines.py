@@ -9,17 +9,17 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from millrace.config import Config, ModelShape
 from millrace.ports import Replica
-from millrace.rollout.pool import RolloutPool
+from millrace.process.rpc import Peer
+from millrace.replicas.pool import RolloutPool
+from millrace.replicas.replica import RemoteRolloutEngine
+from millrace.replicas.trainer_group import TrainerGroup
 from millrace.runtime.local import LocalRuntime
-from millrace.runtime.remote import RemoteTrainEngine
-from millrace.runtime.replica import RemoteRolloutEngine
-from millrace.runtime.rpc import Peer
 from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimRolloutEngine, SimTrainEngine
@@ -116,7 +116,10 @@ def test_a_train_engine_on_two_ranks_conforms(tmp_path: Path, model: str) -> Non
             groups = itertools.cycle([list(peers[:2]), list(peers[2:])])
             joined: dict[str, tuple[str, int]] = {}
 
-            async def make() -> RemoteTrainEngine:
+            def trainer(ranks: list[Peer]) -> TrainerGroup:
+                return TrainerGroup(ranks, cast("Any", None), max_restarts=0)
+
+            async def make() -> TrainerGroup:
                 ranks = next(groups)
                 name = ranks[0].name
                 if name not in joined:
@@ -128,8 +131,8 @@ def test_a_train_engine_on_two_ranks_conforms(tmp_path: Path, model: str) -> Non
                     await asyncio.gather(*first)
                     (tmp_path / name).mkdir()
                     await asyncio.gather(*(p.call("engine.begin", ("rl", 100)) for p in ranks))
-                    await RemoteTrainEngine(ranks).save(str(tmp_path / name))
-                engine = RemoteTrainEngine(ranks)
+                    await trainer(ranks).save(str(tmp_path / name))
+                engine = trainer(ranks)
                 await engine.begin("rl", 100)
                 await engine.load(str(tmp_path / name))
                 await engine.begin("rl", 100)

@@ -16,10 +16,10 @@ from millrace.config import Config, ModelShape
 from millrace.errors import MillraceError
 from millrace.models.model import write_shape
 from millrace.persist.history import audit
+from millrace.process.rpc import Limit, Peer
 from millrace.run.engines import build_engines
 from millrace.run.folder import RunDir
 from millrace.runtime.host import Host
-from millrace.runtime.rpc import Limit, Peer
 from millrace.runtime.worker import RolloutWorker, TrainWorker, make_worker
 from millrace.waits.answer import ProcessStatus
 from tests.e2e import runs

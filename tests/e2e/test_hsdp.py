@@ -19,8 +19,8 @@ from millrace.models.model import write_shape
 from millrace.persist.history import audit
 from millrace.pipeline.checkpoint import Checkpoints
 from millrace.ports import TransferReport
+from millrace.process.rpc import all_of
 from millrace.run.export import export
-from millrace.runtime.remote import all_of
 from millrace.schedule.ledger import Ledger
 from millrace.sync.buckets import ALIGN
 from millrace.train.fsdp import engine as fsdp_train
@@ -108,6 +108,6 @@ def test_copies_train_as_one_model_and_send_it_once(tmp_path: Path) -> None:
             assert (
                 sum(report.bytes for report in sent) == received[0].bytes == rows[0]["sync/bytes"]
             )
-            assert await s.engines.sync.remote.transport() == "gloo"
+            assert await s.engines.sync.transport() == "gloo"
 
     asyncio.run(main())

@@ -214,7 +214,7 @@ async def recovered_equals_uninterrupted(s: runs.Session, tmp_path: Path) -> Non
     assert trained(folder) == trained(tmp_path / "whole")
     rows = runs.rows(folder)
     assert [row["version"] for row in rows] == list(range(1, 9)), "no version is made again"
-    assert rows[-1]["trainer/lost"] == s.engines.train.ranks.restarts == 1
+    assert rows[-1]["trainer/lost"] == s.engines.train.restarts == 1
 
 
 async def kill_trainer_at_version(folder: Path, version: int, *, saved: int) -> None:

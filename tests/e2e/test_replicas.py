@@ -14,7 +14,7 @@ import pytest
 
 from millrace.config import recipe
 from millrace.persist.run_reader import RunReader
-from millrace.rollout.roster import ReplicaState
+from millrace.replicas.roster import ReplicaState
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
@@ -35,7 +35,7 @@ def replicas() -> list[psutil.Process]:
 async def hurt(s: Session, ledger: Ledger) -> None:
     """Kill one replica and stop the other one in the middle of requests. Then let the run end."""
     first, second = replicas()
-    roster, engines = s.engines.pool.roster, s.engines.keeper._engines
+    roster, engines = s.engines.pool.roster, s.engines.keeper.engines
     await until_async(lambda: ledger.version >= 1 and engines[0].requests > 0)
     first.kill()
     await until_async(lambda: roster.state(0) is ReplicaState.LOST and engines[1].requests > 0)

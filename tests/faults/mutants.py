@@ -25,12 +25,12 @@ from millrace.pipeline.record import RunRecord
 from millrace.pipeline.replay import JournalState
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.trainer import Trainer
-from millrace.rollout.pool import RolloutPool
-from millrace.rollout.roster import ReplicaState, Roster
+from millrace.process.rpc import Peer
+from millrace.replicas.pool import RolloutPool
+from millrace.replicas.roster import ReplicaState, Roster
+from millrace.replicas.trainer_group import TrainerGroup
+from millrace.replicas.weight_sync import WeightSyncDriver
 from millrace.rollout.sample import SampleRoller
-from millrace.runtime.remote import RemoteTrainEngine
-from millrace.runtime.roster_sync import RosterSync
-from millrace.runtime.rpc import Peer
 from millrace.schedule.ledger import Ledger, State
 from tests.faults.planting import patched
 from tests.faults.recoveries import RECOVERIES
@@ -145,14 +145,14 @@ def stale_replica_serving() -> Any:
     """A sync forgets the last of several replicas."""
 
     def make(activate: Any) -> Any:
-        async def mutant(self: RosterSync, replica: int, *where: int) -> float:
+        async def mutant(self: WeightSyncDriver, replica: int, *where: int) -> float:
             if where[-1] and len(self._proven) > 1 and replica == max(self._proven):
                 return 0.0
             return float(await activate(self, replica, *where))
 
         return mutant
 
-    return patched(RosterSync, "_activate", make)
+    return patched(WeightSyncDriver, "_activate", make)
 
 
 def restarted_replica_serving_at_once() -> Any:
@@ -186,7 +186,7 @@ def double_commit() -> Any:
     """A step whose answer is late is made again."""
 
     def make(step: Any) -> Any:
-        async def mutant(self: RemoteTrainEngine, batch: Any) -> Any:
+        async def mutant(self: TrainerGroup, batch: Any) -> Any:
             loop = self.peers[0]
             report = await step(self, batch)
             if loop._next_id % 7 == 0:
@@ -195,7 +195,7 @@ def double_commit() -> Any:
 
         return mutant
 
-    return patched(RemoteTrainEngine, "step", make)
+    return patched(TrainerGroup, "step", make)
 
 
 def final_validation_skipped() -> Any:

@@ -7,7 +7,8 @@ from typing import Any
 from millrace.errors import WorkerError
 from millrace.pipeline.replay import Replay
 from millrace.ports import StepReport
-from millrace.runtime.trainer_group import TrainerGroup
+from millrace.process.rpc import all_of
+from millrace.replicas.trainer_group import TrainerGroup
 from tests.faults.planting import patched
 
 
@@ -67,18 +68,18 @@ def late_answer_of_a_lost_rank() -> Any:
     """The ranks of a recovery go on with the samples that a lost rank may not have trained."""
 
     def make(again: Any) -> Any:
-        async def mutant(self: TrainerGroup, call: Any) -> Any:
+        async def mutant(self: TrainerGroup, *call: Any) -> Any:
             incarnation = self.incarnation
             try:
-                return await call()
+                return await all_of(self.peers, f"engine.{call[0]}", *call[1:])
             except WorkerError:
                 if self.able and await self.gone(incarnation):
                     return [StepReport(1)]
-                return await again(self, call)
+                return await again(self, *call)
 
         return mutant
 
-    return patched(TrainerGroup, "call_with_recovery", make)
+    return patched(TrainerGroup, "_all", make)
 
 
 def hung_sender_is_kept() -> Any:

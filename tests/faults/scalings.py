@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from millrace.rollout.roster import Roster
-from millrace.run.scaling import Scaler
-from millrace.run.supervisor import ReplicaSupervisor
-from millrace.runtime.recovering import RecoveringTrainEngine
+from millrace.replicas.roster import Roster
+from millrace.replicas.scaling import Scaler
+from millrace.replicas.supervisor import ReplicaSupervisor
+from millrace.replicas.trainer_group import TrainerGroup
 from tests.faults.planting import patched
 
 
@@ -33,7 +33,7 @@ def leaver_ended_too_early() -> Any:
 
     def make(leave: Any) -> Any:
         async def mutant(self: ReplicaSupervisor, replica: int) -> None:
-            engine = self._engines[replica]
+            engine = self.engines[replica]
             await self.starter.end(engine.peer)
             self.roster.lose(replica, self.roster.incarnation(replica), "it left")
             await leave(self, replica)
@@ -71,17 +71,17 @@ def rank_that_pauses_is_lost() -> Any:
     """A rank that stands still for a while is lost at once."""
 
     def make(all_: Any) -> Any:
-        async def mutant(self: RecoveringTrainEngine, *args: Any) -> Any:
+        async def mutant(self: TrainerGroup, *args: Any) -> Any:
             try:
                 async with asyncio.timeout(4.0):
                     return await all_(self, *args)
             except TimeoutError:
-                self.ranks.peers[0].mark_dead("too slow")
+                self.peers[0].mark_dead("too slow")
                 return await all_(self, *args)
 
         return mutant
 
-    return patched(RecoveringTrainEngine, "_all", make)
+    return patched(TrainerGroup, "_all", make)
 
 
 SCALINGS: dict[str, Callable[[], Any]] = {

@@ -15,9 +15,9 @@ from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
 from millrace.ports import Agent, Teacher
+from millrace.replicas.pool import RolloutPool
 from millrace.rollout.dynamic_sampling import DynamicSampling
 from millrace.rollout.episode import SingleTurn
-from millrace.rollout.pool import RolloutPool
 from millrace.rollout.retry import RetryingReward
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, State, Totals

@@ -13,9 +13,9 @@ import pytest
 from millrace.errors import ConfigError, RewardError
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.sample_queue import SampleQueue
+from millrace.replicas.pool import RolloutPool
 from millrace.rollout.dynamic_sampling import DynamicSampling, DynamicSamplingError
 from millrace.rollout.episode import SingleTurn
-from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger, State
 from millrace.schedule.modes import MODES

@@ -19,9 +19,9 @@ from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
+from millrace.replicas.pool import RolloutPool
+from millrace.replicas.roster import Roster
 from millrace.rollout.episode import SingleTurn
-from millrace.rollout.pool import RolloutPool
-from millrace.rollout.roster import Roster
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.schedule import Schedule

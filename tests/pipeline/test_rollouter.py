@@ -22,9 +22,9 @@ from millrace.pipeline.run import run_pipeline
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
+from millrace.replicas.pool import RolloutPool
+from millrace.replicas.roster import Roster
 from millrace.rollout.episode import SingleTurn
-from millrace.rollout.pool import RolloutPool
-from millrace.rollout.roster import Roster
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.modes import MODES
@@ -133,7 +133,7 @@ def test_siblings_settle_before_their_sample_is_dropped(failing: int) -> None:
     assert (
         run.rollout._in_use == 0 and run.rollouter.requests == 0 and run.rollouter.unfinished == 0
     )
-    assert not run.rollouter.pool._homes and run.rollouter.pool._loads == [0]
+    assert not run.rollouter.pool._homes and not any(run.rollouter.pool._loads.values())
 
 
 def leaf(error: BaseException) -> BaseException:

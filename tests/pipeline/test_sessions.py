@@ -11,7 +11,7 @@ from millrace.observe.metrics import RunMetrics, Sessions
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.ports import PolicySession
-from millrace.rollout.pool import RolloutPool
+from millrace.replicas.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger
 from millrace.simulate import clock

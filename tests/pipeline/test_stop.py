@@ -23,8 +23,8 @@ from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
 from millrace.pipeline.validation import Validator
+from millrace.replicas.pool import RolloutPool
 from millrace.rollout.episode import SingleTurn
-from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.run.stop import StopRequest
 from millrace.run.train import finish_run

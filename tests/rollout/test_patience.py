@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from millrace.errors import DeadlineError
-from millrace.rollout.replica_wait import wait_for_replicas
-from millrace.rollout.roster import Roster
-from millrace.runtime.rpc import Peer
-from millrace.runtime.trainer_group import TrainerGroup
+from millrace.process.rpc import Peer
+from millrace.replicas.roster import Roster
+from millrace.replicas.trainer_group import TrainerGroup
 from millrace.simulate.clock import VirtualLoop
 
 DEADLINE_S = 60.0
@@ -26,8 +25,8 @@ def virtually(work: Callable[[], Coroutine[Any, Any, float]]) -> float:
 async def waits(roster: Roster) -> float:
     """Return the time at which a wait for a replica that never serves ends."""
     with pytest.raises(DeadlineError, match="a request waited 60 s for a replica"):
-        await wait_for_replicas(roster, "a request", lambda: bool(roster.live), DEADLINE_S)
-    assert not roster._waits and not roster._listeners
+        await roster.wait("a request", lambda: bool(roster.live), DEADLINE_S)
+    assert not roster._waits and not roster._renewed and not roster._listeners
     roster.extend_waits()  # Nobody waits any more.
     return asyncio.get_running_loop().time()
 
@@ -50,8 +49,7 @@ def test_a_wait_counts_from_the_last_change_or_call() -> None:
 
     async def main() -> float:
         roster, peer = lost(), Peer("trainer-0", lambda frame: None, deadline_s=1.0)
-        ranks = TrainerGroup([peer], None, max_restarts=3)  # type: ignore[arg-type]
-        ranks.moved = roster.extend_waits
+        TrainerGroup([peer], None, max_restarts=3, moved=roster.extend_waits)  # type: ignore[arg-type]
         wait = asyncio.create_task(waits(roster))
         await asyncio.sleep(50.0)
         roster.start_failed(0, "why")

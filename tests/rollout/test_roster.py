@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from millrace.rollout.roster import PRESENT, Change, ReplicaState, Roster
+from millrace.replicas.roster import PRESENT, Change, ReplicaState, Roster
 
 LIVE, LOST, STALE, RETIRED = (
     ReplicaState.LIVE,

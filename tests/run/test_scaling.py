@@ -15,10 +15,10 @@ import pytest
 from millrace.cli import scale as command
 from millrace.errors import ConfigError, MillraceError, NoDevices
 from millrace.process.files import replace_file
-from millrace.rollout.roster import ReplicaState, Roster
-from millrace.run import scaling
-from millrace.run.scaling import ANSWER, REQUEST, Reply, Request, Scaler
-from millrace.runtime.rpc import Limit
+from millrace.process.rpc import Limit
+from millrace.replicas import scaling
+from millrace.replicas.roster import ReplicaState, Roster
+from millrace.replicas.scaling import ANSWER, REQUEST, Reply, Request, Scaler
 from millrace.simulate.clock import VirtualLoop
 from millrace.waits.wait_server import FOLDER
 
@@ -32,8 +32,8 @@ class Machine:
         self.started: list[float] = []
         self.tasks: set[asyncio.Task[None]] = set()
         self.notes: list[str] = []
-        self.scaler = Scaler(cast("Any", self), [], lambda engine: None, most=replicas, fixed=fixed)
-        self.scaler.note = self.notes.append
+        how = {"most": replicas, "fixed": fixed, "note": self.notes.append}
+        self.scaler = Scaler(cast("Any", self), **cast("Any", how))
 
     async def limit(self) -> Limit:
         return Limit(self.room, f"room for {self.room}", "a node, or ")
@@ -41,7 +41,7 @@ class Machine:
     def begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self.tasks.add(asyncio.create_task(work, name=name))
 
-    async def join(self, replica: int, take: object) -> None:
+    async def join(self, replica: int) -> None:
         self.started.append(asyncio.get_running_loop().time())
         await asyncio.sleep(self.start_s)
         if self.fails:

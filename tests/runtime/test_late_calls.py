@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 
+from millrace.process.rpc import Peer
 from millrace.runtime.host import Host
-from millrace.runtime.rpc import Peer
 from tests.waiting import HANG_S
 
 

@@ -17,10 +17,9 @@ import psutil
 import pytest
 
 from millrace.errors import WorkerError
+from millrace.process.rpc import Peer, all_of
 from millrace.runtime import local
 from millrace.runtime.local import LocalRuntime
-from millrace.runtime.remote import all_of
-from millrace.runtime.rpc import Peer
 from tests.waiting import HANG_S
 from tests.workers import without_engine, workers_of
 

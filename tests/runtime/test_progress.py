@@ -14,9 +14,9 @@ import pytest
 
 from millrace.errors import ReplicaLost
 from millrace.ports import RolloutStats
+from millrace.process.rpc import Peer
+from millrace.replicas.replica import RemoteRolloutEngine
 from millrace.runtime.host import Host
-from millrace.runtime.replica import RemoteRolloutEngine
-from millrace.runtime.rpc import Peer
 from millrace.simulate import clock
 from millrace.types import SamplingParams, Segment, Tokens, tokens_of
 

@@ -5,22 +5,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from millrace import codec
 from millrace.errors import NotFinite, WorkerError
 from millrace.ports import TrainBatch
-from millrace.runtime.recovering import RecoveringTrainEngine
-from millrace.runtime.rpc import Peer
-from millrace.runtime.trainer_group import TrainerGroup
+from millrace.process.rpc import Peer
+from millrace.replicas.trainer_group import TrainerGroup
 from millrace.simulate.clock import VirtualLoop
 from millrace.types import Prompt, Sample, tokens_of
 
 
-def peer(name: str = "trainer-0") -> Peer:
-    return Peer(name, lambda frame: None, deadline_s=60.0)
+class Rank(Peer):
+    """A rank whose calls raise `error`, or succeed. It is dead before if it `dies`."""
+
+    def __init__(self, error: Exception | None = None, *, dies: str = "") -> None:
+        super().__init__("trainer-0", lambda frame: None, deadline_s=60.0)
+        self.error, self.dies, self.calls = error, dies, list[str]()
+
+    async def call(self, method: str, *args: Any, **options: Any) -> Any:
+        self.calls.append(method)
+        if self.dies:
+            self.mark_dead(self.dies)
+        if self.error is not None:
+            raise self.error
 
 
 class Machine:
@@ -33,7 +43,7 @@ class Machine:
 
     async def start_ranks(self, started: Callable[[Peer], None]) -> list[Peer]:
         self.starts.append(asyncio.get_running_loop().time())
-        made = peer()
+        made = Rank()
         started(made)
         if len(self.starts) <= self.fails:
             raise WorkerError("the GPU is gone")
@@ -57,8 +67,8 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
         runner.run(work())  # type: ignore[arg-type]
 
 
-def ranks_of(machine: Machine, most: int = 3) -> TrainerGroup:
-    ranks = TrainerGroup([peer()], machine, max_restarts=most)
+def ranks_of(machine: Machine, rank: Rank | None = None, most: int = 3) -> TrainerGroup:
+    ranks = TrainerGroup([rank or Rank()], cast("Any", machine), max_restarts=most)
     ranks.follow(lambda work, name: asyncio.create_task(work, name=name))
     return ranks
 
@@ -66,20 +76,13 @@ def ranks_of(machine: Machine, most: int = 3) -> TrainerGroup:
 def test_a_broken_call_is_made_again_by_the_next_incarnation() -> None:
     async def main() -> None:
         machine = Machine(fails=2)
-        ranks = ranks_of(machine)
-        old, calls = ranks.peers[0], list[Peer]()
-
-        async def call() -> str:
-            calls.append(ranks.peers[0])
-            if len(calls) == 1:
-                old.mark_dead("worker trainer-0 was killed by SIGKILL")
-                raise WorkerError("connection closed by peer")
-            return "done"
-
+        old = Rank(WorkerError("connection closed by peer"), dies="killed by SIGKILL")
+        ranks = ranks_of(machine, old)
         with ranks.recalled(Nothing()):
-            assert await ranks.call_with_recovery(call) == "done"
+            await ranks.begin("rl", 1)
         assert machine.starts == [1.0, 3.0, 7.0], "pauses of 1, 2 and 4 s"
-        assert calls[1] is not old and calls[1].death is None
+        new = cast("Rank", ranks.peers[0])
+        assert new is not old and new.death is None and old.calls == new.calls == ["engine.begin"]
         assert machine.ended[0] is old and len(machine.ended) == 3
         assert (ranks.incarnation, ranks.losses, ranks.restarts) == (1, 1, 1)
 
@@ -107,7 +110,7 @@ def test_a_checkpoint_gives_all_tries_back() -> None:
             for _ in range(3):
                 ranks.lose("gone")
                 await ranks.ready()
-                ranks.saved()
+                await ranks.save("folder")
             assert ranks.restarts == 3
             ranks.lose("gone")
             await ranks.ready()
@@ -122,13 +125,9 @@ def test_a_checkpoint_gives_all_tries_back() -> None:
 def test_an_error_of_the_engine_itself_is_no_loss(error: Exception) -> None:
     async def main() -> None:
         machine = Machine(fails=0)
-        ranks = ranks_of(machine)
-
-        async def call() -> None:
-            raise error
-
+        ranks = ranks_of(machine, Rank(error))
         with ranks.recalled(Nothing()), pytest.raises(type(error)) as caught:
-            await ranks.call_with_recovery(call)
+            await ranks.begin("rl", 1)
         assert caught.value is error and not machine.starts
 
     run(main)
@@ -137,19 +136,13 @@ def test_an_error_of_the_engine_itself_is_no_loss(error: Exception) -> None:
 def test_on_shared_devices_new_ranks_start_when_the_trainer_has_its_turn() -> None:
     async def main() -> None:
         machine = Machine(fails=0)
-        ranks = ranks_of(machine)
-
-        async def sleep() -> None:
-            ranks.lose("gone")
-            raise WorkerError("gone")
-
+        ranks = ranks_of(machine, Rank(WorkerError("gone"), dies="gone"))
         with ranks.recalled(Nothing()):
-            await ranks.give_room(sleep)
+            await ranks.sleep()
             assert machine.ended and not machine.starts, "the devices are free at once"
             await asyncio.sleep(100.0)
             assert not machine.starts
-            ranks.take_room()
-            await ranks.ready()
+            await ranks.wake()
         assert machine.starts == [100.0]
 
     run(main)
@@ -157,10 +150,10 @@ def test_on_shared_devices_new_ranks_start_when_the_trainer_has_its_turn() -> No
 
 def test_without_a_recovery_a_loss_is_the_error() -> None:
     async def main() -> None:
-        ranks = ranks_of(Machine(fails=0), most=0)
+        ranks = ranks_of(Machine(fails=0), Rank(WorkerError("gone")), most=0)
         ranks.lose("gone")
         with ranks.recalled(Nothing()), pytest.raises(WorkerError, match="gone"):
-            await ranks.call_with_recovery(lambda: ranks.peers[0].call("engine.step"))
+            await ranks.begin("rl", 1)
 
     run(main)
 
@@ -198,26 +191,20 @@ def test_the_grace_of_a_stop_ends_with_its_run() -> None:
     run(main)
 
 
-class Diverged(Machine):
-    """A rank whose steps are not finite."""
-
-    name, death = "trainer-0", None
-
-    async def call(self, *call: Any) -> None:
-        raise NotFinite("trainer-0: 3 optimizer steps in a row")
-
-
 def test_a_batch_that_ends_the_run_can_be_read_again(tmp_path: Path) -> None:
     samples = (Sample(Prompt(5, tokens_of([1, 2]), "x", "sim"), (), 3),)
     batch = TrainBatch(samples, 3)
-    rank: Any = Diverged(fails=0)
-    engine = RecoveringTrainEngine(TrainerGroup([rank], rank, max_restarts=3))
-    engine.folder = tmp_path
+    error = NotFinite("trainer-0: 3 optimizer steps in a row")
+
+    def train(folder: Path) -> None:
+        machine = cast("Any", Machine(fails=0))
+        engine = TrainerGroup([Rank(error)], machine, max_restarts=3, folder=folder)
+        asyncio.run(engine.step(batch))
+
     with pytest.raises(
         NotFinite, match=r"in a row\. The last batch is in .*nonfinite-000003\.json"
     ):
-        asyncio.run(engine.step(batch))
+        train(tmp_path)
     assert codec.from_json((tmp_path / "nonfinite-000003.json").read_bytes(), TrainBatch) == batch
-    engine.folder = tmp_path / "missing"
     with pytest.raises(NotFinite, match="could not be saved"):
-        asyncio.run(engine.step(batch))
+        train(tmp_path / "missing")

@@ -16,8 +16,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from millrace.config import recipe
 from millrace.errors import DeadlineError, MillraceError
 from millrace.persist.history import audit
-from millrace.rollout.roster import ReplicaState
-from millrace.run import scaling
+from millrace.replicas import scaling
+from millrace.replicas.roster import ReplicaState
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
 from millrace.run.stop import StopRequest

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from millrace.errors import BrokenTransfer, ConfigError, SyncError, WorkerError
 from millrace.ports import TransferReport
-from millrace.runtime.remote import first_error
-from millrace.runtime.weight_sync import RemoteWeightSync
+from millrace.process.rpc import first_error
+from millrace.replicas.roster import Roster
+from millrace.replicas.trainer_group import TrainerGroup
+from millrace.replicas.weight_sync import WeightSyncDriver
 from tests.waiting import HANG_S
 
 NEVER = object()
@@ -23,7 +26,11 @@ class Answers:
     deadline_s = HANG_S
 
     def __init__(self, name: str, death: str = "", **answers: Any) -> None:
-        self.name, self.death, self.answers = name, death, answers | {"regroup": None}
+        self.name, self.death, self.answers = (
+            name,
+            death,
+            {"regroup": None, "resend": None} | answers,
+        )
         self.asked: list[Any] = []
 
     async def call(self, method: str, args: tuple[object, ...] = (), result: object = None) -> Any:
@@ -39,9 +46,17 @@ class Answers:
 BROKEN = BrokenTransfer("rollout-0: a weight transfer broke off")
 
 
-async def sync_of(trainer: Answers, *replicas: Answers) -> RemoteWeightSync:
-    sync = RemoteWeightSync([trainer])  # type: ignore[list-item]
-    await sync.regroup(dict(enumerate(replicas)))  # type: ignore[arg-type]
+class Meetings:
+    """A launcher that starts nothing."""
+
+    async def meet(self, replica: int, peer: Answers) -> None: ...
+
+
+async def sync_of(trainer: Answers, *replicas: Answers) -> WeightSyncDriver:
+    ranks = TrainerGroup(cast("Any", [trainer]), cast("Any", Meetings()), max_restarts=0)
+    engines = cast("Any", [SimpleNamespace(peer=peer) for peer in replicas])
+    sync = WeightSyncDriver(ranks, engines, Roster(len(replicas)), deadline_s=HANG_S)
+    await sync.connect()
     for peer in (trainer, *replicas):
         assert peer.asked.pop().endswith(".regroup")
     return sync

@@ -11,10 +11,10 @@ import pytest
 
 from millrace.errors import BrokenTransfer, MillraceError, NoAnswer, ReplicaLost, WorkerError
 from millrace.ports import TransferReport
-from millrace.rollout.roster import Roster
-from millrace.runtime.roster_sync import RosterSync
-from millrace.runtime.rpc import Peer
-from millrace.runtime.trainer_group import TrainerGroup
+from millrace.process.rpc import Peer
+from millrace.replicas.roster import Roster
+from millrace.replicas.trainer_group import TrainerGroup
+from millrace.replicas.weight_sync import WeightSyncDriver
 from millrace.simulate.clock import VirtualLoop
 
 RESULTS = {"receiver.transfer": TransferReport(8, 0.1), "sender.transfer": TransferReport(8, 0.1)}
@@ -70,11 +70,11 @@ class World:
         self, rank: Worker, *replicas: Worker, most: int = 3, deadline_s: float = 600.0
     ) -> None:
         self.machine, self.roster, self.notes = Machine(), Roster(len(replicas)), list[str]()
-        self.ranks = TrainerGroup([rank], self.machine, max_restarts=most)
-        self.ranks.note = self.notes.append
+        machine, note = cast("Any", self.machine), self.notes.append
+        self.ranks = TrainerGroup([rank], machine, max_restarts=most, note=note)
         self.ranks.follow(lambda work, name: asyncio.create_task(work, name=name))
         engines = [cast("Any", SimpleNamespace(peer=peer)) for peer in replicas]
-        self.sync = RosterSync(self.ranks, engines, self.roster, deadline_s=deadline_s)
+        self.sync = WeightSyncDriver(self.ranks, engines, self.roster, deadline_s=deadline_s)
 
     def transfer(self, *, after_s: float = 0.0, kept: bool = False) -> float:
         """Send a version, which may be kept before. Return when it has arrived."""

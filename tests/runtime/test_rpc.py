@@ -18,8 +18,8 @@ import pytest
 from millrace.errors import DeadlineError, RewardError, SyncError, WorkerError
 from millrace.ports import RolloutStats, StepReport, TrainBatch
 from millrace.process.channel import framed, payloads_of, write_frame
+from millrace.process.rpc import Peer, read_frame
 from millrace.runtime.host import Host
-from millrace.runtime.rpc import Peer, read_frame
 from millrace.types import (
     Author,
     Prompt,

@@ -25,8 +25,8 @@ from millrace.pipeline.sample_queue import SampleQueue
 from millrace.pipeline.trainer import Trainer
 from millrace.pipeline.turns import turns_of
 from millrace.ports import TransferReport
+from millrace.replicas.pool import RolloutPool
 from millrace.rollout.episode import SingleTurn
-from millrace.rollout.pool import RolloutPool
 from millrace.rollout.sample import SampleRoller
 from millrace.run.engines import sync_options
 from millrace.schedule.ledger import Ledger

@@ -35,9 +35,9 @@ async def bench_sync(s: Session, repeats: int) -> dict[str, Any]:
     """Time `repeats` syncs of idle engines, `repeats` syncs of busy engines, and the bare link."""
     await s.engines.train.begin("rl", 1)
     await s.engines.publish(0)
-    link = [await s.engines.sync.remote.link() for _ in range(3)]
+    link = [await s.engines.sync.link() for _ in range(3)]
     ceiling = max(report.bytes / report.seconds for report in link)
-    transport = await s.engines.sync.remote.transport()
+    transport = await s.engines.sync.transport()
     s.progress.phase("syncing an idle engine")
     idle = [await _sync(s, 1 + k, "idle") for k in range(repeats)]
     s.progress.phase("syncing a busy engine")

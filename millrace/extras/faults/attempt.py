@@ -29,16 +29,15 @@ from millrace.persist.history import History, audit
 from millrace.pipeline.checkpoint import Checkpoints, read_ledger
 from millrace.pipeline.journal_file import Batch
 from millrace.pipeline.record import RunRecord
-from millrace.rollout.roster import Change, ReplicaState
+from millrace.process.rpc import Limit, Peer
+from millrace.replicas.roster import Change, ReplicaState
 from millrace.run.engines import Engines, engines_of
 from millrace.run.evaluate import make_validator
 from millrace.run.folder import RunDir
-from millrace.run.scaling import Scaler
 from millrace.run.session import Session
 from millrace.run.start import start_state
 from millrace.run.stop import StopRequest
 from millrace.run.train import train_to_end
-from millrace.runtime.rpc import Limit, Peer
 from millrace.schedule.ledger import Ledger
 from millrace.types import Completion, Prompt, Score
 from millrace.waits.answer import ProcessStatus, Pulse, answer_of
@@ -163,6 +162,7 @@ class Attempt:
             self._moments.setdefault(on, []).append(fault)
         self._timers: list[asyncio.TimerHandle] = []
         self._engines: Engines | None = None
+        """The engines while they are supervised."""
         self._gone: dict[str, float] = {}
         """When the node of each replica is back."""
 
@@ -193,10 +193,15 @@ class Attempt:
             snapshot = read_ledger(checkpoint) if checkpoint else None
             lineage = self._trainers()[0].lineage
             self._check(world.checks.begin, ledger, snapshot, lineage)
-            roster = session.engines.pool.roster
-            with roster.subscribe(self._replica):
-                async with session.engines.keeper:
-                    return await self._train(session, ledger)
+            engines = session.engines
+            with engines.pool.roster.subscribe(self._replica):
+                async with engines.keeper.supervise():
+                    engines.keeper.begin(engines.scaler.follow(), "scaling")
+                    self._engines = engines
+                    try:
+                        return await self._train(session, ledger)
+                    finally:
+                        self._engines = None
         finally:
             for worker in [*self.workers.values(), *self._old]:
                 await worker.close()
@@ -240,11 +245,11 @@ class Attempt:
             raise Violation(f"I1: the history says {found}")
         silent = [f for f in self.fired if f.seconds and f.target.startswith("trainer")]
         faults = sum(f.takes_ranks for f in self.fired) + len(silent) // 2  # Two add up.
-        if (losses := s.engines.train.ranks.losses) > faults:
+        if (losses := s.engines.train.losses) > faults:
             raise Violation(f"I6: the trainer was lost {losses} times by {faults} faults")
         self.world.checks.saved()
         if complete:
-            lineage = self._engine_of(s.engines.train.ranks.peers[0]).lineage
+            lineage = self._engine_of(s.engines.train.peers[0]).lineage
             self.world.checks.complete(lineage, drops=self.world.drops)
             if record.last is None or record.last.version != ledger.version:
                 raise Violation("I5: the final weights were not validated")
@@ -255,13 +260,11 @@ class Attempt:
         trainers = [peer for name, peer in peers.items() if name.startswith("trainer")]
         rollouts = [peer for name, peer in peers.items() if name.startswith("rollout")]
         config = scenario.config
-        engines = engines_of(config.sides, trainers, rollouts, restarts=True, starter=self)
+        engines = engines_of(
+            config.sides, trainers, rollouts, restarts=True, starter=self, note=self.world.tell
+        )
         await engines.sync.connect()
-        self._engines = engines
-        engines.keeper.scaling = (engines.scaler.follow,)
-        ranks = engines.train.ranks
-        ranks.note = self.world.tell
-        self.recovers = lambda: bool(ranks.able and config.trainer.save_freq)
+        self.recovers = lambda: bool(engines.train.able and config.trainer.save_freq)
         progress = Progress(NoView(), "simulated", scenario.mode, lambda: 0.0)
         problems, reward = cast("Any", Problems()), cast("Any", self.reward)
         return Session(config, run, problems, engines, reward, progress)
@@ -269,14 +272,16 @@ class Attempt:
     def scale(self, more: int) -> None:
         """Ask for more or fewer replicas, as `millrace scale` does."""
 
-        async def ask(scaler: Scaler) -> None:
+        if (engines := self._engines) is None:
+            return
+
+        async def ask() -> None:
             try:
-                await scaler.scale(len(scaler.members) + more)
+                await engines.scaler.scale(len(engines.pool.roster.members) + more)
             except MillraceError as error:
                 self.world.tell(f"no other number of replicas: {error}")
 
-        if self._engines is not None and self._engines.keeper.running:
-            self._engines.keeper.begin(ask(self._engines.scaler), "scaling")
+        engines.keeper.begin(ask(), "scaling")
 
     def node_leaves(self, name: str, seconds: float) -> None:
         """Kill a replica. Its node comes back after `seconds`, and the replica soon after that."""
@@ -289,7 +294,7 @@ class Attempt:
     def _back(self, replica: int) -> None:
         """Check that a replica whose node is back is in the run."""
         engines, scaled = self._engines, any("scale" in fault.kind for fault in self.fired)
-        if engines is None or not engines.keeper.running or scaled:
+        if engines is None or scaled:
             return
         out = engines.pool.roster.state(replica) is ReplicaState.LEFT
         if out and not self.view.dead:

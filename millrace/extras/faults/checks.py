@@ -24,9 +24,9 @@ from typing import Any, ClassVar
 from millrace.data.curriculum import Outcomes
 from millrace.extras.faults.engines import Lineage, checksum
 from millrace.pipeline.journal_file import Batch
+from millrace.replicas.roster import Change, ReplicaState
 from millrace.rollout.dynamic_sampling import EQUAL_OUTCOMES
 from millrace.rollout.episode import request_seed
-from millrace.rollout.roster import Change, ReplicaState
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, State
 from millrace.schedule.schedule import OnSync, Schedule
 from millrace.simulate.engines import target_length

@@ -11,8 +11,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from millrace.process.rpc import Peer, read_frame
 from millrace.runtime.host import Host
-from millrace.runtime.rpc import Peer, read_frame
 from millrace.waits.answer import Process, ProcessStatus, Pulse, answer_of
 from millrace.waits.registry import Registry, within
 

@@ -12,18 +12,14 @@ import asyncio
 import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from millrace.errors import DeadlineError, MillraceError
 from millrace.process.files import replace_file
-from millrace.rollout.replica_wait import wait_for_replicas
-from millrace.rollout.roster import ReplicaState
-from millrace.run.supervisor import ReplicaSupervisor
-from millrace.runtime.replica import RemoteRolloutEngine
-from millrace.runtime.rpc import Peer
+from millrace.replicas.roster import ReplicaState
+from millrace.replicas.supervisor import ReplicaSupervisor
 
 REQUEST, ANSWER = ".scale", ".scaled"
 """The ends of the files' names. They begin with the id of the request."""
@@ -82,23 +78,19 @@ class Scaler:
     def __init__(
         self,
         keeper: ReplicaSupervisor,
-        engines: list[RemoteRolloutEngine],
-        add: Callable[[RemoteRolloutEngine], None],
         *,
         most: int,
         fixed: str,
+        note: Callable[[str], None],
     ) -> None:
-        """`engines` and `add` get the engine of each replica that joins.
+        """Replicas join by themselves while there are fewer than `most` and free devices for them.
 
-        Replicas join by themselves while there are fewer than `most` and free devices for them.
         With a reason in `fixed`, none joins or leaves.
         """
-        self.note: Callable[[str], None] = lambda text: None
-        self._keeper, self._roster, self._engines = keeper, keeper.roster, engines
+        self.note, self._keeper, self._roster = note, keeper, keeper.roster
         self._most, self._fixed, self._turn = most, fixed, asyncio.Lock()
         self._newest = 0
         """The number of the newest request."""
-        self._add = add
 
     async def serve(self, folder: Path) -> None:
         """Answer the requests in a folder. Each has a task of its own."""
@@ -128,7 +120,10 @@ class Scaler:
     async def _fill(self) -> None:
         """Let as many replicas join as there are devices for, up to the most."""
         async with self._turn:
-            members, given_up = len(self.members), len(self._roster.ids(ReplicaState.RETIRED))
+            members, given_up = (
+                len(self._roster.members),
+                len(self._roster.ids(ReplicaState.RETIRED)),
+            )
             if members + given_up >= self._most:
                 return
             room = (await self._keeper.starter.limit()).most
@@ -139,14 +134,14 @@ class Scaler:
 
     async def _answer(self, file: Path, request: Request) -> None:
         clock = asyncio.get_running_loop().time
-        start, before, error = clock(), len(self.members), ""
+        start, before, error = clock(), len(self._roster.members), ""
         try:
             await self.scale(request.rollout)
             await self._serving(request.wait_s)
         except (MillraceError, OSError) as failure:
             error = str(failure)
             self.note(f"`millrace scale` failed: {error}")
-        seconds, after = clock() - start, len(self.members)
+        seconds, after = clock() - start, len(self._roster.members)
         if after != before:
             self.note(f"scaled from {before} to {after} replicas after {seconds:.1f} s")
         serving = len(self._roster.live) == after
@@ -162,15 +157,9 @@ class Scaler:
         The command itself gives up some time after that.
         """
         with suppress(TimeoutError, DeadlineError):
-            stale = self._roster.ids
-            ready = lambda: not stale(ReplicaState.STALE)  # noqa: E731
+            ready = lambda: not self._roster.ids(ReplicaState.STALE)  # noqa: E731
             async with asyncio.timeout(wait_s):
-                await wait_for_replicas(self._roster, "scale", ready, wait_s, whom="sync|trainer")
-
-    @property
-    def members(self) -> list[int]:
-        """The replicas that serve, start or start again."""
-        return self._roster.members
+                await self._roster.wait("scale", ready, wait_s, "sync|trainer")
 
     async def scale(self, count: int) -> None:
         """Let replicas join or leave until there are `count`. The highest numbers leave first.
@@ -183,22 +172,22 @@ class Scaler:
         async with self._turn:
             await self._check(count)
             await self._grow(count, number, [ReplicaState.LEFT, ReplicaState.RETIRED])
-            for replica in reversed(self.members[count:]):
+            for replica in reversed(self._roster.members[count:]):
                 await self._keeper.leave(replica)
             self._most = count
 
     async def _grow(self, count: int, number: int, again: Sequence[ReplicaState]) -> None:
         """Let replicas join until there are `count`, those in the states `again` first."""
-        while len(self.members) < count:
+        while len(self._roster.members) < count:
             if number != self._newest:
                 raise MillraceError("a newer `millrace scale` asks for another number")
             replica = min(self._roster.ids(*again), default=len(self._roster))
             if replica in self._roster.ids(ReplicaState.RETIRED):
                 await self._keeper.leave(replica)
-            await self._keeper.join(replica, partial(self._take, replica))
+            await self._keeper.join(replica)
 
     async def _check(self, count: int) -> None:
-        members = self.members
+        members = self._roster.members
         if count < 1:
             raise MillraceError(f"rollout={count}: a run needs a replica. Fix: rollout=1")
         if self._fixed:
@@ -211,11 +200,3 @@ class Scaler:
         elif count < len(members) and not {*members[:count]} & {*self._roster.live}:
             fix = "wait for a weight sync, and try again"
             raise MillraceError(f"rollout={count}: none of the replicas left serves. Fix: {fix}")
-
-    def _take(self, replica: int, peer: Peer) -> None:
-        if replica < len(self._engines):
-            self._engines[replica].renew(peer)
-            return
-        engine = RemoteRolloutEngine(peer, stall_s=self._engines[0].stall_s)
-        self._engines.append(engine)
-        self._add(engine)

@@ -8,19 +8,31 @@ are the types of types.py and ports.py as msgpack. Nothing is pickled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from millrace import codec, errors
-from millrace.errors import DeadlineError, MillraceError, NoAnswer, WorkerError
+from millrace.errors import DeadlineError, MillraceError, NoAnswer, SyncError, WorkerError
 from millrace.waits.answer import ProcessStatus
 from millrace.waits.registry import waiting
 
 CALL, CANCEL = 0, 1
 OK, FAILED = 0, 1
+
+_DEATH_REPORT_S = 10.0
+"""How long to wait, after a failed call, for a worker to be reported dead.
+
+A killed process first frees its memory, and only then is its death reported.
+"""
+_SHARE = 1 / 20
+"""The largest share of a call's deadline that this wait may take.
+
+A sync that breaks off waits twice. It may break off three times in a third of the deadline.
+"""
+_POLL_S = 0.01
 
 
 class Message(msgspec.Struct, array_like=True):
@@ -82,7 +94,7 @@ class Peer:
         self.name = name
         self.death: str | None = None
         """The reason why the worker is dead, or None while it lives."""
-        self.on_death: Callable[[str], None] = lambda reason: None
+        self.on_death: Callable[[str], object] = lambda reason: None
         """Called once, with the reason."""
         self.on_call: Callable[[], None] = lambda: None
         """Called when a call begins."""
@@ -208,6 +220,47 @@ class Peer:
                 error.worker = self.name
                 pending.future.set_exception(error)
         self._watch = loop.call_later(1.0, self._expire) if self._pending else None
+
+
+async def all_of(
+    peers: Sequence[Peer], method: str, args: tuple[object, ...] = (), result: object = None
+) -> list[Any]:
+    """Call a method on all peers at once. The first failure ends the call."""
+    peers = [*peers]  # the caller's list may get others meanwhile
+    return await first_error(peers, [p.call(method, args, result) for p in peers])
+
+
+async def first_error(
+    peers: Sequence[Peer], calls: Sequence[Coroutine[Any, Any, Any]]
+) -> list[Any]:
+    """Return the results of calls on `peers`. The first failure ends all calls.
+
+    A dead worker breaks the collectives of other workers, which then fail too. In that case the
+    dead worker is the error shown.
+    """
+    tasks: list[asyncio.Task[Any]] = []
+    try:
+        if len(calls) == 1:  # Without a task, the call is sent a turn of the loop earlier.
+            return [await calls[0]]
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        return await asyncio.gather(*tasks)
+    except Exception as error:
+        if isinstance(error, WorkerError | SyncError):
+            await wait_for_death(peers)
+        if deaths := [p.death for p in peers if p.death]:
+            raise WorkerError(deaths[0]) from None
+        raise
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def wait_for_death(peers: Sequence[Peer]) -> None:
+    """Wait until one of the peers is reported dead, at most _DEATH_REPORT_S seconds."""
+    clock = asyncio.get_running_loop().time
+    end = clock() + min([_DEATH_REPORT_S, *(_SHARE * p.deadline_s for p in peers)])
+    while not any(p.death for p in peers) and clock() < end:  # noqa: ASYNC110 - a peer has no event
+        await asyncio.sleep(_POLL_S)
 
 
 class Limit(NamedTuple):

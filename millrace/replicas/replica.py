@@ -1,19 +1,16 @@
-"""The driver's client of one replica. It survives a restart of the worker.
-
-The object outlasts its worker. When the worker is lost, another one takes its place.
-"""
+"""The driver's client of one replica. It survives a restart of the worker."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections import deque
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 from millrace.errors import DeadlineError, ReplicaLost, WorkerError
 from millrace.ports import RolloutStats
-from millrace.runtime.rpc import Peer
+from millrace.process.rpc import Peer
 from millrace.types import SamplingParams, Segment, Tokens
 from millrace.waits.registry import current, within
 
@@ -52,7 +49,7 @@ class RemoteRolloutEngine:
 
     def renew(self, peer: Peer) -> None:
         """Take a new worker in place of a lost one."""
-        self._earlier = _sum(self._earlier, self._newest)
+        self._earlier = replace(self._earlier + self._newest, slots=0)
         self._newest = RolloutStats()
         self._steps.clear()
         self.peer = peer
@@ -65,10 +62,8 @@ class RemoteRolloutEngine:
             with within(current().registry.root):
                 self._follower = asyncio.create_task(self._follow(), name="progress")
         try:
-            segments: tuple[Segment, ...] = await self._call(
-                "engine.generate", (tokens, params, session), tuple[Segment, ...]
-            )
-            return segments
+            args = tokens, params, session
+            return await self._call("engine.generate", args, tuple[Segment, ...])
         finally:
             self.requests -= 1
             if not self.requests and self._follower is not None:
@@ -129,7 +124,7 @@ class RemoteRolloutEngine:
         stats = await self._call("engine.stats", (), RolloutStats, soon=True)
         if peer is self.peer:
             self._newest = stats
-        return _sum(self._earlier, self._newest)
+        return self._earlier + self._newest
 
     async def sleep(self, keep_weights: bool = True) -> None:
         await self._call("engine.sleep", (keep_weights,))
@@ -159,9 +154,3 @@ class RemoteRolloutEngine:
         except (WorkerError, DeadlineError) as error:
             peer.mark_dead(str(error))
             raise ReplicaLost(str(error)) from error
-
-
-def _sum(a: RolloutStats, b: RolloutStats) -> RolloutStats:
-    """Return the totals of both. The slots are those of `b`."""
-    each = {f.name: getattr(a, f.name) + getattr(b, f.name) for f in fields(RolloutStats)}
-    return RolloutStats(**each | {"slots": b.slots})

@@ -1,4 +1,4 @@
-"""The roster: which replicas serve, as a pure state machine without a clock and without tasks.
+"""The roster: which replicas serve, as a state machine without tasks, and the waits for them.
 
     LIVE -> LOST -> STALE -> LIVE        LOST -> RETIRED
     STALE -> LOST                        any -> LEFT -> STALE
@@ -17,12 +17,24 @@ nothing.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from millrace.errors import DeadlineError, ReplicaLost
+from millrace.waits.registry import waiting
+
+RESTART = "restart of rollout-"
+"""The start of the names of actors that start the workers of lost replicas."""
+GRACE_S = 5.0
+"""Extra seconds beyond the rank's own deadline, so that the rank's error comes first.
+
+A call that misses its deadline is found up to a second later, and its worker counts as dead up to
+three seconds after that. The recovery of the trainer then renews the wait.
+"""
 _LONGEST_S = 60.0
 
 
@@ -72,7 +84,9 @@ class Roster:
         self.losses = self.restarts = self.joined = self.left = 0
         self._entries = [_Entry() for _ in range(count)]
         self._listeners: list[Listener] = []
-        self._waits: list[Callable[[], None]] = []
+        self._waits: list[asyncio.Event] = []
+        """Each is set at a change."""
+        self._renewed: list[Callable[[], None]] = []
         """Functions that renew the deadlines of those who wait for a replica or a sync."""
 
     def __len__(self) -> int:
@@ -140,10 +154,6 @@ class Roster:
     def incarnation(self, replica: int) -> int:
         return self._entries[replica].incarnation
 
-    def why(self, replica: int) -> str:
-        """Return the reason of the replica's last loss."""
-        return self._entries[replica].why
-
     def ids(self, *states: ReplicaState) -> list[int]:
         """Return the replicas in one of `states`."""
         return [i for i, entry in enumerate(self._entries) if entry.state in states]
@@ -194,18 +204,70 @@ class Roster:
         finally:
             self._listeners.remove(listener)
 
+    # -- waits
+
+    def check(self) -> None:
+        """Raise ReplicaLost if every replica is given up, unless the run saves first."""
+        if self.over and not self.saves:
+            raise ReplicaLost(f"no replica is left: {self.describe()}")
+
+    async def wait(
+        self, who: str, ready: Callable[[], bool], deadline_s: float, whom: str = f"{RESTART}*"
+    ) -> None:
+        """Do what `until` does, registered as a wait for `whom`.
+
+        Raises DeadlineError after `deadline_s` seconds, and a few more, in which the roster did not
+        change, and nobody renewed the wait.
+        """
+        loop = asyncio.get_running_loop()
+
+        def renewed(change: Change | None = None) -> None:
+            if not limit.expired():
+                limit.reschedule(loop.time() + deadline_s + GRACE_S)
+
+        try:
+            async with asyncio.timeout(deadline_s + GRACE_S) as limit:
+                with (
+                    self.subscribe(renewed),
+                    self.extended_wait(renewed),
+                    waiting(whom, "a replica"),
+                ):
+                    await self.until(ready)
+        except TimeoutError:
+            raise DeadlineError(
+                f"{who} waited {deadline_s:g} s for a replica. {self.describe()} "
+                "(trainer.wait_deadline_s)"
+            ) from None
+
+    async def until(self, ready: Callable[[], bool]) -> None:
+        """Return once `ready()`, which is evaluated after each change. Raises what it raises."""
+        changed = asyncio.Event()
+        self._waits.append(changed)
+        try:
+            while not ready():
+                changed.clear()
+                await changed.wait()
+        finally:
+            self._waits.remove(changed)
+
+    def wake_waits(self) -> bool:
+        """Let all waits evaluate whether they are over. Return whether there are any."""
+        for changed in self._waits:
+            changed.set()
+        return bool(self._waits)
+
     @contextmanager
     def extended_wait(self, renewed: Callable[[], None]) -> Iterator[None]:
-        """Call `renewed` at each `renew()` while the body waits for a replica or a sync."""
-        self._waits.append(renewed)
+        """Call `renewed` at each `extend_waits` while the body waits for a replica or a sync."""
+        self._renewed.append(renewed)
         try:
             yield
         finally:
-            self._waits.remove(renewed)
+            self._renewed.remove(renewed)
 
     def extend_waits(self) -> None:
         """Renew the deadlines of all these waits, because the trainer makes progress."""
-        for renewed in [*self._waits]:
+        for renewed in [*self._renewed]:
             renewed()
 
     def _fail(self, replica: int, why: str) -> None:
@@ -219,6 +281,7 @@ class Roster:
         why = "" if to in PRESENT else self._entries[replica].why
         for listener in [*self._listeners]:
             listener(Change(replica, to, why))
+        self.wake_waits()
 
     def _expect(self, replica: int, expected: ReplicaState) -> _Entry:
         entry = self._entries[replica]

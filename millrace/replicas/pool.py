@@ -6,14 +6,14 @@ A replica may be lost at any time. Its requests then return without a token, and
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from millrace.errors import ReplicaLost
 from millrace.ports import Replica, RolloutStats
-from millrace.rollout.replica_wait import RESTART, check, wait_for_replicas
-from millrace.rollout.roster import Roster
+from millrace.replicas.roster import RESTART, Roster
 from millrace.schedule.route import route
 from millrace.types import SamplingParams, Segment, Tokens
 from millrace.waits.registry import at, span
@@ -38,22 +38,16 @@ class RolloutPool:
         *,
         deadline_s: float = _DEADLINE_S,
     ) -> None:
-        self.engines = [*engines]
+        self.engines = engines
+        """One for each replica of the roster. It may get others."""
         self.roster = Roster(len(engines)) if roster is None else roster
         self.deadline_s = deadline_s
-        self._loads = [0] * len(engines)
+        self._loads = Counter[int]()
         self._homes: dict[str, dict[str, int]] = {}
         """The last replica of each session, by family. The family's own is under its name."""
-        self._last = [RolloutStats() for _ in engines]
+        self._last: dict[int, RolloutStats] = {}
         """The newest totals of each replica. Those of a lost one still count."""
         self._interruptions = 0
-        self._waiting: set[asyncio.Event] = set()
-
-    def add(self, engine: Replica) -> None:
-        """Take a further replica. It serves once the roster says that it is LIVE."""
-        self.engines.append(engine)
-        self._loads.append(0)
-        self._last.append(RolloutStats())
 
     async def generate(
         self, tokens: Tokens, params: SamplingParams, session: str
@@ -69,9 +63,12 @@ class RolloutPool:
                 raise ReplicaLost(f"no replica has the live weights: {self.roster.describe()}")
             await self._wait()
             return ()
-        family = _family(session)
+        # "17/3" is the fourth trajectory of sample 17, and it has the same prompt as "17/0".
+        family = session.rpartition("/")[0] or session
         homes = self._homes.setdefault(family, {})
-        replica = self._choose(homes.get(session, homes.get(family)), live)
+        home = homes.get(session, homes.get(family))
+        at_home = live.index(home) if home in live else None
+        replica = live[route(at_home, [self._loads[i] for i in live])]
         homes[session] = homes[family] = replica
         incarnation = self.roster.incarnation(replica)
         self._loads[replica] += 1
@@ -95,32 +92,23 @@ class RolloutPool:
         return segments
 
     async def interrupt_on(self, replica: int) -> None:
-        with span(f"rollout-{replica}", "interrupt"):
-            await self.engines[replica].interrupt()
+        await self._act(replica, "interrupt")
 
     async def stats_of(self, replica: int) -> RolloutStats:
         stats = await self.engines[replica].stats()
         at(f"rollout-{replica}", "stats", stats=stats)
         return stats
 
-    def _choose(self, home: int | None, live: Sequence[int]) -> int:
-        if len(live) == len(self._loads):
-            return route(home, self._loads)
-        at_home = live.index(home) if home in live else None
-        return live[route(at_home, [self._loads[i] for i in live])]
-
     async def _wait(self) -> None:
         """Wait until a replica serves, or until an interruption."""
         before = self._interruptions
 
         def ready() -> bool:
-            check(self.roster)
+            self.roster.check()
             return bool(self.roster.live) or self._interruptions != before
 
         whom = f"{RESTART}*|sync|trainer"  # One that runs again needs a sync before it serves.
-        await wait_for_replicas(
-            self.roster, "a request", ready, self.deadline_s, also=self._waiting, whom=whom
-        )
+        await self.roster.wait("a request", ready, self.deadline_s, whom)
 
     def forget(self, family: str) -> None:
         """Forget the home replicas of sibling sessions that are over, such as "17"."""
@@ -129,53 +117,34 @@ class RolloutPool:
     async def interrupt(self) -> None:
         """Interrupt every replica that runs, and the requests that wait for one."""
         self._interruptions += 1
-        for event in self._waiting:
-            event.set()
+        waits = self.roster.wake_waits()
         await self._each(self.interrupt_on)
-        if self._waiting:
+        if waits:
             await asyncio.sleep(0)
 
     async def stats(self) -> RolloutStats:
         """Return the totals over the replicas. A lost one has no slots."""
-        for i, stats in (await self._each(self.stats_of)).items():
-            self._last[i] = stats
+        self._last |= await self._each(self.stats_of)
         present = self.roster.present
-        each = [
-            stats if i in present else replace(stats, slots=0) for i, stats in enumerate(self._last)
-        ]
-        return RolloutStats(
-            tokens=sum(s.tokens for s in each),
-            prefill_tokens=sum(s.prefill_tokens for s in each),
-            busy_slot_s=sum(s.busy_slot_s for s in each),
-            slots=sum(s.slots for s in each),
-            reused_tokens=sum(s.reused_tokens for s in each),
-            evicted_tokens=sum(s.evicted_tokens for s in each),
-            cancelled_tokens=sum(s.cancelled_tokens for s in each),
-        )
+        each = (s if i in present else replace(s, slots=0) for i, s in self._last.items())
+        return sum(each, RolloutStats())
 
     async def sleep(self, keep_weights: bool = True) -> None:
-        async def sleep(replica: int) -> None:
-            with span(f"rollout-{replica}", "sleep"):
-                await self.engines[replica].sleep(keep_weights)
-
-        await self._each(sleep)
+        await self._each(lambda replica: self._act(replica, "sleep", keep_weights))
 
     async def wake_weights(self) -> None:
-        async def wake_weights(replica: int) -> None:
-            with span(f"rollout-{replica}", "wake_weights"):
-                await self.engines[replica].wake_weights()
-
-        await self._each(wake_weights)
+        await self._each(lambda replica: self._act(replica, "wake_weights"))
 
     async def wake(self) -> None:
-        async def wake(replica: int) -> None:
-            with span(f"rollout-{replica}", "wake"):
-                await self.engines[replica].wake()
-
-        await self._each(wake)
+        await self._each(lambda replica: self._act(replica, "wake"))
 
     async def close(self) -> None:
         await self._each(lambda replica: self.engines[replica].close())
+
+    async def _act(self, replica: int, method: str, *args: object) -> None:
+        """Call a method of a replica as a span on its track."""
+        with span(f"rollout-{replica}", method):
+            await getattr(self.engines[replica], method)(*args)
 
     async def _each(self, call: Callable[[int], Awaitable[T]]) -> dict[int, T]:
         """Call every replica that runs, and return the answers of those that are not lost."""
@@ -189,11 +158,3 @@ class RolloutPool:
         answers: dict[int, T] = {}
         await asyncio.gather(*(one(i, k) for i, k in self.roster.present.items()))
         return answers
-
-
-def _family(session: str) -> str:
-    """Return the common name of sibling sessions.
-
-    "17/3" is the fourth trajectory of sample 17, and it has the same prompt as "17/0".
-    """
-    return session.rpartition("/")[0] or session
