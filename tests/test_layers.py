@@ -303,7 +303,7 @@ BUDGETS = {
     "decode": 1600,
     "environments": 980,
     "errors": 250,
-    "extras": 10830,
+    "extras": 10900,
     "models": 730,
     "observe": 2350,
     "persist": 750,
