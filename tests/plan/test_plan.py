@@ -151,6 +151,11 @@ def test_calibrate_reads_a_real_run_and_plan_uses_it(
     assert done.returncode == 0, done.stderr
     code, out, err = run("calibrate", str(folder), "--out", "c.json")
     assert code == 0 and "of held-out versions" in out and "costs in c.json" in out, err
+    (tmp_path / "mine.txt").write_text("mine")
+    for file in (tmp_path / "mine.txt", tmp_path / "none" / "c.json", tmp_path):
+        code, _, err = run("calibrate", str(folder), "--out", str(file))
+        assert code == 2 and "--out" in err and "Fix: " in err
+    assert (tmp_path / "mine.txt").read_text() == "mine"
     for wrong in (tmp_path / "none", tmp_path):
         code, _, err = run("calibrate", str(wrong))
         assert code == 2 and "RUN_FOLDER" in err and "Fix: " in err

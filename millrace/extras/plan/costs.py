@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import bad_value
+from millrace.process.files import replace_file
 from millrace.schedule.schedule import Schedule
 from millrace.simulate.cost import CostModel
 
@@ -223,7 +224,18 @@ def decode_term(
 
 
 def save(costs: Costs, path: Path) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(costs)) + b"\n")
+    """Write a file of costs. Raises ConfigError if it has something else, or cannot be written."""
+    try:
+        if path.exists():
+            msgspec.json.decode(path.read_bytes(), type=Costs)
+        replace_file(path, msgspec.json.format(msgspec.json.encode(costs)) + b"\n")
+    except OSError as error:
+        raise bad_value(
+            "--out", str(path), error.strerror or "not writable", "another file"
+        ) from error
+    except msgspec.MsgspecError as error:
+        rule = "exists, and is no file of costs"
+        raise bad_value("--out", str(path), rule, "another file, or remove this one") from error
 
 
 def load(path: Path) -> Costs:
