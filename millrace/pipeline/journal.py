@@ -236,7 +236,7 @@ class Journal:
         self._enqueue()
         self._report(await asyncio.to_thread(self._write))
         return await asyncio.to_thread(
-            partial(replay.read, self._folder, ledger, self._header, own=True)
+            partial(replay.read, self._folder, ledger, self._header, this_attempt=True)
         )
 
     def _report(self, trouble: str) -> None:

@@ -289,12 +289,12 @@ def read(
     header: Header,
     note: Callable[[str], None] = lambda text: None,
     *,
-    own: bool = False,
+    this_attempt: bool = False,
 ) -> JournalState:
-    """Return what a run that begins with `ledger` may use, from all attempts or the `own` one."""
+    """Return what a run that begins with `ledger` may use, of all attempts or `this_attempt`."""
     past, same = JournalState(), True
     for path in journal_file.files_from(folder, ledger.version):
-        if own and journal_file.numbers_of(path)[0] != header.attempt:
+        if this_attempt and journal_file.numbers_of(path)[0] != header.attempt:
             continue
         part = journal_file.read(path)
         if part.header is not None:

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
+from millrace.pipeline import journal_file
 from millrace.pipeline.checkpoint import Checkpoints
 from tests.e2e import runs
 from tests.e2e.accounts import check_accounts
@@ -335,6 +336,31 @@ def test_a_signal_to_every_process_of_a_cluster_that_the_run_started_saves_too(
     finally:
         if chain.process is not None and chain.process.poll() is None:
             chain.kill_tree()
+
+
+@pytest.mark.slow
+def test_each_resume_of_a_killed_run_uses_the_samples_of_its_journal(tmp_path: Path) -> None:
+    """The first kill comes after a checkpoint, and the second one after a resume."""
+    chain, keys = Chain(tmp_path), ["trainer.save_freq=50", "rollout.total_rollout_steps=100000"]
+    process = chain.start(*keys)
+    folder = chain.folder / "journal"
+    saved = chain.folder / "checkpoints" / "version-000050" / "manifest.json"
+
+    def durable() -> bool:
+        """Whether the journal has a sample that finished after the checkpoint."""
+        newest = journal_file.files(folder)[-1]
+        return saved.is_file() and any(b.finished for b in journal_file.read(newest).batches)
+
+    for _ in range(2):
+        until(durable, process, chain.output)
+        chain.kill_tree()
+        process = chain.start(*keys)
+        said = chain.output.read_text()
+        assert re.search(r"resumed at version \d+ \+ journal: [1-9]\d* finished samples used", said)
+        assert "Settings changed" not in said
+    chain.kill_tree()
+    found = runs.audit(chain.folder)
+    assert found["lost"] == found["trained_twice"] == 0
 
 
 def test_after_all_of_this_no_process_is_left() -> None:
