@@ -77,7 +77,8 @@ def test_plan_prints_lines_that_train_accepts(run: Callable[..., Any], file: str
     lines = [line.strip() for line in out.splitlines() if "millrace train " in line]
     assert 1 <= len(lines) <= 3
     for line in lines:
-        code, _, err = run(*shlex.split(line)[1:], *SMALL, "--dry-run")
+        code, _, err = run(*shlex.split(line)[1:], "--dry-run")
+        assert set(SMALL) <= set(shlex.split(line))  # what the user gave is in the command
         assert code == 0, err
     code, out, _ = run("plan", "quickstart", *SMALL, "--gpus", "2", "--costs", file, "--json")
     plans = json.loads(out)["plans"]
@@ -92,6 +93,20 @@ def test_it_says_that_synchronous_turns_are_best(run: Callable[..., Any], tmp_pa
         "plan", "quickstart", *SMALL, "--gpus", "2", "--costs", str(tmp_path / "c.json")
     )
     assert "Synchronous turns are best here" in out
+
+
+def test_given_devices_are_kept_in_every_mode() -> None:
+    given = ["trainer.nnodes=1", "rollout.nnodes=3", "trainer.n_gpus_per_node=2"]
+    search = Search("quickstart", [*SMALL, *given], costs(), 8, 4)
+    lines = [search.lines(choice) for choice in search.first()]
+    assert lines and all({*given} <= {*line} for line in lines)
+    assert not Search("quickstart", ["trainer.nnodes=3"], costs(), 2).first()
+
+
+def test_a_given_staleness_of_0_is_not_replaced_by_the_default_of_the_mode() -> None:
+    given = ["mode=async_partial", "async_training.staleness_threshold=0"]
+    search = Search("quickstart", given, costs(), 2)
+    assert {choice.staleness for choice in search.first()} == {0.0}
 
 
 def test_a_limit_of_the_lag_holds() -> None:

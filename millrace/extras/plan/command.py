@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -107,7 +108,9 @@ def plan(
         task = progress.add_task("", total=None)
         plans = search.run(jobs, lambda done, of: progress.update(task, completed=done, total=of))
     text = [
-        line for k, one in enumerate(plans, 1) for line in _described(k, one, path, price, found)
+        line
+        for k, one in enumerate(plans, 1)
+        for line in _described(k, one, [path, *(overrides or [])], price, found)
     ]
     turns = search.turns
     first = plans[0].schedule
@@ -126,7 +129,7 @@ def _asks_other_cores(costs: Any) -> bool:
     return str(costs.machine).startswith("CPU")
 
 
-def _described(number: int, one: Any, path: str, price: float, costs: Any) -> list[str]:
+def _described(number: int, one: Any, recipe: list[str], price: float, costs: Any) -> list[str]:
     """Return a plan as lines."""
     o, s = one.outcome, one.schedule
     memory = ", ".join(f"{side} {n / 2**30:.1f} GiB" for side, n in one.memory.items())
@@ -140,6 +143,6 @@ def _described(number: int, one: Any, path: str, price: float, costs: Any) -> li
         f"   {one.gpu_s:.3g} GPU-seconds a sample{money}; memory of a device: "
         f"{memory or 'unknown, because only the data decides the size of the model'}",
         f"   bound by {one.constraint}",
-        f"   millrace train {path} {' '.join(one.overrides)}",
+        f"   millrace train {shlex.join([*recipe, *one.overrides])}",
         "",
     ]

@@ -137,29 +137,29 @@ class Search:
 
     def splits(self, mode: str) -> list[tuple[int, int]]:
         """Return the devices of trainer and rollouts: all splits that nodes and engines allow."""
-        if MODES[mode].colocated:
-            return [(self.gpus, self.gpus)]
-        tensor = self.base.rollout.tensor_model_parallel_size
-        found = [
-            (t, self.gpus - t)
-            for t in range(1, self.gpus)
-            if (self.gpus - t) % tensor == 0 and self._sides(t) is not None
-        ]
-        wanted = [self.pinned.get(key) for key in (DEVICES[1], DEVICES[3])]
+        found = [(self.gpus, self.gpus)]
+        if not MODES[mode].colocated:
+            tensor = self.base.rollout.tensor_model_parallel_size
+            found = [(t, r) for t in range(1, self.gpus) if (r := self.gpus - t) % tensor == 0]
         return [
             (t, r)
             for t, r in found
-            if all(w is None or w == n for w, n in zip(wanted, self._sides(t) or (), strict=False))
+            if (devices := self._devices(mode, t))
+            and all(self.pinned.get(key, n) == n for key, n in devices.items())
         ]
 
-    def _sides(self, trainers: int) -> tuple[int, int, int, int] | None:
-        """Return n_gpus_per_node and then nnodes of both sides, or None if nodes do not allow it."""
+    def _devices(self, mode: str, trainers: int) -> dict[str, int]:
+        """Return the nodes of both sides and their GPUs. It is empty if nodes do not allow it."""
         each, rollouts = self.gpus // self.nodes, self.gpus - trainers
-        if trainers % self.nodes == 0:
-            return trainers // self.nodes, rollouts // self.nodes, self.nodes, self.nodes
-        if trainers % each == 0:
-            return each, each, trainers // each, rollouts // each
-        return None
+        if MODES[mode].colocated:
+            sides = self.nodes, each, self.nodes, each
+        elif trainers % self.nodes == 0:
+            sides = self.nodes, trainers // self.nodes, self.nodes, rollouts // self.nodes
+        elif trainers % each == 0:
+            sides = trainers // each, each, rollouts // each, each
+        else:
+            return {}
+        return dict(zip(DEVICES, sides, strict=True))
 
     def first(self) -> list[Choice]:
         """Return the choices that the search begins with: each mode on a few splits."""
@@ -170,7 +170,9 @@ class Search:
             some = {round(k * (len(splits) - 1) / (SPLITS - 1)) for k in range(SPLITS)}
             stale = fixed.staleness_threshold
             if stale is None:
-                stale = a.staleness_threshold or (fixed.default_staleness or 0.0)
+                stale = a.staleness_threshold
+                if not stale and STALE not in self.pinned:
+                    stale = fixed.default_staleness or 0.0
             one = fixed.trigger_parameter_sync_step
             window = a.require_batches * a.trigger_parameter_sync_step
             batches = window if one else a.require_batches
@@ -205,10 +207,7 @@ class Search:
 
     def lines(self, c: Choice) -> tuple[str, ...]:
         """Return the overrides of a choice."""
-        sides = self._sides(c.trainers) if not MODES[c.mode].colocated else None
-        each = self.gpus // self.nodes
-        t, r, tn, rn = sides or (each, each, self.nodes, self.nodes)
-        devices = dict(zip(DEVICES, (tn, t, rn, r), strict=True))
+        devices = self._devices(c.mode, c.trainers)
         numbers = {MODE: c.mode, **devices, SLOTS: c.slots, BATCHES: c.batches, TRIGGER: c.trigger}
         fixed = MODES[c.mode]
         if fixed.staleness_threshold is None:
