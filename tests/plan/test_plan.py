@@ -109,6 +109,13 @@ def test_a_given_staleness_of_0_is_not_replaced_by_the_default_of_the_mode() -> 
     assert {choice.staleness for choice in search.first()} == {0.0}
 
 
+def test_a_given_trigger_leaves_out_the_modes_that_have_another() -> None:
+    given = ["mode=async_partial", "async_training.trigger_parameter_sync_step=2"]
+    choices = Search("quickstart", given[1:], costs(), 2).first()
+    assert choices and {choice.trigger for choice in choices} == {2}
+    assert Search("quickstart", given, costs(), 2).first()
+
+
 def test_a_limit_of_the_lag_holds() -> None:
     search = Search("quickstart", SMALL, costs(), 2, max_lag=0)
     assert all(p.schedule.lag_bound == 0 for p in search.run(1, lambda done, of: None))
@@ -129,6 +136,7 @@ REFUSED = {
         ["quickstart", "rollout.no=1", "--gpus", "2", "--costs", "FILE"],
         "rollout.no",
     ),
+    "windows": (["tppo", "--gpus", "2", "--costs", "FILE"], "algorithm.tppo.window"),
     "a mode without a split": (
         ["quickstart", "mode=async_partial", "--gpus", "1", "--costs", "FILE"],
         "--gpus",

@@ -127,6 +127,9 @@ class Search:
         if self.base.agents.agent_kind:
             rule = "plays episodes of several turns, which the simulation does not know"
             raise bad_value("RECIPE", self.path, rule, "millrace bench agents")
+        if window := self.base.algorithm.tppo.window:
+            rule = "cuts responses, which the simulation does not know"
+            raise bad_value("algorithm.tppo.window", window, rule, "algorithm.tppo.window=0")
         self._size = size_of(self.base.model)
         self._cases: dict[Choice, tuple[Case, tuple[str, ...], dict[str, int]] | None] = {}
 
@@ -176,6 +179,9 @@ class Search:
             one = fixed.trigger_parameter_sync_step
             window = a.require_batches * a.trigger_parameter_sync_step
             batches = window if one else a.require_batches
+            numbers = {BATCHES: batches, TRIGGER: one or a.trigger_parameter_sync_step}
+            if any(self.pinned.get(key, n) != n for key, n in numbers.items()):
+                continue  # The mode has no place for a number that the user has set.
             for t, r in [splits[k] for k in sorted(some) if splits]:
                 trigger = one or a.trigger_parameter_sync_step
                 found.append(Choice(mode, t, r, slots, stale, batches, trigger, a.lookahead))
