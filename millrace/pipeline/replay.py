@@ -333,12 +333,7 @@ class Replay:
         kept: PolicyVersion | None,
         keep: Callable[[PolicyVersion], Awaitable[object]],
     ) -> tuple[PolicyVersion, int]:
-        """Bring a new engine to the state of the lost one.
-
-        Call `keep` where the weights are those of the version `kept`. Return the version of the
-        checkpoint, and the number of steps since then. Raises NotRestorable if something is
-        missing.
-        """
+        """Bring a new engine to the state of the lost one, as `StepReplayer` says."""
         async with self.checkpoints.using:
             folder, start = await asyncio.to_thread(self._start)
             await engine.begin("rl", self.horizon)

@@ -13,6 +13,7 @@ from statistics import fmean
 import numpy as np
 import psutil
 
+from millrace.config import ModelConfig, RolloutConfig, TrainerConfig
 from millrace.errors import bad_value
 from millrace.extras.plan.costs import (
     COLOCATED,
@@ -65,9 +66,8 @@ def machine_here() -> tuple[str, int]:
     return f"CPU {kind}, {cores} cores", psutil.virtual_memory().total
 
 
-def identity(config: object) -> tuple[str, str]:
+def identity(model: ModelConfig, rollout: RolloutConfig, trainer: TrainerConfig) -> tuple[str, str]:
     """Return the names of the model and of the engines, which costs belong to."""
-    model, rollout, trainer = (getattr(config, name) for name in ("model", "rollout", "trainer"))
     shape = model.shape
     name = model.path or f"{shape.num_hidden_layers} layers of {shape.hidden_size}"
     if model.lora_rank:
@@ -87,7 +87,8 @@ def calibrate(folders: Sequence[Path], machine: str, device_bytes: int) -> Costs
     rewards, rows = list[float](), list[Mapping[str, float]]()
     for folder in folders:
         run = _read(folder)
-        found = identity(run.config)
+        assert run.config is not None
+        found = identity(run.config.model, run.config.rollout, run.config.trainer)
         if about is not None and found != about:
             rule = f"is a run of {' on '.join(found)}, and the first one is of {' on '.join(about)}"
             raise bad_value("RUN_FOLDER", str(folder), rule, "one calibration for each")
@@ -95,9 +96,8 @@ def calibrate(folders: Sequence[Path], machine: str, device_bytes: int) -> Costs
         rows += _add(run, placements, rewards)
     assert about is not None
     if len(placements) == 2 and not any(_share_cores(folder) for folder in folders):
-        one, other = (
-            placements.values()
-        )  # Devices are alike: a step costs the same in any placement.
+        # Devices are alike: a step costs the same in any placement.
+        one, other = placements.values()
         for name in ("train", "train_s", "loads", "tokens", "reads"):
             both = [*getattr(one, name), *getattr(other, name)]
             setattr(one, name, both)

@@ -119,8 +119,9 @@ class Search:
         self.base = recipe.load(self.path, self.overrides)
         layers, *_ = expand([settings_of(self.overrides)])
         self.pinned = dict(flat(layers[0]))
-        _same("model", self.costs.model, identity(self.base)[0])
-        _same("engines", self.costs.engine, identity(self.base)[1])
+        model, engines = identity(self.base.model, self.base.rollout, self.base.trainer)
+        _same("model", self.costs.model, model)
+        _same("engines", self.costs.engine, engines)
         if self.gpus % self.nodes:
             rule = f"must divide evenly over {self.nodes} nodes"
             raise bad_value("--gpus", self.gpus, rule, f"a multiple of {self.nodes}")
