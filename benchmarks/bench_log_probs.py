@@ -43,8 +43,8 @@ async def turn(engine: Any, options: argparse.Namespace, k: int) -> tuple[float,
 
 
 async def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from millrace.vllm import arguments as vllm_arguments
-    from millrace.vllm import engine as vllm_rollout
+    from millrace.serving.vllm import arguments as vllm_arguments
+    from millrace.serving.vllm import engine as vllm_rollout
 
     config = bench_vllm.configuration(options, folder)
     engines = {"millrace": vllm_rollout.build(config.sides, config.model, str(folder / "model"))}

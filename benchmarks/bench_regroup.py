@@ -103,7 +103,7 @@ async def end_of(options: Any, name: str, member: int, device: torch.device, sto
         stall_s=60,
         colocated=options.kind == "ipc",
         gloo=False,
-        vllm=False,
+        serving=False,
         adapter_scale=None,
     )
     in_place = options.kind == "ipc"

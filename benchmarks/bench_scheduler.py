@@ -16,7 +16,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from millrace.models.model import write_shape
-from millrace.vllm.scheduler import _AsyncLogProbScheduler
+from millrace.serving.vllm.scheduler import _AsyncLogProbScheduler
 from tests.vllm.replica import EOS, SHAPE, VOCABULARY
 from tests.vllm.scheduling import drawn, make_request, make_scheduler
 

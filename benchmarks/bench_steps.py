@@ -61,7 +61,7 @@ def build(options: argparse.Namespace) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from millrace.vllm.arguments import engine_arguments
+    from millrace.serving.vllm.arguments import engine_arguments
 
     folder = Path(tempfile.mkdtemp())
     config = configuration(options, folder)
@@ -77,7 +77,7 @@ def run(engine: Any, options: argparse.Namespace) -> list[tuple[float, int, int,
 
     Return for each step its seconds, and how many requests run, wait and begin in it.
     """
-    from millrace.vllm.requests import sampling_params
+    from millrace.serving.vllm.requests import sampling_params
 
     scheduler = engine.engine_core.engine_core.scheduler
     schedule, scheduled = scheduler.schedule, []

@@ -317,9 +317,9 @@ async def bare_engine(
 
 async def bare(options: argparse.Namespace, folder: Path) -> None:
     """Run AsyncLLM alone, with millrace's engine arguments but vLLM's own scheduler."""
-    from millrace.vllm import arguments as vllm_arguments
-    from millrace.vllm import engine as vllm_rollout
-    from millrace.vllm.requests import sampling_params
+    from millrace.serving.vllm import arguments as vllm_arguments
+    from millrace.serving.vllm import engine as vllm_rollout
+    from millrace.serving.vllm.requests import sampling_params
 
     vllm_arguments.SCHEDULER = None
     config = configuration(options, folder)

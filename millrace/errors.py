@@ -185,6 +185,7 @@ INSTALL = {
     "prometheus_client": "pip install 'prometheus_client>=0.20'",
     "ray": "pip install 'ray>=2.60'",
     "s3fs": "pip install 's3fs>=2024.6'",
+    "sglang": "make sglang, and rollout.python=.venv-sglang/bin/python",
     "textarena": "pip install 'textarena>=0.7.4'",
     "trackio": "pip install 'trackio>=0.43'",
     "vllm": "make gpu on a machine with GPUs, or its CPU build as docs/vllm.md says",

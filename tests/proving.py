@@ -233,7 +233,7 @@ def mask(one: Engines) -> contextlib.AbstractContextManager[None]:
 def old_kv(one: Engines) -> Iterator[None]:
     """Keep KV of old weights for new requests, as if the new ones had computed it."""
     if hasattr(one.rollout, "_salts"):
-        from millrace.vllm import requests
+        from millrace.serving import requests
 
         with patched(requests.ActiveRequest, "begin", _without_salt(requests)):
             yield
@@ -251,10 +251,9 @@ def old_kv(one: Engines) -> Iterator[None]:
 
 
 def _without_salt(requests: Any) -> Any:
-    def begin(self: Any, salts: Any, swaps: int, version: int) -> dict[str, Any]:
-        self.salt = requests.Salt(swaps, version)
+    def begin(self: Any, salts: Any, swaps: int, version: int) -> None:
+        self.salt = requests.Salt(0, version)
         self.starts, self.drawn = [requests.Start(0, version, version)], 0
-        return {"prompt_token_ids": self.tokens.tolist(), "cache_salt": "same"}
 
     return begin
 

@@ -55,9 +55,9 @@ ARROWS: dict[str, set[str]] = {
     "pipeline": {"observe", "persist", "ports", "replicas", "rollout", "schedule"},
     "sync": {"ports"},
     "decode": {"config", "models", "ports", "rollout"},
-    "vllm": {"config", "models", "ports", "rollout", "sync"},
+    "serving": {"config", "models", "ports", "rollout", "sync"},
     "train": {"algorithms", "config", "models", "observe", "ports", "schedule", "sync"},
-    "runtime": {"config", "decode", "models", "ports", "sync", "vllm"},
+    "runtime": {"config", "decode", "models", "ports", "serving", "sync"},
     "report": {"config", "observe", "persist", "ports", "schedule"},
     "run": {
         *("agents", "algorithms", "config", "data", "environments", "models", "observe"),
@@ -86,6 +86,7 @@ ARROWS: dict[str, set[str]] = {
             "run",
             "runtime",
             "schedule",
+            "serving",
             "simulate",
             "train",
         ),
@@ -107,7 +108,7 @@ OPTIONAL: dict[str, set[str]] = {
     "testing": set(),
     "extras": set(),
     "report": {"cli", "extras", "run"},
-    "vllm": {"runtime"},
+    "serving": {"extras", "runtime"},
 }
 """Rooms that training works without, and the rooms that may import them."""
 
@@ -298,12 +299,12 @@ BUDGETS = {
     "algorithms": 3370,
     "api": 760,
     "cli": 1980,
-    "config": 4630,
+    "config": 4760,
     "data": 3200,
     "decode": 1600,
     "environments": 980,
     "errors": 250,
-    "extras": 10900,
+    "extras": 11500,
     "models": 730,
     "observe": 2350,
     "persist": 750,
@@ -323,7 +324,7 @@ BUDGETS = {
     "tools": 950,
     "train": 5030,
     "types": 400,
-    "vllm": 1950,
+    "serving": 2000,
     "waits": 1540,
     "other files": 160,
 }

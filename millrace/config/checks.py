@@ -16,10 +16,10 @@ from millrace.config.optim_keys import OptimConfig
 from millrace.config.plugins import Named, find, load_if_given
 from millrace.config.rollout_keys import RolloutConfig
 from millrace.config.schedule_keys import AsyncConfig
+from millrace.config.serving_checks import check_serving
 from millrace.config.sides import Sides
 from millrace.config.teacher_keys import DistillationConfig, TeacherConfig, check_names
 from millrace.config.trainer_keys import LOGGERS, TrainerConfig, too_many_devices
-from millrace.config.vllm_checks import check_vllm
 from millrace.errors import ConfigError, bad_value
 from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync, Schedule
@@ -39,7 +39,7 @@ def check(config: Config) -> None:
     c.end(1)  # The data has a row at least. Its number decides only which key ends the run.
     _check_test_freq(trainer, rollout)
     _check_determinism(trainer, c.schedule)
-    check_vllm(rollout, trainer)
+    check_serving(rollout, trainer)
     if checks := load_if_given("trainer.engine", trainer.engine, "train_checks"):
         checks.check_keys(trainer, c.model, c.actor, algorithm)
     _check_placement(c.sides)
@@ -440,11 +440,11 @@ def _check_replay(
     mode: str, rollout: RolloutConfig, algorithm: AlgorithmConfig, a: AsyncConfig
 ) -> None:
     key, proximal = "model.router_replay", algorithm.rollout_correction.proximal
-    if mode == "R3" and rollout.engine == "torch":
+    if mode == "R3" and rollout.engine in ("torch", "sglang"):
         raise bad_value(
             key,
             mode,
-            "the torch engine does not return the experts of a token",
+            f"millrace's {rollout.engine} engine does not return the experts of a token",
             "rollout.engine=vllm, or model.router_replay=R2",
         )
     if mode == "R2" and (a.use_rollout_log_probs or proximal != "recompute"):

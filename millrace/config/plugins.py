@@ -26,7 +26,8 @@ OWN: dict[str, dict[str, str]] = {
     },
     "rollout_engines": {
         "torch": "millrace.decode.engine:build",
-        "vllm": "millrace.vllm.engine:build",
+        "sglang": "millrace.extras.sglang.engine:build",
+        "vllm": "millrace.serving.vllm.engine:build",
     },
     "train_engines": {
         "fsdp": "millrace.train.fsdp.engine:build",

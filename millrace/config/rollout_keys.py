@@ -12,7 +12,9 @@ from millrace.config.plugins import Named
 from millrace.config.section import Section
 from millrace.errors import bad_value
 
-_VLLM = ReadWith({".engine": ("vllm",)})
+SERVING = ("vllm", "sglang")
+"""The engines whose model runs in processes of its own."""
+_SERVING = ReadWith({".engine": SERVING})
 _LONGER = "its responses in flight may be longer"
 _ENDED = Fixed("its responses in flight may already contain what would end them now")
 _DRAWN = Fixed(
@@ -72,32 +74,38 @@ class RolloutConfig(Section):
     """Rollout engine.
 
     torch decodes with the transformers model and needs nothing else. vllm decodes with vLLM
-    (docs/vllm.md).
+    (docs/vllm.md), and sglang with SGLang (docs/sglang.md).
+    """
+    python: Annotated[str, NoEffectOnWeights()] = ""
+    """The Python interpreter of the replicas' processes. Empty means that of the run.
+
+    SGLang and vLLM pin packages that do not fit together, nor with millrace's. `make sglang` makes
+    an environment whose python goes here. The local runtime alone uses it.
     """
     tensor_model_parallel_size: int = Field(1, ge=1)
-    """Devices over which one replica splits the model. Values over 1 need engine=vllm."""
-    gpu_memory_utilization: Annotated[float, _VLLM] = Field(0.85, gt=0, le=1)
-    """vllm: share of a GPU's memory for weights and KV cache.
+    """Devices over which one replica splits the model. Values over 1 need a serving engine."""
+    gpu_memory_utilization: Annotated[float, _SERVING] = Field(0.85, gt=0, le=1)
+    """vllm, sglang: share of a GPU's memory for weights and KV cache.
 
     The staged weights of the next version need further memory.
     """
-    enforce_eager: Annotated[bool, _VLLM] = False
-    """vllm: do not use CUDA graphs."""
-    enable_prefix_caching: Annotated[bool, _VLLM] = True
-    """vllm: share the KV cache of equal prefixes between requests of one policy version.
+    enforce_eager: Annotated[bool, _SERVING] = False
+    """vllm, sglang: do not use CUDA graphs."""
+    enable_prefix_caching: Annotated[bool, _SERVING] = True
+    """vllm, sglang: share the KV cache of equal prefixes between requests of one policy version.
 
     The trajectories of a sample then read their prompt once.
     """
-    max_num_batched_tokens: Annotated[int, _VLLM] = Field(8192, ge=1)
-    """vllm: tokens of one engine step, prefill and decode together."""
-    free_cache_engine: Annotated[bool, _VLLM] = True
-    """vllm, colocated: free the memory of weights and KV cache while training runs.
+    max_num_batched_tokens: Annotated[int, _SERVING] = Field(8192, ge=1)
+    """vllm, sglang: tokens of one engine step, prefill and decode together."""
+    free_cache_engine: Annotated[bool, _SERVING] = True
+    """vllm, sglang, colocated: free the memory of weights and KV cache while training runs.
 
     false keeps both on the GPU and saves the time to load them. gpu_memory_utilization must then
     leave room for training.
     """
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """vllm: further arguments of AsyncEngineArgs."""
+    """vllm, sglang: further arguments of AsyncEngineArgs or ServerArgs."""
     n: Annotated[int, Fixed("its samples in flight have that many trajectories")] = Field(
         8, ge=1, le=65536
     )
@@ -196,6 +204,11 @@ class RolloutConfig(Section):
         return self.devices // self.tensor_model_parallel_size
 
     @property
+    def serves(self) -> bool:
+        """Whether the model of a replica runs in processes of its own."""
+        return self.engine in SERVING
+
+    @property
     def max_len(self) -> int:
         """Largest number of tokens of a prompt with its response."""
         return self.max_prompt_length + self.max_response_length
@@ -241,7 +254,7 @@ class RolloutConfig(Section):
         size, key = self.tensor_model_parallel_size, "rollout.tensor_model_parallel_size"
         if size > 1 and self.engine == "torch":
             rule = "a replica of engine=torch has one device"
-            raise bad_value(key, size, rule, f"rollout.engine=vllm, or {key}=1")
+            raise bad_value(key, size, rule, f"rollout.engine=vllm or sglang, or {key}=1")
         if self.n_gpus_per_node % size:
             raise bad_value(
                 key,

@@ -212,8 +212,8 @@ async def build_engines(
 ) -> Engines:
     """Build the engine of every worker and connect the weight sync. `peers` are started workers.
 
-    All engines are built at once. vLLM on shared devices is the exception: it allocates the memory
-    that is free. So the train engine is built first and frees its memory. With `restarts`, a lost
+    All engines are built at once. A serving engine on shared devices is the exception: it allocates
+    the memory that is free. So the train engine is built first and frees its memory. With `restarts`, a lost
     replica is started anew, and a later sync must bring it the weights. If the run also `trains`,
     so are lost ranks, and replicas may join and leave.
     """
@@ -236,7 +236,7 @@ async def build_engines(
     )
 
     builds = (_build(p, tree, folder) for p in rollouts)
-    if sides.colocated and rollouts and sides.rollout.engine == "vllm":
+    if sides.colocated and rollouts and sides.rollout.serves:
         await first_error(trainers, starter.build_ranks(trainers, address))
         await engines.turns.run_while_asleep(first_error(rollouts, [*builds]))
     else:
@@ -260,7 +260,7 @@ def sync_options(config: Config) -> SyncOptions:
         stall_s=rollout.stall_s,
         colocated=config.async_training.colocated,
         gloo=sync.backend == "gloo",
-        vllm=rollout.engine == "vllm",
+        serving=rollout.serves,
         adapter_scale=model.lora_scale if model.lora_rank else None,
     )
 
@@ -278,13 +278,13 @@ def engines_of(
 ) -> Engines:
     """Return the engines in these workers. Colocated sides take turns on the devices.
 
-    vLLM takes the memory that is free, and on shared devices the trainer may have it. So vLLM does
-    not start anew there.
+    A serving engine takes the memory that is free, and on shared devices the trainer may have it.
+    So it does not start anew there.
     """
     c, deadline_s = sides.rollout, sides.trainer.wait_deadline_s
     shared = sides.colocated and bool(rollouts)
     again = sides.trainer.max_restarts if restarts and trains else 0
-    restarts = restarts and not (shared and c.engine == "vllm")
+    restarts = restarts and not (shared and c.serves)
     roster = Roster(len(rollouts), max_restarts=c.max_restarts if restarts else 0)
     moved = roster.extend_waits  # A replica waits for the ranks until it has their weights.
     train = TrainerGroup(

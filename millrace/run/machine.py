@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from millrace.config import (
     ActorConfig,
     Config,
     ModelConfig,
+    RolloutConfig,
     TrainerConfig,
     plugins,
 )
+from millrace.config.serving_checks import ARGUMENTS
 from millrace.config.unused_keys import ENGINES
 from millrace.errors import INSTALL, MissingDependency, bad_value
 
+_PYTHON_S = 60.0
+"""Time limit for a question to another Python interpreter, in seconds."""
 NVIDIA = Path("/dev/nvidiactl")
 """A file of every machine with an NVIDIA GPU."""
 
@@ -32,9 +38,7 @@ def check_machine(config: Config) -> None:
         raise MissingDependency(f"{needs}. Fix: {INSTALL['openai']}.")
     if trainer.ray_address:  # other nodes of a cluster may have what this node lacks
         return
-    if config.rollout.engine == "vllm" and has("vllm") is None:
-        needs = "rollout.engine=vllm needs vLLM, which is not installed here"
-        raise MissingDependency(f"{needs}. Fix: {INSTALL['vllm']}, or rollout.engine=torch")
+    _check_engine(config.rollout)
     for key, group in ENGINES.items():
         if (engine := config.value_of(key)) not in plugins.OWN[group]:  # of another package
             plugins.load(key, engine, group)
@@ -42,6 +46,37 @@ def check_machine(config: Config) -> None:
         raise MissingDependency(f"model.lora_rank needs peft. Fix: {INSTALL['peft']}.")
     if checks := plugins.load_if_given("trainer.engine", trainer.engine, "train_checks"):
         checks.check_machine(trainer)
+
+
+def _check_engine(rollout: RolloutConfig) -> None:
+    """Raise MissingDependency or ConfigError if the replicas' Python lacks their engine."""
+    engine = rollout.engine
+    if not rollout.serves or (not rollout.python and importlib.util.find_spec(engine)):
+        return
+    label, fix = ARGUMENTS[engine].label, f"{INSTALL[engine]}, or rollout.engine=torch"
+    if not rollout.python:
+        needs = f"rollout.engine={engine} needs {label}, which is not installed here"
+        raise MissingDependency(f"{needs}. Fix: {fix}")
+    if missing := missing_in(rollout.python, (engine, "millrace")):
+        rule = f"rollout.engine={engine}: this Python cannot find {' and '.join(missing)}"
+        raise bad_value("rollout.python", rollout.python, rule, fix)
+
+
+def missing_in(python: str, modules: Sequence[str]) -> list[str]:
+    """Return which modules another interpreter cannot find. Raise ConfigError if it fails."""
+    code = (
+        "import sys, importlib.util as u; print(*(m for m in sys.argv[1:] if not u.find_spec(m)))"
+    )
+    try:
+        found = subprocess.run(
+            [python, "-c", code, *modules], capture_output=True, text=True, timeout=_PYTHON_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise bad_value("rollout.python", python, f"cannot be run: {error}", "a Python") from error
+    if found.returncode:
+        rule = f"is no Python that works: {found.stderr.strip()[-200:] or found.returncode}"
+        raise bad_value("rollout.python", python, rule, "the path of a Python interpreter")
+    return found.stdout.split()
 
 
 def check_shape(

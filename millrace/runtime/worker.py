@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,10 +22,10 @@ from millrace.waits.registry import PROCESS, Start, measuring, starting, take_st
 if TYPE_CHECKING:
     from millrace.decode.engine import TorchRolloutEngine
     from millrace.ports import TrainRank
+    from millrace.serving.engine import ServingEngine
+    from millrace.serving.receiver import EngineReceiver
     from millrace.sync.collective import NullSender, Receiver, Sender
     from millrace.sync.ipc import IpcSender
-    from millrace.vllm.engine import VllmRolloutEngine
-    from millrace.vllm.receiver import VllmReceiver
 
 _CONNECT_S = 60.0
 
@@ -162,8 +162,8 @@ class TrainWorker(Worker):
 class RolloutWorker(Worker):
     """One replica of a rollout engine, and its end of the weight sync."""
 
-    engine: TorchRolloutEngine | VllmRolloutEngine
-    receiver: Receiver | VllmReceiver | None = None
+    engine: TorchRolloutEngine | ServingEngine
+    receiver: Receiver | EngineReceiver | None = None
 
     async def build(self, config: dict[str, Any], model_folder: str) -> dict[str, Any]:
         """Build this replica. Return the configuration that it was built with."""
@@ -176,17 +176,18 @@ class RolloutWorker(Worker):
 
     async def load(self, engine: str, model_folder: str) -> None:
         keep_compiled_code()
+        if variables := _VARIABLES.get(engine):
+            _set_defaults(variables, model_folder)
         if engine == "vllm":
-            from millrace.vllm.fork import start_import_process
+            from millrace.serving.vllm.fork import start_import_process
 
-            _vllm_environment(model_folder)
             start_import_process()
         with _importing():
             plugins.load("rollout.engine", engine, "rollout_engines")
 
     async def starts(self) -> dict[str, list[Start]]:
         found = await super().starts()
-        if call := getattr(self.engine, "call_workers", None):  # vLLM has processes of its own
+        if call := getattr(self.engine, "call_workers", None):  # a serving engine
             for rank, parts in enumerate(await call("start_times")):
                 found[f"{PROCESS.name}-core-{rank}"] = [Start(*part) for part in parts]
         return found
@@ -202,10 +203,10 @@ class RolloutWorker(Worker):
         if self.receiver is not None:
             await self.receiver.meet(store, agreed, address)
             return
-        if agreed.vllm:
-            from millrace.vllm.receiver import VllmReceiver
+        if agreed.serving:
+            from millrace.serving.receiver import EngineReceiver
 
-            self.receiver = await VllmReceiver.join(engine, store, address, replica, agreed)
+            self.receiver = await EngineReceiver.join(engine, store, address, replica, agreed)
         else:
             from millrace.sync.collective import Receiver
 
@@ -214,13 +215,13 @@ class RolloutWorker(Worker):
 
 def _rollout_engine(
     sides: Sides, model: ModelConfig, model_folder: str
-) -> TorchRolloutEngine | VllmRolloutEngine:
-    if sides.rollout.engine != "vllm":
+) -> TorchRolloutEngine | ServingEngine:
+    if not sides.rollout.serves:
         from millrace.models.device import prepare
 
         prepare(sides.trainer)
     build = plugins.load("rollout.engine", sides.rollout.engine, "rollout_engines")
-    built: TorchRolloutEngine | VllmRolloutEngine = build(sides, model, model_folder)
+    built: TorchRolloutEngine | ServingEngine = build(sides, model, model_folder)
     return built
 
 
@@ -229,20 +230,25 @@ def _moving() -> measuring:
     return measuring("CPU seconds of the start", lambda: round(cpu_s(os.getpid()), 1))
 
 
-def _vllm_environment(model_folder: str) -> None:
-    """Set the environment variables that vLLM reads at import. A user's own settings stay."""
-    defaults = {
+_VARIABLES = {
+    "vllm": {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",  # all processes of a replica are on one node
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, used on CPUs alone
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer uses the same cores
-    }
+    },
+    "sglang": {"SGLANG_SET_CPU_AFFINITY": "0"},  # the trainer uses the same cores
+}
+"""The environment variables that an engine reads at import. A user's own settings stay."""
+
+
+def _set_defaults(variables: Mapping[str, str], model_folder: str) -> None:
     if os.path.isdir(model_folder):
-        # vLLM asks the hub even about local folders. Without a network that takes minutes.
-        defaults["HF_HUB_OFFLINE"] = "1"
-    for name, value in defaults.items():
+        # Engines ask the hub even about local folders. Without a network that takes minutes.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 

@@ -143,10 +143,10 @@ def join_inbox(
     membership = Membership(store, agreed, wire, senders, me)
     where = (membership, senders)
     bucket_bytes = agreed.bucket_bytes
-    # vLLM fuses and splits tensors on loading. Bit sums can verify such tensors, but checksums
+    # Serving engines fuse and split tensors on loading. Bit sums verify such tensors, but checksums
     # cannot.
     base = StagingBuffer(
-        *where, specs, table, bucket_bytes, wire, replica, with_bit_sums=agreed.vllm
+        *where, specs, table, bucket_bytes, wire, replica, with_bit_sums=agreed.serving
     )
     if agreed.adapter_scale is None:
         return base

@@ -108,8 +108,8 @@ def slots_of(data: bytes, num_bytes: int) -> list[Slot]:
 
 
 def fits(agreed: SyncOptions, device: torch.device) -> bool:
-    """Return whether CUDA IPC works: both engines share GPUs, and the replica runs vLLM."""
-    return agreed.colocated and agreed.vllm and device.type == "cuda"
+    """Return whether CUDA IPC works: both engines share GPUs, and the replica's engine is a serving one."""
+    return agreed.colocated and agreed.serving and device.type == "cuda"
 
 
 class IpcSender:

@@ -18,10 +18,11 @@ class SyncOptions:
     wait_deadline_s: float
     """How long an end waits for the store of trainer rank 0. A rank may first load a model."""
     stall_s: float
-    """rollout.stall_s: how long vLLM's workers may owe an answer."""
+    """rollout.stall_s: how long the engine's workers may owe an answer."""
     colocated: bool
     gloo: bool
     """Whether GPUs send through host memory too."""
-    vllm: bool
+    serving: bool
+    """Whether the model of a replica runs in processes of its own, which fuse its tensors."""
     adapter_scale: float | None
     """The scale of low-rank adapters. None if the policy has none."""

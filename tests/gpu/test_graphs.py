@@ -72,7 +72,7 @@ def test_which_heads_keep_the_causal_mask(head: int) -> None:
 
     Once this fails because the error is small, vLLM has been mended: allow these heads.
     """
-    from millrace.vllm.arguments import FULL_GRAPH_HEADS
+    from millrace.serving.vllm.arguments import FULL_GRAPH_HEADS
 
     assert largest_error(head, [1] * 60, [100] * 60) < 0.05, "a step that only draws"
     prompt = largest_error(head, [60], [0])

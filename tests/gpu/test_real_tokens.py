@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from millrace.config import Config
-from millrace.runtime.worker import _vllm_environment
+from millrace.runtime.worker import _VARIABLES, _set_defaults
 from millrace.testing import joined
 from millrace.types import SamplingParams, Segment, Stop, tokens_of
 
@@ -129,8 +129,8 @@ def engine(request: pytest.FixtureRequest, runner: asyncio.Runner) -> Iterator[A
             },
         }
     )
-    _vllm_environment(FOLDER)
-    from millrace.vllm.engine import build
+    _set_defaults(_VARIABLES["vllm"], FOLDER)
+    from millrace.serving.vllm.engine import build
 
     begin = time.monotonic()
 

@@ -80,7 +80,7 @@ def agreement(ranks: int, *, vllm: bool = False) -> SyncOptions:
         stall_s=60,
         colocated=False,
         gloo=False,
-        vllm=vllm,
+        serving=vllm,
         adapter_scale=None,
     )
 
@@ -111,7 +111,7 @@ def test_any_table_that_covers_each_row_once_arrives_whole(seed: int) -> None:
             *sent, received = await asyncio.gather(*sending, receiver.transfer(version))
             assert sum(report.bytes for report in sent) == received.bytes
             assert equal(receiver.inbox.staged, tensors)
-            if agreed.vllm:
+            if agreed.serving:
                 assert receiver.inbox.bit_sums == bit_sums(tensors)
             else:
                 await receiver.activate(version)

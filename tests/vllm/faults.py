@@ -10,7 +10,7 @@ from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.model_loader import get_model
 
-from millrace.vllm.worker import WorkerExtension
+from millrace.serving.vllm.worker import WorkerExtension
 
 
 class FaultyExtension(WorkerExtension):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ from transformers import PretrainedConfig
 from millrace.config import Config, ModelShape
 from millrace.models.model import load_model, write_shape
 from millrace.run.engines import sync_options
-from millrace.runtime.worker import _vllm_environment
+from millrace.runtime.worker import _VARIABLES, _set_defaults
+from millrace.serving.receiver import EngineReceiver
 from millrace.sync.collective import join_sender
 from millrace.sync.table import Shards
 from millrace.testing import joined
 from millrace.types import Segment
-from millrace.vllm.receiver import VllmReceiver
 from tests.sync.fleet import regroup
 from tests.vllm.processes import WORKER_IN_CORE
 
@@ -59,7 +60,7 @@ class Replica:
             {
                 "model": {"path": str(folder)} | keys,
                 "rollout": {
-                    "engine": "vllm",
+                    "engine": os.environ.get("ENGINE", "vllm"),
                     "max_num_seqs": 16,
                     "max_num_batched_tokens": 2 * LENGTH,
                     "max_prompt_length": LENGTH,
@@ -80,9 +81,9 @@ class Replica:
         raise AssertionError("a transfer between devices gathers nothing")
 
     async def start(self, patch: pytest.MonkeyPatch) -> None:
-        _vllm_environment(str(self.folder))
-        from millrace.vllm import arguments as vllm_arguments
-        from millrace.vllm import engine as vllm_rollout
+        _set_defaults(_VARIABLES[self.config.rollout.engine], str(self.folder))
+        from millrace.serving.vllm import arguments as vllm_arguments
+        from millrace.serving.vllm import engine as vllm_rollout
 
         patch.setattr(vllm_arguments, "EXTENSION", "tests.vllm.faults.FaultyExtension")
         with pytest.MonkeyPatch.context() as start:
@@ -97,7 +98,7 @@ class Replica:
         address, agreed = ("127.0.0.1", self.store.port), sync_options(self.config)
         self.sender, self.receiver = await asyncio.gather(
             join_sender(self, self.store, 0, agreed),  # type: ignore[arg-type]
-            VllmReceiver.join(self.engine, self.store, address, 0, agreed),
+            EngineReceiver.join(self.engine, self.store, address, 0, agreed),
         )
         await regroup([self.sender], {0: self.receiver})
 

@@ -12,14 +12,14 @@ import pytest
 from millrace.config import Config, ModelConfig, ModelShape
 from millrace.errors import ConfigError
 from millrace.models.shape import write_shape
-from millrace.vllm.caches import graph_sizes, lasting_folder
+from millrace.serving.vllm.caches import graph_sizes, lasting_folder
 
 pytestmark = pytest.mark.xdist_group("engines")
 
 
 def asked(tmp_path: Path, heads: int = 2, **settings: Any) -> dict[str, Any]:
     """Return the arguments on a GPU, for a model of 128 numbers in `heads` heads."""
-    from millrace.vllm import arguments
+    from millrace.serving.vllm import arguments
 
     shape = ModelShape(hidden_size=128, num_attention_heads=heads, num_key_value_heads=1)
     write_shape(tmp_path, shape, vocab_size=8)

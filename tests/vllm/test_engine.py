@@ -206,7 +206,7 @@ def test_sleep_needs_an_idle_engine(replica: Replica, runner: asyncio.Runner) ->
 
 
 def test_bad_settings_are_refused_before_vllm_starts(replica: Replica, tmp_path: Path) -> None:
-    from millrace.vllm import engine as vllm_rollout
+    from millrace.serving.vllm import engine as vllm_rollout
 
     wrong = replica.config.model_copy(
         update={
@@ -251,7 +251,7 @@ def test_vllms_own_reason_is_told_where_it_does_not_start(
 
     A core that fails may not end by itself if the process has another engine, as here.
     """
-    from millrace.vllm import engine as vllm_rollout
+    from millrace.serving.vllm import engine as vllm_rollout
 
     before = engine_cores()
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "100000")
@@ -265,7 +265,7 @@ def test_logits_are_float32_whatever_the_models_dtype(
     replica: Replica, runner: asyncio.Runner
 ) -> None:
     """Logits that are rounded to bf16 differ from the train engine's."""
-    from millrace.vllm.arguments import engine_arguments
+    from millrace.serving.vllm.arguments import engine_arguments
 
     half = replica.config.model.model_copy(update={"dtype": "bfloat16"})
     asked = engine_arguments(replica.config.sides, half, str(replica.folder))

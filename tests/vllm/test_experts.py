@@ -139,7 +139,7 @@ def test_the_names_are_those_of_a_saved_model(shape: Any, tmp_path: Any) -> None
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    from millrace.vllm.experts import folder_names
+    from millrace.serving.live_weights import folder_names
 
     model: Any = AutoModelForCausalLM.from_config(shape)
     model.save_pretrained(tmp_path)
@@ -149,7 +149,7 @@ def test_the_names_are_those_of_a_saved_model(shape: Any, tmp_path: Any) -> None
 
 
 def test_the_sums_of_experts_have_the_names_of_live_tensors() -> None:
-    from millrace.vllm.experts import live_names
+    from millrace.serving.live_weights import live_names
 
     layer = "model.layers.3."
     sent = {

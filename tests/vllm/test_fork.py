@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.vllm.fork import context
+from millrace.serving.vllm.fork import context
 
 
 def test_a_build_for_cpus_forks_no_core_whatever_the_variable_says(

@@ -13,11 +13,11 @@ from typing import NoReturn
 import psutil
 import pytest
 
-from millrace.config.vllm_checks import HOST_PID
+from millrace.config.serving_checks import HOST_PID
 
 pytestmark = pytest.mark.xdist_group("engines")
 
-WORKER = "millrace.vllm.worker"
+WORKER = "millrace.serving.vllm.worker"
 CPU_WORKER = "vllm.v1.worker.cpu_worker"
 
 

@@ -15,12 +15,14 @@ from millrace.config import Config
 from millrace.errors import ReplicaLost, SyncError
 from millrace.ports import RolloutStats
 from millrace.run.engines import sync_options
-from millrace.vllm import receiver
-from millrace.vllm.receiver import VllmReceiver
+from millrace.serving import receiver
+from millrace.serving.receiver import EngineReceiver
 
 
 class Engine:
     """Workers that report after `report_s`, and answer a probe after `probe_s`."""
+
+    name = "vLLM"
 
     def __init__(self, store: TCPStore, report_s: float | None, probe_s: float) -> None:
         self._store, self._report_s, self._probe_s = store, report_s, probe_s
@@ -42,12 +44,12 @@ class Engine:
 
 def made(
     patch: pytest.MonkeyPatch, *, timeout_s: float, report_s: float | None, probe_s: float
-) -> VllmReceiver:
+) -> EngineReceiver:
     patch.setattr(receiver, "_PROBE_S", 0.2)
     patch.setattr(receiver, "_POLL_S", 0.1)
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     agreed = replace(sync_options(Config()), timeout_s=timeout_s, stall_s=1.5)
-    return VllmReceiver(cast("Any", Engine(store, report_s, probe_s)), store, 0, agreed)
+    return EngineReceiver(cast("Any", Engine(store, report_s, probe_s)), store, 0, agreed)
 
 
 def test_workers_that_do_not_answer_a_probe_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from millrace.models.model import write_shape
-from millrace.vllm.scheduler import LOG_PROBS, _AsyncLogProbScheduler, _LogProbScheduler
+from millrace.serving.vllm.scheduler import LOG_PROBS, _AsyncLogProbScheduler, _LogProbScheduler
 from tests.vllm.replica import EOS, SHAPE, VOCABULARY
 from tests.vllm.scheduling import drawn, make_request, make_scheduler
 

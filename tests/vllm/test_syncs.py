@@ -15,10 +15,10 @@ import torch
 from millrace import testing
 from millrace.errors import BrokenTransfer, SyncError, WorkerError
 from millrace.run.engines import sync_options
+from millrace.serving import receiver
+from millrace.serving.receiver import EngineReceiver
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, tokens_of
-from millrace.vllm import receiver
-from millrace.vllm.receiver import VllmReceiver
 from tests.sync.fleet import regroup
 from tests.vllm.processes import engine_cores
 from tests.vllm.replica import PROMPT, Replica, gap
@@ -246,7 +246,7 @@ def test_a_session_reads_its_history_again_where_the_schedule_says_so(
 
 
 def test_only_what_continues_a_context_gets_its_salt() -> None:
-    from millrace.vllm.requests import Salt, Salts
+    from millrace.serving.requests import Salt, Salts
 
     salts, newest, old = Salts(), Salt(9, 7), Salt(3, 2)
     salts.remember("1/0", tokens_of([1, 2, 3]), old)
@@ -307,7 +307,7 @@ def test_a_restarted_replica_joins_and_a_changed_weight_is_found(
         assert await regroup([replica.sender], {0: replica.receiver}, 3) == [None]
         with pytest.raises(BrokenTransfer, match="broke off"):
             await waiting
-        replica.receiver = await VllmReceiver.join(replica.engine, *where)
+        replica.receiver = await EngineReceiver.join(replica.engine, *where)
         assert await regroup([replica.sender], {0: replica.receiver}, 4) == [None]
         await replica.publish(70, 2)
         await replica.engine.call_workers("change", name)

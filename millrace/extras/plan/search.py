@@ -254,7 +254,7 @@ class Search:
         if limit and (most := max(memory.values(), default=0)) > limit:
             rule = f"needs {most / 2**30:.1f} GiB on a device with {limit / 2**30:.1f}"
             raise bad_value("plan", " ".join(lines), rule, "more GPUs, or fewer slots")
-        shared = rollout.engine == "vllm" and rollout.enable_prefix_caching
+        shared = rollout.serves and rollout.enable_prefix_caching
         read = max(1, round(self.costs.prompt / (rollout.n if shared else 1)))
         cost = self.costs.model_of(
             schedule,
@@ -279,13 +279,13 @@ class Search:
     def _memory(self, config: Config, filled: float) -> dict[str, int]:
         """Return the bytes on a device of each side.
 
-        vLLM's KV cache holds what requests have drawn so far, and not their limit.
+        A serving engine's KV cache holds what requests have drawn so far, and not their limit.
         """
         if self._size is None:
             return {}
         parts = estimate(config, self._size, **config.largest_batch)
         rollout = dict(parts["rollout"])
-        if config.rollout.engine == "vllm":
+        if config.rollout.serves:
             kv = "KV cache of all sequences"
             rollout[kv] = round(rollout[kv] * min(1.0, 2 * filled))
         trainer, drawn = sum(parts["trainer"].values()), sum(rollout.values())

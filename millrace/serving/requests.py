@@ -1,4 +1,4 @@
-"""A request to vLLM: its parameters, its state while it runs, and its result."""
+"""A request to a serving engine: its state while it runs, its prefix cache, and its result."""
 
 from __future__ import annotations
 
@@ -8,21 +8,15 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import numpy as np
-import vllm
-from vllm.inputs import TokensInput, tokens_input
-from vllm.sampling_params import RequestOutputKind
+from typing import NamedTuple
 
 from millrace.errors import WorkerError
 from millrace.rollout.requests import Start, check_kv, completes_stop, stop_window
 from millrace.types import Experts, Floats, PolicyVersion, SamplingParams, Tokens, tokens_of
-from millrace.vllm.scheduler import EXPERTS, LOG_PROBS, packed
 
 
 class Salt(NamedTuple):
-    """Salts that separate the weights in vLLM's prefix cache."""
+    """Salts that separate the weights in an engine's prefix cache."""
 
     number: int
     """The number of swaps before its first use.
@@ -97,23 +91,18 @@ class ActiveRequest:
     starts: list[Start] = field(default_factory=list)
     interrupted: bool = False
     log_probs: bytes = b""
-    """The log-probs of an interrupted request, as float32, saved before vLLM discards them."""
+    """The log-probs of an interrupted request, as float32, saved before the engine discards them."""
     experts: bytes = b""
     """Its `packed` experts."""
     drawn: int = 0
-    """The tokens that were drawn when vLLM forgot the request. Its call has not returned yet."""
+    """The tokens that were drawn when the engine forgot the request. Its call has not returned yet."""
     restart: bool = False
-    """vLLM aborted the request before its first token. It restarts under the new version."""
+    """The engine aborted the request before its first token. It restarts under the new version."""
 
-    def begin(self, salts: Salts, swaps: int, version: PolicyVersion) -> TokensInput:
-        """Return vLLM's prompt.
-
-        Without a salt, vLLM would use the KV of old weights for new requests.
-        """
+    def begin(self, salts: Salts, swaps: int, version: PolicyVersion) -> None:
+        """Note that the engine gets the request now. It draws under `version`."""
         self.salt = salts.of(self.session, self.tokens, Salt(swaps, version))
         self.starts, self.drawn = [Start(0, version, version)], 0
-        # A raw prompt would pass vLLM's parser, and a thread.
-        return tokens_input(self.tokens.tolist(), cache_salt=str(self.salt.number))
 
     def swapped(self, drawn: int, version: PolicyVersion, *, recompute: bool) -> None:
         """Note that `version` draws the tokens after the first `drawn`."""
@@ -131,44 +120,16 @@ class ActiveRequest:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The result of one request to vLLM."""
+    """The result of one request."""
 
     tokens: Tokens
     log_probs: Floats
     reason: str
-    """vLLM's finish_reason, or "string" for a stop string."""
+    """The engine's reason: "stop", "length", "abort", or "string" for a stop string."""
     experts: Experts | None = None
 
 
-def drawn_of(
-    request: ActiveRequest, tokens: Tokens, log_probs: Floats, end: int, output: Any, state: Any
-) -> Drawn:
-    """Return the result of a request.
-
-    end     the number of tokens up to the end of a stop string, or 0
-    output  vLLM's last output
-    state   what vLLM's output processor has of the request, if it runs on
-    """
-    part, more = output.outputs[0], output.kv_transfer_params or {}
-    experts = more.get(EXPERTS, b"")
-    if part.finish_reason == "abort":
-        log_probs.frombytes(request.log_probs)
-        tokens, log_probs = tokens[: len(log_probs)], log_probs[: len(tokens)]
-        experts = request.experts
-    else:
-        log_probs.frombytes(more.get(LOG_PROBS, b""))
-    if end:
-        tokens, log_probs = tokens[:end], log_probs[:end]
-    routed = part.routed_experts
-    if routed is None and state is not None and state.routed_experts_chunks:
-        routed = np.concatenate(state.routed_experts_chunks)
-    if routed is not None:
-        experts = packed(routed)
-    reason = "string" if end else part.finish_reason
-    return Drawn(tokens, log_probs, reason, _experts(request, experts, len(tokens)))
-
-
-def _experts(request: ActiveRequest, experts: bytes, drawn: int) -> Experts | None:
+def experts_of(request: ActiveRequest, experts: bytes, drawn: int) -> Experts | None:
     """Return the experts from `experts_from` to the token that predicts the last drawn one."""
     first = request.params.experts_from
     if first is None or not drawn:
@@ -179,37 +140,10 @@ def _experts(request: ActiveRequest, experts: bytes, drawn: int) -> Experts | No
     wanted = (len(request.tokens) - 1 - first + drawn) * width
     if not wanted or len(found) < wanted:
         raise WorkerError(
-            f"vLLM returned {len(found)} experts of a response, and its tokens have {wanted}: "
+            f"the engine returned {len(found)} experts of a response, and its tokens have {wanted}: "
             "router replay would be wrong. Fix: model.router_replay=disabled"
         )
     return found[:wanted]
-
-
-def sampling_params(params: SamplingParams, eos_ids: list[int]) -> vllm.SamplingParams:
-    """Return vLLM's parameters of a request."""
-    return vllm.SamplingParams(
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k or -1,
-        seed=(params.seed + params.offset) % (1 << 63),
-        ignore_eos=params.ignore_eos,
-        stop_token_ids=[] if params.ignore_eos else eos_ids,
-        routed_experts_prompt_start=params.experts_from or 0,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        skip_clone=True,  # a deep copy takes a quarter of the time in which a request is sent
-        # An output for each token costs more than drawing the token. Only stop strings need one.
-        output_kind=RequestOutputKind.DELTA if params.stop else RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def warm_up_params() -> vllm.SamplingParams:
-    """Return the parameters that need every kernel of a request."""
-    return vllm.SamplingParams(
-        max_tokens=4, temperature=0.9, top_p=0.9, top_k=50, seed=0, logprobs=0, flat_logprobs=True
-    )
 
 
 def stop_string_end(

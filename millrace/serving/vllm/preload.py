@@ -1,4 +1,4 @@
-"""The imports of vLLM's core, for the process from which it is forked: `millrace.vllm.fork`."""
+"""The imports of vLLM's core, for the process from which it is forked: `millrace.serving.vllm.fork`."""
 
 import importlib
 

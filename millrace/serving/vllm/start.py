@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
-import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,15 +19,14 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.models import registry
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from millrace.config.vllm_checks import HOST_PID
+from millrace.config.serving_checks import HOST_PID
 from millrace.errors import WorkerError
 from millrace.process.trees import children_of, is_tracker, kill_all
-from millrace.vllm.fork import context
+from millrace.serving.log import WorkerLog
+from millrace.serving.vllm.fork import context
 
 _SHARED = "/dev/shm/psm_"
-_STDERR = "/proc/self/fd/2"
 _FAILED = "EngineCore failed to start."
-_ERROR = re.compile(r"\b((?:[A-Za-z_]+\.)*[A-Z]\w*(?:Error|Exception): (?!Engine core init).+)")
 _POLL_S = 1.0
 _GRACE_S = 5.0
 """Time limit for a failed core to end by itself, in seconds."""
@@ -47,7 +44,7 @@ def start(arguments: dict[str, Any]) -> AsyncLLM:
     registry._run_in_subprocess = lambda look: look()
     if forked := context():
         vllm.v1.engine.utils.get_mp_context = lambda: forked
-    log, over = _Log(), threading.Event()
+    log, over = WorkerLog(), threading.Event()
     threading.Thread(target=_end_failed_core, args=(log, over), name="start", daemon=True).start()
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
@@ -81,32 +78,7 @@ def _shared_memory() -> set[Path]:
     return files
 
 
-class _Log:
-    """The later stderr of this process and its children. Empty if stderr is not a file."""
-
-    def __init__(self) -> None:
-        is_file = stat.S_ISREG(os.fstat(2).st_mode) and os.path.exists(_STDERR)
-        self._start = os.fstat(2).st_size if is_file else None
-
-    def text(self) -> str:
-        if self._start is None:
-            return ""
-        with open(_STDERR, "rb") as log:
-            log.seek(self._start)
-            return log.read().decode(errors="replace")
-
-    def last_error(self) -> str:
-        return next(
-            (
-                match[1]
-                for line in reversed(self.text().splitlines())
-                if (match := _ERROR.search(line))
-            ),
-            "",
-        )
-
-
-def _end_failed_core(log: _Log, over: threading.Event) -> None:
+def _end_failed_core(log: WorkerLog, over: threading.Event) -> None:
     """Kill vLLM's processes when the log says that a core failed. vLLM then sees the core's end."""
     before = children_of(os.getpid())
     while not over.wait(_POLL_S):

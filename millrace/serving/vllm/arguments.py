@@ -13,10 +13,10 @@ from vllm.platforms import current_platform
 
 from millrace.config import ModelConfig, Sides
 from millrace.errors import bad_value
-from millrace.vllm.caches import graph_options, lasting_folder
+from millrace.serving.vllm.caches import graph_options, lasting_folder
 
-EXTENSION = "millrace.vllm.worker.WorkerExtension"
-SCHEDULER: str | None = "millrace.vllm.scheduler.scheduler"
+EXTENSION = "millrace.serving.vllm.worker.WorkerExtension"
+SCHEDULER: str | None = "millrace.serving.vllm.scheduler.scheduler"
 _CPU_HEAD = 32
 FULL_GRAPH_HEADS = range(65, 129)
 """Head sizes for which FlashAttention 3 keeps the causal mask in a graph captured for one token."""

@@ -1,4 +1,4 @@
-"""One replica's end of the weight sync with vLLM. vLLM's workers receive the weights.
+"""One replica's end of the weight sync with a serving engine, whose workers receive the weights.
 
 This process starts each transfer and waits for the workers' reports.
 """
@@ -27,11 +27,13 @@ _FIRST_S = 180.0
 """How long workers may owe an answer before the first token: kernels may be compiled meanwhile."""
 
 
-class VllmEngine(Protocol):
+class Engine(Protocol):
     """The engine as this receiver sees it."""
 
+    name: str
+
     async def join_sync(self, init_info: dict[str, Any]) -> None:
-        """Call vLLM's init_weight_transfer_engine on every worker."""
+        """Connect every worker with the trainer's ranks."""
         ...
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
@@ -54,10 +56,10 @@ class VllmEngine(Protocol):
         ...
 
 
-class VllmReceiver:
+class EngineReceiver:
     """The replica's end of the weight sync."""
 
-    def __init__(self, engine: VllmEngine, store: Any, replica: int, agreed: SyncOptions) -> None:
+    def __init__(self, engine: Engine, store: Any, replica: int, agreed: SyncOptions) -> None:
         self._engine = engine
         self._store = store
         self._init = {"replica": replica, "agreed": asdict(agreed)}
@@ -71,13 +73,13 @@ class VllmReceiver:
     @classmethod
     async def join(
         cls,
-        engine: VllmEngine,
+        engine: Engine,
         store: Any,
         address: tuple[str, int],
         replica: int,
         agreed: SyncOptions,
-    ) -> VllmReceiver:
-        """Prepare each of vLLM's workers to receive. `regroup` joins the trainer ranks."""
+    ) -> EngineReceiver:
+        """Prepare each of the engine's workers to receive. `regroup` joins the trainer ranks."""
         made = cls(engine, store, replica, agreed)
         await made.meet(store, agreed, address)
         return made
@@ -144,14 +146,14 @@ class VllmReceiver:
                 await self._engine.call_workers(method, *args)
         except TimeoutError:
             raise ReplicaLost(
-                f"vLLM stood still: its workers did not answer {method} within {limit_s:g} s "
-                "(rollout.stall_s)"
+                f"{self._engine.name} stood still: its workers did not answer {method} within "
+                f"{limit_s:g} s (rollout.stall_s)"
             ) from None
 
     async def _report(self, key: str) -> dict[str, Any]:
         """Return the report that a worker's thread stores under `key`.
 
-        Raise SyncError at the deadline, and ReplicaLost if vLLM dies or stands still first.
+        Raise SyncError at the deadline, and ReplicaLost if the engine dies or stands still first.
         """
         # A client answers one call at a time. If this wait is cancelled, the next call must not wait.
         wait, limit = self._store.clone().wait, timedelta(seconds=self._timeout_s)
@@ -170,7 +172,7 @@ class VllmReceiver:
                 asked = time.monotonic()
         if waiting.exception():
             raise SyncError(
-                f"replica {self._replica}: vLLM's workers received no weights within "
+                f"replica {self._replica}: {self._engine.name}'s workers received no weights within "
                 f"{self._timeout_s:g} s"
             )
         report: dict[str, Any] = json.loads(self._store.get(key))

@@ -14,7 +14,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-_PRELOAD = "millrace.vllm.preload"
+_PRELOAD = "millrace.serving.vllm.preload"
 
 
 def start_import_process() -> None:

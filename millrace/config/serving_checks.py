@@ -1,0 +1,153 @@
+"""Checks of serving engines: the arguments that users may set, and those that millrace sets."""
+
+from __future__ import annotations
+
+import shutil
+from typing import NamedTuple
+
+from millrace.config.rollout_keys import RolloutConfig
+from millrace.config.trainer_keys import TrainerConfig
+from millrace.errors import bad_value
+
+
+class Arguments(NamedTuple):
+    """The arguments of an engine that rollout.engine_kwargs must not have."""
+
+    label: str
+    """The engine's name in messages."""
+    settings: dict[str, str]
+    """Arguments that have a key in millrace, and that key. Other parts of millrace read it too."""
+    fixed: dict[str, str]
+    """Arguments that users cannot change, and the reason."""
+
+
+_BOTH = {
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+}
+_BOTH_FIXED = {
+    "skip_tokenizer_init": "millrace sends and receives tokens",
+    "load_format": "the first weights come from the trainer",
+}
+ARGUMENTS = {
+    "vllm": Arguments(
+        "vLLM",
+        _BOTH
+        | {
+            "model": "model.path",
+            "seed": "trainer.seed",
+            "tensor_parallel_size": "rollout.tensor_model_parallel_size",
+            "data_parallel_size": "rollout.n_gpus_per_node and rollout.nnodes, which give the "
+            "replicas",
+            "max_model_len": "rollout.max_prompt_length and rollout.max_response_length",
+            "max_num_seqs": "rollout.max_num_seqs",
+            "max_num_batched_tokens": "rollout.max_num_batched_tokens",
+            "enable_prefix_caching": "rollout.enable_prefix_caching",
+            "enforce_eager": "rollout.enforce_eager",
+            "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+            "enable_sleep_mode": "rollout.free_cache_engine",
+            "enable_return_routed_experts": "model.router_replay",
+        },
+        _BOTH_FIXED
+        | {
+            "generation_config": "the model's own defaults would change the sampling",
+            "logprobs_mode": "training needs the log-probs of the distribution that was sampled",
+            "weight_transfer_config": "millrace transfers the weights itself",
+            "worker_extension_cls": "millrace transfers the weights itself",
+            "moe_backend": "other kernels permute the weights of experts, which a sync overwrites "
+            "in order",
+            "scheduler_cls": "millrace's scheduler keeps log-probs until their response ends",
+        },
+    ),
+    "sglang": Arguments(
+        "SGLang",
+        _BOTH
+        | {
+            "model_path": "model.path",
+            "random_seed": "trainer.seed",
+            "device": "trainer.device",
+            "tp_size": "rollout.tensor_model_parallel_size",
+            "dp_size": "rollout.n_gpus_per_node and rollout.nnodes, which give the replicas",
+            "context_length": "rollout.max_prompt_length and rollout.max_response_length",
+            "max_running_requests": "rollout.max_num_seqs",
+            "chunked_prefill_size": "rollout.max_num_batched_tokens",
+            "disable_radix_cache": "rollout.enable_prefix_caching",
+            "disable_cuda_graph": "rollout.enforce_eager",
+            "mem_fraction_static": "rollout.gpu_memory_utilization",
+            "enable_memory_saver": "rollout.free_cache_engine",
+            "enable_return_routed_experts": "model.router_replay",
+        },
+        _BOTH_FIXED
+        | {
+            "sampling_backend": "SGLang's other backends take no seed for each request",
+            "grammar_backend": "millrace asks for no grammars",
+            "enable_fp32_lm_head": "logits are float32, as in the train engine",
+            "tokenizer_worker_num": "one process counts the tokens of a request",
+            "pp_size": "a sync reaches the ranks of one stage alone",
+            "nnodes": "a replica is on one node",
+            "custom_sigquit_handler": "millrace reports an engine that died",
+            "skip_server_warmup": "the engine has no weights before the first sync",
+        },
+    ),
+}
+"""The arguments of each serving engine: of AsyncEngineArgs and of ServerArgs."""
+
+
+HOST_PID = "MILLRACE_VLLM_HOST"
+"""Environment variable of vLLM's processes: the process that started them. They end with it."""
+
+
+def check_serving(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
+    """Raise ConfigError at the first check that fails."""
+    given = rollout.engine_kwargs
+    if rollout.python:
+        _check_python(rollout, trainer)
+    if rollout.engine not in ARGUMENTS:
+        if given and rollout.engine == "torch":
+            raise bad_value(
+                "rollout.engine_kwargs",
+                given,
+                "engine=torch takes no arguments",
+                "rollout.engine=vllm, or remove the key",
+            )
+        return
+    label, settings, fixed = ARGUMENTS[rollout.engine]
+    if trainer.deterministic:
+        raise bad_value(
+            "trainer.deterministic",
+            True,
+            f"{label}'s results depend on which requests share a batch, so the same seed does not "
+            "give the same bits",
+            "rollout.engine=torch, or trainer.deterministic=false",
+        )
+    for name, value in given.items():
+        if name in settings:
+            raise bad_value(
+                f"rollout.engine_kwargs.{name}", value, "has a key of its own", settings[name]
+            )
+        if name in fixed:
+            raise bad_value(
+                f"rollout.engine_kwargs.{name}", value, f"is fixed: {fixed[name]}", "remove it"
+            )
+    overrides = given.get("hf_overrides", {})
+    if rollout.engine == "vllm" and not isinstance(overrides, dict):
+        rule = "must be a mapping of settings of the model's config.json"
+        raise bad_value(
+            "rollout.engine_kwargs.hf_overrides",
+            overrides,
+            rule,
+            "rollout.engine_kwargs.hf_overrides.KEY=VALUE",
+        )
+
+
+def _check_python(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
+    """Raise ConfigError unless the replicas' interpreter can be started."""
+    key, path = "rollout.python", rollout.python
+    if trainer.runtime == "ray":
+        rule = "Ray starts the replicas in its own environment"
+        raise bad_value(key, path, rule, "trainer.runtime=local, or remove the key")
+    if shutil.which(path) is None:
+        rule = "there is no such program, or it cannot be run"
+        raise bad_value(
+            key, path, rule, "the python of an environment, such as `make sglang` makes"
+        )

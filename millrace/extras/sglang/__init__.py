@@ -1,0 +1,1 @@
+"""The SGLang rollout engine."""

@@ -1,0 +1,58 @@
+"""The arguments of SGLang's engine."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import fields
+from typing import Any
+
+import torch
+from sglang.srt.server_args import ServerArgs
+
+from millrace.config import ModelConfig, Sides
+from millrace.errors import bad_value
+
+_CPU_KV_TOKENS = 65536
+
+
+def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dict[str, Any]:
+    """Return arguments of SGLang's ServerArgs.
+
+    Raise ConfigError for settings that the installed SGLang does not support.
+    """
+    trainer, rollout = sides.trainer, sides.rollout
+    on_gpu = torch.cuda.is_available() and trainer.device != "cpu"
+    sleeps = on_gpu and sides.colocated and rollout.free_cache_engine
+    arguments: dict[str, Any] = {
+        "model_path": model_folder,
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": model.dtype,
+        "device": "cuda" if on_gpu else "cpu",
+        "random_seed": trainer.seed,
+        "trust_remote_code": model.trust_remote_code,
+        "tp_size": rollout.tensor_model_parallel_size,
+        "context_length": rollout.max_len,
+        "max_running_requests": rollout.max_num_seqs,
+        "chunked_prefill_size": rollout.max_num_batched_tokens,
+        "disable_radix_cache": not rollout.enable_prefix_caching,
+        "disable_cuda_graph": rollout.enforce_eager or not on_gpu,
+        "mem_fraction_static": rollout.gpu_memory_utilization,
+        "enable_memory_saver": sleeps,
+        "enable_fp32_lm_head": True,  # logits are float32, as in the train engine
+        "sampling_backend": "pytorch",  # the others take no seeds
+        "grammar_backend": "none",
+        "skip_server_warmup": True,
+        "log_level": "warning",
+    }
+    if not on_gpu:
+        arguments |= {
+            "attention_backend": "torch_native",
+            "max_total_tokens": min(rollout.max_num_seqs * rollout.max_len, _CPU_KV_TOKENS),
+        }
+    known = {field.name for field in fields(ServerArgs)}
+    for key in rollout.engine_kwargs.keys() - known:
+        rule = "SGLang's engine has no such argument"
+        near = difflib.get_close_matches(key, known, 1)
+        raise bad_value("rollout.engine_kwargs", key, rule, near[0] if near else "leave it out")
+    return arguments | rollout.engine_kwargs

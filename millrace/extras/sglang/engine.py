@@ -1,0 +1,255 @@
+"""The SGLang rollout engine: one replica of SGLang's Engine.
+
+SGLang's schedulers run in processes of their own. `scheduler.py` is millrace's part of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import mmap
+import os
+import signal
+import struct
+import tempfile
+from time import perf_counter
+from typing import Any
+
+import psutil
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers.io_struct import (
+    GenerateReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    RpcReqInput,
+    RpcReqOutput,
+    sock_recv,
+    sock_send,
+)
+
+from millrace import errors
+from millrace.config import ModelConfig, Sides
+from millrace.errors import ReplicaLost, WorkerError
+from millrace.extras.sglang import scheduler
+from millrace.extras.sglang.arguments import engine_arguments
+from millrace.models.model import folder_eos_ids
+from millrace.models.tokenizer import text_of
+from millrace.process.death import ignore_stop_signals
+from millrace.process.trees import lives
+from millrace.serving.engine import ServingEngine
+from millrace.serving.log import WorkerLog
+from millrace.serving.requests import ActiveRequest, Drawn, Salt, stop_string_end
+from millrace.types import Floats, Tokens, floats_of, tokens_of
+from millrace.waits.registry import current, waiting
+
+_DEAD = "SGLang's scheduler has died"
+_POLL_S = 1.0
+_POLL_RPC_MS = 200
+
+
+class _Engine(Engine):
+    run_scheduler_process_func = staticmethod(scheduler.run)
+
+
+class SglangRolloutEngine(ServingEngine):
+    """A ServingEngine with SGLang's Engine.
+
+    A token is drawn by the request's seed and the token's position. So a resumed response
+    continues with the random numbers of an uninterrupted one.
+    """
+
+    name = "SGLang"
+
+    def __init__(self, engine: Engine, counter: mmap.mmap, log: WorkerLog, **settings: Any) -> None:
+        self._engine = engine
+        self._manager = engine.tokenizer_manager
+        self._counter = counter
+        self._log = log
+        self._processes = [psutil.Process(pid) for pid in engine.get_all_child_pids()]
+        self._counts: dict[str, int] = {}
+        """The drawn tokens of each request at the last pause, by SGLang's id."""
+        self._rpc = asyncio.Lock()
+        self._failed = False
+        super().__init__(**settings)
+        self._take_signals()
+
+    def _take_signals(self) -> None:
+        """Replace SGLang's handlers, which end this process with all of its children."""
+        self._manager._subprocess_watchdog.stop()
+        self._manager.auto_create_handle_loop()
+        loop = asyncio.get_running_loop()
+        loop.remove_signal_handler(signal.SIGTERM)
+        loop.add_signal_handler(signal.SIGQUIT, self._fail)  # a scheduler sends it at an error
+        ignore_stop_signals()
+
+    def _fail(self) -> None:
+        self._failed = True
+
+    def _failure(self) -> str | None:
+        if self._failed or not all(map(lives, self._processes)):
+            return f"{_DEAD}: {self._log.last_error() or 'the log of the worker has the reason'}"
+        return None
+
+    async def join_sync(self, init_info: dict[str, Any]) -> None:
+        await self.call_workers("join", *map(init_info.get, ("host", "port", "replica", "agreed")))
+
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every SchedulerExtension between two steps. Return the results."""
+        async with self._rpc:
+            call = {"method": method, "args": json.dumps(args)}
+            socket = self._engine.send_to_rpc
+            sock_send(socket, RpcReqInput(method=scheduler.METHOD, parameters=call))
+            with waiting(f"{current().registry.name}-core-*|SGLang's scheduler", "its answer"):
+                while not await asyncio.to_thread(socket.poll, _POLL_RPC_MS):
+                    self.check_alive()
+            answer = sock_recv(socket)
+        assert isinstance(answer, RpcReqOutput)
+        reports = json.loads(answer.message)
+        for report in reports:
+            if "error" in report:
+                kind = getattr(errors, report["type"], WorkerError)
+                raise kind(f"{method}: {report['error']}")
+        return [report["value"] for report in reports]
+
+    async def _result(self, request: ActiveRequest) -> Drawn:
+        drawing = asyncio.ensure_future(self._collect(request))
+        try:
+            while not (await asyncio.wait([drawing], timeout=_POLL_S))[0]:
+                if failure := self._failure():
+                    raise ReplicaLost(failure)
+            return drawing.result()
+        finally:
+            drawing.cancel()
+
+    async def _collect(self, request: ActiveRequest) -> Drawn:
+        params = request.params
+        sent = GenerateReqInput(
+            rid=request.id,
+            input_ids=request.tokens.tolist(),
+            sampling_params=_sampling_params(request, self._eos),
+            return_logprob=True,
+            extra_key=str(request.salt.number),
+            return_routed_experts=params.experts_from is not None,
+            routed_experts_start_len=params.experts_from or 0,
+            stream=bool(params.stop),
+        )
+        checked = end = 0
+        output: dict[str, Any] = {}
+        async with contextlib.aclosing(self._manager.generate_request(sent)) as outputs:
+            # There is one output at the end, or with stop strings one for each token.
+            async for output in outputs:
+                if params.stop and not end:
+                    assert self._decode is not None
+                    drawn = tokens_of(output["output_ids"])
+                    end = stop_string_end(request, drawn, checked, self._decode)
+                    checked = len(drawn)
+                    if end:
+                        self._manager.abort_request(request.id)
+        tokens, log_probs = _drawn(output)
+        about = output["meta_info"]
+        reason = about["finish_reason"]["type"]
+        if len(tokens) != len(log_probs) and reason != "abort":
+            raise WorkerError(
+                f"SGLang returned {len(tokens)} tokens and {len(log_probs)} log-probs of a response"
+            )
+        if tokens:
+            self._read(request, about["cached_tokens"])
+        if end:
+            self._cancelled += len(tokens) - end
+            tokens, log_probs, reason = tokens[:end], log_probs[:end], "string"
+        request.drawn = len(tokens)
+        return Drawn(tokens, log_probs, reason)
+
+    async def _abort(self, requests: list[ActiveRequest]) -> None:
+        for request in requests:
+            self._manager.abort_request(request.id)
+        await asyncio.sleep(0.001)
+
+    async def _cancel(self, request: ActiveRequest, drawing: asyncio.Future[Drawn]) -> None:
+        self._manager.abort_request(request.id)
+        with contextlib.suppress(ReplicaLost, WorkerError):
+            await drawing
+
+    def _count(self, request: ActiveRequest) -> int:
+        return self._counts.get(request.id, 0)
+
+    def _drawn(self) -> int:
+        return int(struct.unpack_from("q", self._counter)[0])
+
+    async def _pause(self) -> float:
+        anew = str(self._swaps + 1) if self._recompute else None
+        self._counts = (await self.call_workers("pause", anew))[0]
+        return perf_counter()
+
+    def _change_version(self) -> list[ActiveRequest]:
+        if self._recompute:  # `pause` gave them this name in the prefix cache
+            for request in self._active.values():
+                request.salt = Salt(self._swaps, self.version)
+        return super()._change_version()
+
+    async def _resume(self) -> None:
+        await self.call_workers("resume")
+
+    async def _free(self, keep_weights: bool) -> None:
+        if keep_weights:
+            await self.call_workers("keep_weights")
+        await self._manager.release_memory_occupation(
+            ReleaseMemoryOccupationReqInput(tags=["weights", "kv_cache"])
+        )
+
+    async def _allocate(self, tags: list[str]) -> None:
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
+        if "weights" in tags:
+            await self.call_workers("restore_weights")
+
+    async def _stop(self) -> None:
+        await asyncio.to_thread(self._engine.shutdown)
+
+
+def _drawn(output: dict[str, Any]) -> tuple[Tokens, Floats]:
+    log_probs = output["meta_info"].get("output_token_logprobs") or ()
+    return tokens_of(output["output_ids"]), floats_of(entry[0] for entry in log_probs)
+
+
+def _sampling_params(request: ActiveRequest, eos_ids: list[int]) -> dict[str, Any]:
+    params = request.params
+    return {
+        "max_new_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+        "sampling_seed": params.seed % (1 << 63),
+        "ignore_eos": params.ignore_eos,
+        "stop_token_ids": [] if params.ignore_eos else eos_ids,
+    }
+
+
+def _leave_to_caller(*_: Any) -> None:
+    """Do nothing at SIGQUIT, which a scheduler sends if it does not start. `build` raises then."""
+
+
+def build(sides: Sides, model: ModelConfig, model_folder: str) -> SglangRolloutEngine:
+    """Build one replica's engine on this process's devices, with random weights until a sync."""
+    arguments = engine_arguments(sides, model, model_folder)
+    rollout, log = sides.rollout, WorkerLog()
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(bytes(8))
+        file.flush()
+        counter = mmap.mmap(file.fileno(), 8)
+        os.environ[scheduler.COUNTER] = file.name
+        try:
+            engine = _Engine(**arguments, custom_sigquit_handler=_leave_to_caller)
+        except (RuntimeError, EOFError) as error:
+            raise WorkerError(f"SGLang did not start: {log.last_error() or error}") from error
+    return SglangRolloutEngine(
+        engine,
+        counter,
+        log,
+        eos_ids=folder_eos_ids(model_folder, trust_remote_code=model.trust_remote_code),
+        slots=rollout.max_num_seqs,
+        max_len=rollout.max_len,
+        kv_on_swap=rollout.kv_on_swap,
+        can_sleep=arguments["enable_memory_saver"],
+        decode=text_of(model_folder, model.trust_remote_code),
+    )

@@ -1,0 +1,220 @@
+"""SGLang's scheduler process, with the calls of a weight sync and a seed for each request.
+
+`run` takes the place of SGLang's own entry of the process. It replaces four of SGLang's names, and
+`millrace.extras.sglang.release` says of which releases this was tested.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from sglang.srt.layers import sampler
+from sglang.srt.managers import scheduler as sglang_scheduler
+from sglang.srt.managers.io_struct import PauseGenerationReqInput, RpcReqOutput
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from torch import Tensor
+
+from millrace.process.death import ignore_stop_signals
+from millrace.serving.live_weights import LiveWeights
+from millrace.waits.registry import Start, began, take_starts
+
+METHOD = "millrace"
+"""The method of an RPC that `SchedulerExtension` answers."""
+COUNTER = "MILLRACE_SGLANG_COUNTER"
+"""Environment variable: a file of 8 bytes that has the number of drawn tokens."""
+_MASK = (1 << 63) - 1
+
+
+class SchedulerExtension(LiveWeights):
+    """The calls of a replica's host, between two steps of a scheduler."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        runner = scheduler.tp_worker.model_runner
+        self.model = runner.model
+        on_gpu = runner.device == "cuda"
+        self.device = torch.device(f"cuda:{runner.gpu_id}" if on_gpu else runner.device)
+        self.shard = scheduler.ps.tp_rank
+        self._kept: dict[str, Tensor] | None = None
+
+    def start_times(self) -> list[Start]:
+        return take_starts()
+
+    def check_health(self) -> None:
+        """Answer."""
+
+    def regroup_weights(self, generation: int, members: list[int], turn: int) -> None:
+        """Start to join the groups of a new generation."""
+        self.regroup(generation, members, turn)
+
+    def stage_weights(self, version: int, turn: int) -> None:
+        """Start to receive `version` into staging memory."""
+        self.stage(version, turn)
+
+    def measure_link(self, turn: int) -> None:
+        """Start to receive as many bytes as a transfer has."""
+        self.link(turn)
+
+    def changed_weights(self) -> str:
+        """Return what is wrong with the live weights, or nothing. They will now be discarded."""
+        return self.discard()
+
+    def activate_weights(self, version: int) -> Any:
+        """Make the staged `version` live: LiveWeights.activate."""
+        return self.activate(version)
+
+    def pause(self, extra_key: str | None) -> dict[str, int]:
+        """Stop between two steps. Return how many tokens each request has drawn.
+
+        `extra_key` is a new name in the prefix cache: all requests then compute their K and V anew
+        under it. None keeps them.
+        """
+        scheduler = self.scheduler
+        scheduler._engine_paused = True
+        if extra_key is not None:
+            scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+            for request in scheduler.waiting_queue:
+                request.extra_key = extra_key
+        elif self.device.type == "cuda":
+            scheduler.forward_stream.synchronize()
+        counts = {request.rid: len(request.output_ids) for request in self._requests()}
+        for batch, _ in getattr(scheduler, "result_queue", ()):  # drawn, but not yet processed
+            for request in batch.reqs:
+                counts[request.rid] += draws(batch, request)
+        return counts
+
+    def _requests(self) -> Iterator[Any]:
+        scheduler = self.scheduler
+        for batch in (scheduler.running_batch, scheduler.last_batch):
+            yield from batch.reqs if batch is not None else ()
+        yield from scheduler.waiting_queue
+        if scheduler.chunked_req is not None:
+            yield scheduler.chunked_req
+        for batch, _ in getattr(scheduler, "result_queue", ()):
+            yield from batch.reqs
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self.scheduler._engine_paused = False
+
+    def keep_weights(self) -> None:
+        """Copy the weights to host memory, before their memory is freed."""
+        self._kept = {name: p.to("cpu", copy=True) for name, p in self._tensors()}
+
+    def restore_weights(self) -> None:
+        """Copy kept weights back, if there are any."""
+        for name, tensor in self._tensors():
+            if self._kept is not None:
+                tensor.copy_(self._kept[name])
+        self._kept = None
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters and buffers: SGLang frees the memory of both."""
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            yield name, tensor.data
+
+
+def draws(batch: Any, request: Any) -> bool:
+    """Return whether a step draws a token of a request that the response will have."""
+    if request.finished() or request.is_retracted:
+        return False
+    return batch.forward_mode.is_decode() or request.inflight_middle_chunks <= 0
+
+
+def _answer(scheduler: Any, call: Any) -> RpcReqOutput:
+    """Answer an RPC of METHOD with the JSON of every rank's report, and others as SGLang does."""
+    if call.method != METHOD:
+        return _handle_rpc(scheduler, call)
+    try:
+        if (extension := scheduler.__dict__.get(METHOD)) is None:
+            extension = scheduler.__dict__[METHOD] = SchedulerExtension(scheduler)
+        with torch.inference_mode():
+            method = getattr(extension, call.parameters["method"])
+            report: Any = {"value": method(*json.loads(call.parameters["args"]))}
+    except Exception as error:  # noqa: BLE001 - the report carries the failure
+        report = {"error": str(error), "type": type(error).__name__}
+    reports = [report]
+    if scheduler.tp_group.world_size > 1:
+        reports = [None] * scheduler.tp_group.world_size
+        torch.distributed.all_gather_object(reports, report, group=scheduler.tp_group.cpu_group)
+    return RpcReqOutput(success=True, message=json.dumps(reports))
+
+
+def _process_and_count(scheduler: Any, batch: Any, result: Any) -> None:
+    """Process the result of a step, and add its tokens to the counter."""
+    drawn = sum(draws(batch, request) for request in batch.reqs)
+    _process(scheduler, batch, result)
+    if scheduler.ps.tp_rank == 0:
+        counter = _counter()
+        struct.pack_into("q", counter, 0, struct.unpack_from("q", counter)[0] + drawn)
+
+
+@functools.cache
+def _counter() -> mmap.mmap:
+    with open(os.environ[COUNTER], "r+b") as file:
+        return mmap.mmap(file.fileno(), 8)
+
+
+def _with_seeds(batch: Any, vocab_size: int) -> SamplingBatchInfo:
+    """Return the sampling of a batch, with the seed of each request.
+
+    SGLang uses seeds only with batch-invariant kernels.
+    """
+    info = _from_batch(batch, vocab_size)
+    seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+    info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(info.device, non_blocking=True)
+    return info
+
+
+def draw(log_probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Draw a token for each row of `log_probs` [n, vocabulary] by its seed and its position.
+
+    Return indices [n, 1]. The token is where a uniform number falls in the distribution. SGLang's
+    own function adds Gumbel noise of 32 random bits to each log-prob. One of 2^32 values makes the
+    noise infinite, so one token of about 2^32 / vocabulary is drawn whatever its probability.
+    """
+    edges = log_probs.double().exp().cumsum(-1)
+    point = uniform(seeds, positions)[:, None] * edges[:, -1:]
+    return torch.searchsorted(edges, point, right=True).clamp_(max=log_probs.shape[1] - 1)
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return a float64 number in (0, 1) for each pair, by SplitMix64 (Steele et al. 2014)."""
+    return (_shifted(_mixed(_mixed(seeds) + positions.long()), 12).double() + 0.5) / 2.0**52
+
+
+def _mixed(state: Tensor) -> Tensor:
+    state = state * -0x61C8864680B583EB
+    state = (state ^ _shifted(state, 30)) * -0x40A7B892E31B1A47
+    state = (state ^ _shifted(state, 27)) * -0x6B2FB644ECCEEE15
+    return state ^ _shifted(state, 31)
+
+
+def _shifted(state: Tensor, bits: int) -> Tensor:
+    """Shift as if the int64 were unsigned."""
+    return (state >> bits) & (_MASK >> (bits - 1))
+
+
+_handle_rpc = Scheduler.handle_rpc_request
+_process = Scheduler.process_batch_result
+_from_batch = SamplingBatchInfo.from_schedule_batch
+
+
+def run(*args: Any, **kwargs: Any) -> None:
+    """Be a scheduler process, until the host ends it."""
+    began("imports")
+    Scheduler.handle_rpc_request = _answer
+    Scheduler.process_batch_result = _process_and_count
+    SamplingBatchInfo.from_schedule_batch = staticmethod(_with_seeds)
+    sampler.multinomial_with_seed = draw
+    _counter()  # its file is deleted once SGLang has started
+    ignore_stop_signals()  # only the driver acts on them, after it has saved
+    sglang_scheduler.run_scheduler_process(*args, **kwargs)

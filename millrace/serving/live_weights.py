@@ -1,0 +1,307 @@
+"""The weights of a serving engine, in the process of its model: staged, proven and made live.
+
+A thread stages weights beside decoding, which pauses only for a copy on the device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+from torch.overrides import TorchFunctionMode
+
+from millrace.errors import BrokenTransfer, SyncError
+from millrace.sync import ipc
+from millrace.sync.adapters import LoraStaging, join_inbox
+from millrace.sync.options import SyncOptions
+from millrace.sync.proof import bit_sums, changed, start_bit_sums
+from millrace.sync.staging import StagingBuffer, wire_device
+from millrace.sync.table import read_specs
+
+_SWITCH_S = 0.0005
+_NCCL = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+"""The user's NCCL settings, which both ends of a transfer share.
+
+This module is imported before the engine adds its own settings.
+"""
+_FUSED = re.compile(r"(.+)\.mlp\.experts\.(gate_up_proj|down_proj)")
+_PARTS = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+}
+"""The modules in each fused module of a model that does not name them."""
+
+
+class LiveWeights:
+    """The staged and the live weights of one process of a model."""
+
+    model: Any
+    """The engine's model. Its `load_weights` takes the names of a model folder."""
+    device: torch.device
+    shard: int
+    """The rank of this process among those of the replica."""
+    inbox: StagingBuffer | LoraStaging | ipc.IpcStaging
+    live_sums: dict[str, int] | None = None
+    """The bit sums of the live parameters by name. None before the first version."""
+    _copies: list[tuple[Tensor, Tensor]] | None = None
+    """(target, source) of every copy of a load.
+
+    None before the first load. Empty if these copies alone cannot repeat the load.
+    """
+
+    def join(self, host: str, port: int, replica: int, agreed: dict[str, Any]) -> None:
+        """Prepare to receive from the trainer's ranks at an address. `regroup` joins them.
+
+        `agreed` has the fields of SyncOptions.
+        """
+        restore_nccl_settings()
+        if (inbox := self.__dict__.pop("inbox", None)) is not None:
+            inbox.leave()  # the ranks of a lost trainer
+            inbox = self._copies = None
+        options = SyncOptions(**agreed)
+        limit = timedelta(seconds=options.timeout_s)
+        self._store = TCPStore(host, port, None, False, timeout=limit)
+        self._replica = replica
+        self._key = f"millrace/sync/staged/{replica}/{self.shard}"
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        # NCCL leaves the GPU time to read the live weights. On a CPU, it takes as long beside it.
+        nccl = wire_device(options, self.device).type == "cuda"
+        self._proof_stream = torch.cuda.Stream(self.device) if nccl else None
+        where = (read_specs(self._store), self._store, self.device, replica, options)
+        self.inbox = (
+            ipc.IpcStaging.join(*where, self._load, self.shard)
+            if ipc.fits(options, self.device)
+            else join_inbox(*where, self.shard)
+        )
+
+    def regroup(self, generation: int, members: list[int], turn: int) -> None:
+        """Exchange the groups in a thread, as `stage` works."""
+
+        def work() -> int:
+            self.inbox.regroup(generation, members)
+            return 0
+
+        self._in_thread(work, turn)
+
+    def stage(self, version: int, turn: int) -> None:
+        """Receive `version` in a thread. The thread stores its report under the key of `turn`.
+
+        Over NCCL, the live weights are verified meanwhile. A change in these 50 ms is not seen.
+        """
+
+        def work() -> int:
+            if self._proof_stream is not None:
+                return self._receive_and_prove(version, self._proof_stream)
+            # An IpcInbox replaces the live weights while it receives.
+            if in_place := isinstance(self.inbox, ipc.IpcStaging):
+                self.prove_unchanged()
+            received = self.inbox.receive(version)
+            if not in_place:
+                self.prove_unchanged()
+            return received
+
+        self._in_thread(work, turn)
+
+    def _receive_and_prove(self, version: int, stream: torch.cuda.Stream) -> int:
+        """Receive `version`. Meanwhile, look at the live weights in `stream`."""
+        live, own = dict[str, int](), torch.empty(0)
+
+        def look() -> None:
+            nonlocal live, own
+            if live := self.live_sums or {}:
+                with torch.cuda.stream(stream):
+                    own = start_bit_sums(dict(self.model.named_parameters()))
+
+        assert not isinstance(self.inbox, ipc.IpcStaging)  # It has no proof stream.
+        received = self.inbox.receive(version, look)
+        if live and self.live_sums:
+            with torch.cuda.stream(stream):  # Its sums may not be ready.
+                self._compare(live, own.tolist())
+        return received
+
+    def prove_unchanged(self) -> None:
+        """Raise SyncError if a live parameter has changed since its version became live."""
+        if live := self.live_sums:
+            self._compare(live, [*bit_sums(dict(self.model.named_parameters())).values()])
+
+    def _compare(self, live: dict[str, int], own: list[int]) -> None:
+        """Raise SyncError if these bit sums are not those of the live version."""
+        known = zip(live.items(), own, strict=True)
+        if names := [name for (name, value), now in known if now != value]:
+            self.inbox.version = None
+            raise changed(self._replica, self._live, names)
+
+    def link(self, turn: int) -> None:
+        """Run the receiving end of `Sender.link` in a thread."""
+        self._in_thread(self.inbox.link, turn)
+
+    def _in_thread(self, work: Callable[[], int], turn: int) -> None:
+        threading.Thread(
+            target=self._report, args=(work, f"{self._key}/{turn}"), name="staging", daemon=True
+        ).start()
+
+    def _report(self, work: Callable[[], int], key: str) -> None:
+        interval = sys.getswitchinterval()
+        # Each kernel launch of this thread waits until the decoding thread releases the GIL. A
+        # shorter switch interval shortens these waits.
+        sys.setswitchinterval(_SWITCH_S)
+        try:
+            if self._stream is not None:
+                torch.cuda.set_device(self.device)
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                received = work()
+            report: dict[str, Any] = {"bytes": received, "version": self.inbox.version}
+        except Exception as error:  # noqa: BLE001 - the report carries the failure
+            report = {"error": str(error) if isinstance(error, SyncError) else repr(error)}
+            report["broken"] = isinstance(error, BrokenTransfer)
+        finally:
+            sys.setswitchinterval(interval)
+        self._store.set(key, json.dumps(report))
+
+    def activate(self, version: int) -> tuple[dict[str, int], dict[str, int], dict[str, list[str]]]:
+        """Copy the staged version over the live weights. An IpcStaging has already written them.
+
+        Return the bit sums of the staged weights, the bit sums of the live weights, and the names
+        of the modules in each fused module. The driver makes one call for all of this, because
+        each call adds milliseconds to the pause.
+        """
+        if self.inbox.version != version:
+            raise SyncError(
+                f"version {version} must become live, but version {self.inbox.version} is staged"
+            )
+        with torch.inference_mode():
+            if not isinstance(self.inbox, ipc.IpcStaging):
+                self.load(self.inbox)
+            self.live_sums = bit_sums(dict(self.model.named_parameters()))
+        self._live = version
+        fused = getattr(self.model, "packed_modules_mapping", None) or _PARTS
+        return live_names(self.inbox.bit_sums, self.live_sums), self.live_sums, dict(fused)
+
+    def discard(self) -> str:
+        """Return what is wrong with the live weights, or nothing. The engine will discard them."""
+        try:
+            self.prove_unchanged()
+        except SyncError as error:
+            return str(error)
+        finally:
+            self.live_sums = None
+        return ""
+
+    def load(self, inbox: StagingBuffer | LoraStaging) -> None:
+        """Copy the staged weights over the live ones.
+
+        The first load uses the model's own loader and records its copies. Later loads repeat these
+        copies, because source and target memory never move. A few kernels then replace several
+        hundred Python calls in the engine.
+        """
+        if self._copies is None:
+            with CopyRecorder() as recorder:
+                self._load(inbox.staged.items())
+            self._copies = recorder.repeatable(inbox.staged.values())
+        elif self._copies:
+            targets, sources = (list(side) for side in zip(*self._copies, strict=True))
+            torch._foreach_copy_(targets, sources)
+        else:
+            self._load(inbox.staged.items())
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.model.load_weights(folder_names(self.model.config.model_type, weights))
+
+
+def restore_nccl_settings() -> None:
+    """Restore the user's NCCL settings, without those that the engine made for its own collectives.
+
+    With VLLM_BATCH_INVARIANT, vLLM sets NCCL's protocol and number of threads. The trainer lacks
+    these settings, and NCCL aborts a transfer whose ends differ. In a replica with several devices,
+    this comes too late: NCCL has already read vLLM's settings.
+    """
+    for name in [name for name in os.environ if name.startswith("NCCL_") and name not in _NCCL]:
+        del os.environ[name]
+    os.environ.update(_NCCL)
+
+
+class CopyRecorder(TorchFunctionMode):
+    """A context that records the target and the source of each tensor copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_:
+            self.copies.append((args[0], args[1]))
+        return func(*args, **(kwargs or {}))
+
+    def repeatable(self, staged: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return the copies if they alone make up the load of `staged`, else an empty list.
+
+        Every source must be staged memory, and the copies must cover all of it.
+        """
+        sources = {t.untyped_storage().data_ptr() for t in staged}
+        total = sum(t.numel() for t in staged)
+        direct = all(source.untyped_storage().data_ptr() in sources for _, source in self.copies)
+        return (
+            self.copies
+            if direct and sum(source.numel() for _, source in self.copies) == total
+            else []
+        )
+
+
+def folder_names(kind: str, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights under the names of a model folder, expert by expert, without copies.
+
+    `kind` is the model_type of config.json.
+    """
+    mixtral = kind == "mixtral"
+    room = "block_sparse_moe" if mixtral else "mlp"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for name, tensor in weights:
+        fused = _FUSED.fullmatch(name)
+        if fused is None:
+            yield name.replace(".mlp.gate.", f".{room}.gate."), tensor
+            continue
+        parts = [(down, tensor)]
+        if fused[2] == "gate_up_proj":
+            parts = list(zip((gate, up), tensor.chunk(2, dim=1), strict=True))
+        for part, experts in parts:
+            for number, expert in enumerate(experts):
+                yield f"{fused[1]}.{room}.experts.{number}.{part}.weight", expert
+
+
+def live_names(sent: Mapping[str, int], live: Mapping[str, int]) -> dict[str, int]:
+    """Return the sums of sent tensors. Those of experts get the name of the engine's live tensor.
+
+    Several devices can then be verified: each has a part of the live tensor.
+    """
+    blocks = {
+        key: name
+        for name in live
+        if (key := _block(name)) is not None  # its layer, and which of the two tensors it is
+    }
+    named = {}
+    for name, value in sent.items():
+        fused = _FUSED.fullmatch(name)
+        key = fused and (f"{fused[1]}.", fused[2] == "gate_up_proj")
+        named[blocks.get(key, name) if key else name] = value
+    return {_gate(name, live): value for name, value in named.items()}
+
+
+def _block(name: str) -> tuple[str, bool] | None:
+    found = re.fullmatch(
+        r"(.+\.)(?:mlp|block_sparse_moe)\.experts\.(?:\w+\.)?(w13|w2)_weight", name
+    )
+    return None if found is None else (found[1], found[2] == "w13")
+
+
+def _gate(name: str, live: Mapping[str, int]) -> str:
+    other = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
+    return other if other in live and name not in live else name

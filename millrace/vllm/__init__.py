@@ -1,1 +1,0 @@
-"""The vLLM rollout engine, and its end of a weight sync."""
