@@ -239,7 +239,10 @@ _VARIABLES = {
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, used on CPUs alone
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer uses the same cores
     },
-    "sglang": {"SGLANG_SET_CPU_AFFINITY": "0"},  # the trainer uses the same cores
+    "sglang": {
+        "SGLANG_SET_CPU_AFFINITY": "0",  # the trainer uses the same cores
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the tokens that SGLang reserves
+    },
 }
 """The environment variables that an engine reads at import. A user's own settings stay."""
 

@@ -13,6 +13,8 @@ from millrace.config import ModelConfig, Sides
 from millrace.errors import bad_value
 
 _CPU_KV_TOKENS = 65536
+_ROOM = 8
+"""SGLang reserves six tokens of the context, and the engine's own limits are exact."""
 
 
 def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dict[str, Any]:
@@ -22,6 +24,7 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
     """
     trainer, rollout = sides.trainer, sides.rollout
     on_gpu = torch.cuda.is_available() and trainer.device != "cpu"
+    context = rollout.max_len + _ROOM
     sleeps = on_gpu and sides.colocated and rollout.free_cache_engine
     arguments: dict[str, Any] = {
         "model_path": model_folder,
@@ -32,7 +35,7 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
         "random_seed": trainer.seed,
         "trust_remote_code": model.trust_remote_code,
         "tp_size": rollout.tensor_model_parallel_size,
-        "context_length": rollout.max_len,
+        "context_length": context,
         "max_running_requests": rollout.max_num_seqs,
         "chunked_prefill_size": rollout.max_num_batched_tokens,
         "disable_radix_cache": not rollout.enable_prefix_caching,
@@ -48,7 +51,8 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
     if not on_gpu:
         arguments |= {
             "attention_backend": "torch_native",
-            "max_total_tokens": min(rollout.max_num_seqs * rollout.max_len, _CPU_KV_TOKENS),
+            "max_total_tokens": context
+            * max(1, min(rollout.max_num_seqs, _CPU_KV_TOKENS // context)),
         }
     known = {field.name for field in fields(ServerArgs)}
     for key in rollout.engine_kwargs.keys() - known:

@@ -127,11 +127,9 @@ class SglangRolloutEngine(ServingEngine):
         sent = GenerateReqInput(
             rid=request.id,
             input_ids=request.tokens.tolist(),
-            sampling_params=_sampling_params(request, self._eos),
+            sampling_params=self._sampling_params(request),
             return_logprob=True,
             extra_key=str(request.salt.number),
-            return_routed_experts=params.experts_from is not None,
-            routed_experts_start_len=params.experts_from or 0,
             stream=bool(params.stop),
         )
         checked = end = 0
@@ -149,7 +147,9 @@ class SglangRolloutEngine(ServingEngine):
         tokens, log_probs = _drawn(output)
         about = output["meta_info"]
         reason = about["finish_reason"]["type"]
-        if len(tokens) != len(log_probs) and reason != "abort":
+        if reason == "abort":  # the last token may have no log-prob yet
+            tokens, log_probs = tokens[: len(log_probs)], log_probs[: len(tokens)]
+        elif len(tokens) != len(log_probs):
             raise WorkerError(
                 f"SGLang returned {len(tokens)} tokens and {len(log_probs)} log-probs of a response"
             )
@@ -160,6 +160,18 @@ class SglangRolloutEngine(ServingEngine):
             tokens, log_probs, reason = tokens[:end], log_probs[:end], "string"
         request.drawn = len(tokens)
         return Drawn(tokens, log_probs, reason)
+
+    def _sampling_params(self, request: ActiveRequest) -> dict[str, Any]:
+        params = request.params
+        return {
+            "max_new_tokens": min(params.max_tokens, self._max_len - len(request.tokens)),
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "sampling_seed": params.seed % (1 << 63),
+            "ignore_eos": params.ignore_eos,
+            "stop_token_ids": [] if params.ignore_eos else self._eos,
+        }
 
     async def _abort(self, requests: list[ActiveRequest]) -> None:
         for request in requests:
@@ -210,19 +222,6 @@ class SglangRolloutEngine(ServingEngine):
 def _drawn(output: dict[str, Any]) -> tuple[Tokens, Floats]:
     log_probs = output["meta_info"].get("output_token_logprobs") or ()
     return tokens_of(output["output_ids"]), floats_of(entry[0] for entry in log_probs)
-
-
-def _sampling_params(request: ActiveRequest, eos_ids: list[int]) -> dict[str, Any]:
-    params = request.params
-    return {
-        "max_new_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k or -1,
-        "sampling_seed": params.seed % (1 << 63),
-        "ignore_eos": params.ignore_eos,
-        "stop_token_ids": [] if params.ignore_eos else eos_ids,
-    }
 
 
 def _leave_to_caller(*_: Any) -> None:

@@ -1,0 +1,1 @@
+"""A stand-in for the part of vLLM that SGLang imports on a CPU."""
