@@ -9,6 +9,8 @@
 # make test-real  Get SmolLM2's weights, then run the tests that need them.
 # make gpu     Install millrace with vLLM and Ray for NVIDIA GPUs into .venv-gpu.
 #              Needs Python 3.12, Linux x86-64 and a driver for CUDA 13.
+# make sglang  Install SGLang into .venv-sglang, for rollout.python=.venv-sglang/bin/python.
+#              On a machine without a GPU, for tests: SGLang with stand-ins for what has no CPU build.
 # make docs    Build the documentation into build/docs.
 #              Option: REPO_URL=URL, where links to the code lead.
 PYTHON ?= python3
@@ -30,7 +32,11 @@ GPU_PIP := $(GPU)/python $(INSTALL) -c constraints-gpu.txt
 PEERS_PIP := .venv-peers/bin/python $(LAZY) -c constraints-peers.txt
 VLLM_PIP := $(VLLM)/python $(LAZY) -c constraints-vllm.txt
 
-.PHONY: run real test test-all test-real test-vllm gpu lint docs bench-install clean
+SGLANG := .venv-sglang/bin
+SGLANG_PIP := $(SGLANG)/python $(LAZY)
+SGLANG_RELEASE := sglang==0.5.17
+
+.PHONY: run real test test-all test-real test-vllm test-sglang gpu sglang lint docs bench-install clean
 .DELETE_ON_ERROR:
 
 run: .venv/.run
@@ -45,9 +51,9 @@ real: .venv/.real
 # Many tests wait for processes, so four workers keep two cores busy.
 test: export FEWER := and not slow
 test test-all:
-	@$(MAKE) --no-print-directory -j4 lint .venv/.collected .venv-vllm/.test .venv-peers/.test
+	@$(MAKE) --no-print-directory -j4 lint .venv/.collected .venv-vllm/.test .venv-peers/.test .venv-sglang/.run
 	$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not real $$FEWER"
-	@$(MAKE) --no-print-directory test-vllm
+	@$(MAKE) --no-print-directory test-vllm test-sglang
 
 # Each test may wait for a fixture that loads and trains the model, so its limit is longer.
 test-real: .venv/.test .venv-vllm/.test
@@ -57,7 +63,12 @@ test-real: .venv/.test .venv-vllm/.test
 	$(VLLM)/python -m pytest -n 0 --timeout 1800 tests/real/test_vllm.py
 
 test-vllm: .venv-vllm/.test
-	$(VLLM)/python -m pytest -n 2 --dist loadgroup -m "not real $$FEWER" tests/vllm
+	$(VLLM)/python -m pytest -n 2 --dist loadgroup -m "not real $$FEWER" tests/serving tests/vllm
+
+test-sglang: .venv-sglang/.run
+	$(SGLANG)/python -m pytest -n 2 --dist loadgroup -m "not real $$FEWER" tests/serving tests/sglang
+
+sglang: .venv-sglang/.run
 
 gpu: .venv-gpu/.run
 
@@ -126,6 +137,23 @@ endef
 	@$(GPU_PIP) -e '.[vllm,ray]'
 	@touch $@
 
+# SGLang pins a transformers that millrace's own requirements refuse, and the worker needs less.
+.venv-sglang/.run: pyproject.toml constraints-sglang.txt | $(if $(filter .venv/.collected,$(MAKECMDGOALS)),.venv-vllm/.test)
+	@echo "installing SGLang into .venv-sglang (a few minutes the first time) ..."
+	@test -x $(SGLANG)/python || $(PYTHON) -m venv .venv-sglang
+	@$(SGLANG)/python $(NEW_PIP)
+	@if test -e /dev/nvidiactl; then \
+	    $(SGLANG_PIP) $(SGLANG_RELEASE) omegaconf; \
+	else \
+	    $(SGLANG_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints-sglang.txt)" && \
+	    grep -v '^torch==' constraints-sglang.txt > .venv-sglang/packages.txt && \
+	    $(SGLANG_PIP) --no-deps -r .venv-sglang/packages.txt && \
+	    printf '%s\nimport sglang_on_cpu\n' "$(CURDIR)/tests/sglang/stand_ins" \
+	        > "$$($(SGLANG)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_on_cpu.pth"; \
+	fi
+	@$(SGLANG_PIP) --no-deps -e .
+	@touch $@
+
 docs: .venv/.docs
 	$(BIN)/mkdocs build --strict
 
@@ -138,4 +166,4 @@ bench-install: .venv/.test
 	@$(PIP) -e '.[bench]'
 
 clean:
-	rm -rf .venv .venv-vllm .venv-peers .venv-gpu runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-peers .venv-gpu .venv-sglang runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

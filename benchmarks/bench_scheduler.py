@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from millrace.models.model import write_shape
 from millrace.serving.vllm.scheduler import _AsyncLogProbScheduler
-from tests.vllm.replica import EOS, SHAPE, VOCABULARY
+from tests.serving.replica import EOS, SHAPE, VOCABULARY
 from tests.vllm.scheduling import drawn, make_request, make_scheduler
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import sys
@@ -14,6 +15,7 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from tests.fork_servers import Pool
+    from tests.serving.replica import Replica
 
 # More threads than cores wait for each other, and a test takes twice the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -53,6 +55,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item, group in zip(items, groups, strict=True)
     }
     items.sort(key=lambda item: -size[item])
+
+
+@pytest.fixture(scope="session")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="session")
+def replica(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+    """A serving engine that several files share. The last test of serving/test_syncs.py kills it."""
+    from tests.serving.replica import Replica
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        patch.setenv("NCCL_IB_HCA", "mlx5")
+        patch.setenv(
+            "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "1"
+        )  # other tasks run between any two outputs, as with hundreds of requests
+        made = Replica(tmp_path_factory.mktemp("model"))
+        runner.run(made.start(patch))
+        runner.run(made.publish(0, 1))
+        yield made
+        runner.run(made.engine.close())
 
 
 @pytest.fixture(scope="session", autouse=True)

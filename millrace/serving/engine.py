@@ -164,6 +164,7 @@ class ServingEngine(ABC):
             await self._abort(active)
             await asyncio.sleep(0)
         await asyncio.sleep(0)
+        self.check_alive()
 
     def check_alive(self) -> None:
         """Raise ReplicaLost if the engine has died, and WorkerError if it was closed."""

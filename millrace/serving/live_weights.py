@@ -28,11 +28,8 @@ from millrace.sync.staging import StagingBuffer, wire_device
 from millrace.sync.table import read_specs
 
 _SWITCH_S = 0.0005
-_NCCL = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
-"""The user's NCCL settings, which both ends of a transfer share.
-
-This module is imported before the engine adds its own settings.
-"""
+_NCCL = "MILLRACE_NCCL"
+"""Environment variable: the user's NCCL settings, which both ends of a transfer share."""
 _FUSED = re.compile(r"(.+)\.mlp\.experts\.(gate_up_proj|down_proj)")
 _PARTS = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -217,16 +214,22 @@ class LiveWeights:
         self.model.load_weights(folder_names(self.model.config.model_type, weights))
 
 
+def keep_nccl_settings() -> None:
+    """Note the user's NCCL settings, before an engine adds its own. A second call does nothing."""
+    own = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    os.environ.setdefault(_NCCL, json.dumps(own))
+
+
 def restore_nccl_settings() -> None:
-    """Restore the user's NCCL settings, without those that the engine made for its own collectives.
+    """Restore the user's NCCL settings, without those that the engine made for its collectives.
 
     With VLLM_BATCH_INVARIANT, vLLM sets NCCL's protocol and number of threads. The trainer lacks
     these settings, and NCCL aborts a transfer whose ends differ. In a replica with several devices,
-    this comes too late: NCCL has already read vLLM's settings.
+    this comes too late: NCCL has already read the engine's settings.
     """
-    for name in [name for name in os.environ if name.startswith("NCCL_") and name not in _NCCL]:
+    for name in [name for name in os.environ if name.startswith("NCCL_")]:
         del os.environ[name]
-    os.environ.update(_NCCL)
+    os.environ.update(json.loads(os.environ[_NCCL]))
 
 
 class CopyRecorder(TorchFunctionMode):

@@ -19,7 +19,7 @@ from millrace.config import Config
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, Tokens, tokens_of
 from tests.real.model import EXACT, LONGEST, Reference, moved
-from tests.vllm.replica import Replica
+from tests.serving.replica import Replica
 
 pytestmark = pytest.mark.xdist_group("engines")
 GREEDY = SamplingParams(LONGEST, temperature=0.0)

@@ -1,49 +1,31 @@
-"""Faults inside vLLM's workers, on demand."""
+"""Faults inside vLLM's workers, and slow outputs, on demand."""
 
 from __future__ import annotations
 
-import os
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.model_loader import get_model
 
+from millrace.serving.live_weights import LiveWeights
 from millrace.serving.vllm.worker import WorkerExtension
+from tests.serving.faults import Faults
+from tests.vllm.processes import WORKER_IN_CORE, engine_cores
 
 
-class FaultyExtension(WorkerExtension):
+class FaultyExtension(Faults, WorkerExtension):
     """millrace's extension of the workers, with faults for tests."""
 
     model_runner: Any
 
-    def flip_staged_bit(self, name: str) -> None:
-        self.weight_transfer_engine.inbox.staged[name].view(torch.int32).view(-1)[3] ^= 4
-
-    def change(self, name: str) -> None:
-        """Change a live weight behind the replica's back."""
-        weights = dict(self.model_runner.model.named_parameters())
-        weights[name].data.view(-1)[0] += 1e-3
-
-    def load_nothing(self) -> None:
-        """Make the next load change no weight.
-
-        vLLM's own load does the same on a CPU after linear weights were packed.
-        """
-        engine = self.weight_transfer_engine
-
-        def deaf(inbox: Any) -> None:
-            del engine.load
-
-        engine.load = deaf  # type: ignore[method-assign]
-
-    def copies_of_a_load(self) -> int:
-        """Return the number of copies that a load repeats.
-
-        It is 0 if each load uses the model's loader.
-        """
-        return len(self.weight_transfer_engine._copies or ())
+    @property
+    def weights(self) -> LiveWeights:
+        return self.weight_transfer_engine
 
     def linear_weights(self) -> int:
         """Return the count of numbers in the live parameters of linear layers.
@@ -56,13 +38,6 @@ class FaultyExtension(WorkerExtension):
             if "proj.weight" in name
         )
 
-    def set_nccl(self, settings: dict[str, str]) -> None:
-        """Set NCCL variables, as vLLM does for reproducible results."""
-        os.environ.update(settings)
-
-    def nccl_settings(self) -> dict[str, str]:
-        return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
-
     def dtypes_of_a_model(self, arguments: dict[str, Any]) -> list[str]:
         """Build the model of other engine arguments in this worker.
 
@@ -74,3 +49,39 @@ class FaultyExtension(WorkerExtension):
             head = model.lm_head.weight.dtype
             logits = model.compute_logits(torch.zeros(1, model.config.hidden_size, dtype=head))
         return [str(head), str(logits.dtype)]
+
+
+def plant(patch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Let engines have the faults. Return the function that builds one."""
+    from millrace.serving.vllm import arguments, engine
+
+    patch.setattr(arguments, "EXTENSION", "tests.vllm.faults.FaultyExtension")
+
+    def build(*args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as start:
+            start.setenv(*WORKER_IN_CORE)
+            return engine.build(*args)
+
+    return build
+
+
+def delay_outputs(engine: Any, seconds: float) -> Callable[[], None]:
+    """Let outputs arrive late. Return a function that ends this.
+
+    Outputs of the old version are then still in vLLM's queue when its scheduler pauses.
+    """
+    core = engine._llm.engine_core
+    honest = core.get_output_async
+
+    async def late() -> Any:
+        await asyncio.sleep(seconds)
+        return await honest()
+
+    def end() -> None:
+        core.get_output_async = honest
+
+    core.get_output_async = late
+    return end
+
+
+cores = engine_cores

@@ -14,8 +14,8 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from millrace import testing
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, Tokens, joined_experts, tokens_of
+from tests.serving.replica import EOS, PROMPT, VOCABULARY, Replica, gap
 from tests.vllm.processes import engine_cores
-from tests.vllm.replica import EOS, PROMPT, VOCABULARY, Replica, gap
 
 pytestmark = pytest.mark.xdist_group("engines")
 

@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from millrace.models.model import write_shape
 from millrace.serving.vllm.scheduler import LOG_PROBS, _AsyncLogProbScheduler, _LogProbScheduler
-from tests.vllm.replica import EOS, SHAPE, VOCABULARY
+from tests.serving.replica import EOS, SHAPE, VOCABULARY
 from tests.vllm.scheduling import drawn, make_request, make_scheduler
 
 OURS_AND_VLLMS = {0: (_LogProbScheduler, Scheduler), 1: (_AsyncLogProbScheduler, AsyncScheduler)}

@@ -17,15 +17,15 @@ from time import perf_counter
 from typing import Any
 
 import psutil
+import zmq.asyncio
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.io_struct import (
     GenerateReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     RpcReqInput,
-    RpcReqOutput,
-    sock_recv,
-    sock_send,
+    async_sock_recv,
+    async_sock_send,
 )
 
 from millrace import errors
@@ -38,6 +38,7 @@ from millrace.models.tokenizer import text_of
 from millrace.process.death import ignore_stop_signals
 from millrace.process.trees import lives
 from millrace.serving.engine import ServingEngine
+from millrace.serving.live_weights import keep_nccl_settings
 from millrace.serving.log import WorkerLog
 from millrace.serving.requests import ActiveRequest, Drawn, Salt, stop_string_end
 from millrace.types import Floats, Tokens, floats_of, tokens_of
@@ -45,11 +46,16 @@ from millrace.waits.registry import current, waiting
 
 _DEAD = "SGLang's scheduler has died"
 _POLL_S = 1.0
-_POLL_RPC_MS = 200
 
 
-class _Engine(Engine):
+class _Engine(Engine):  # type: ignore[misc]
+    """SGLang's engine, with millrace's schedulers and without a process that makes text."""
+
     run_scheduler_process_func = staticmethod(scheduler.run)
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
+        return [], []
 
 
 class SglangRolloutEngine(ServingEngine):
@@ -69,7 +75,9 @@ class SglangRolloutEngine(ServingEngine):
         self._processes = [psutil.Process(pid) for pid in engine.get_all_child_pids()]
         self._counts: dict[str, int] = {}
         """The drawn tokens of each request at the last pause, by SGLang's id."""
-        self._rpc = asyncio.Lock()
+        self._socket = zmq.asyncio.Socket(engine.send_to_rpc)
+        self._answers: dict[int, asyncio.Future[list[Any]]] = {}
+        self._receiving = asyncio.get_running_loop().create_task(self._receive(), name="answers")
         self._failed = False
         super().__init__(**settings)
         self._take_signals()
@@ -96,21 +104,31 @@ class SglangRolloutEngine(ServingEngine):
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every SchedulerExtension between two steps. Return the results."""
-        async with self._rpc:
-            call = {"method": method, "args": json.dumps(args)}
-            socket = self._engine.send_to_rpc
-            sock_send(socket, RpcReqInput(method=scheduler.METHOD, parameters=call))
+        self.check_alive()  # a call to a dead scheduler would wait for its socket
+        number = next(self._numbers)
+        call = {"number": number, "method": method, "args": json.dumps(args)}
+        await async_sock_send(self._socket, RpcReqInput(method=scheduler.METHOD, parameters=call))
+        answering = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
             with waiting(f"{current().registry.name}-core-*|SGLang's scheduler", "its answer"):
-                while not await asyncio.to_thread(socket.poll, _POLL_RPC_MS):
+                while not (await asyncio.wait([answering], timeout=_POLL_S))[0]:
                     self.check_alive()
-            answer = sock_recv(socket)
-        assert isinstance(answer, RpcReqOutput)
-        reports = json.loads(answer.message)
+        finally:
+            del self._answers[number]
+        reports = answering.result()
         for report in reports:
             if "error" in report:
                 kind = getattr(errors, report["type"], WorkerError)
                 raise kind(f"{method}: {report['error']}")
         return [report["value"] for report in reports]
+
+    async def _receive(self) -> None:
+        """Give each answer of the scheduler to its call, which may have been cancelled."""
+        while True:
+            answer = await async_sock_recv(self._socket)
+            number, reports = json.loads(answer.message)
+            if (answering := self._answers.get(number)) and not answering.done():
+                answering.set_result(reports)
 
     async def _result(self, request: ActiveRequest) -> Drawn:
         drawing = asyncio.ensure_future(self._collect(request))
@@ -216,6 +234,7 @@ class SglangRolloutEngine(ServingEngine):
             await self.call_workers("restore_weights")
 
     async def _stop(self) -> None:
+        self._receiving.cancel()
         await asyncio.to_thread(self._engine.shutdown)
 
 
@@ -232,6 +251,7 @@ def build(sides: Sides, model: ModelConfig, model_folder: str) -> SglangRolloutE
     """Build one replica's engine on this process's devices, with random weights until a sync."""
     arguments = engine_arguments(sides, model, model_folder)
     rollout, log = sides.rollout, WorkerLog()
+    keep_nccl_settings()
     with tempfile.NamedTemporaryFile() as file:
         file.write(bytes(8))
         file.flush()

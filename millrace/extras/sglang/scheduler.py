@@ -1,6 +1,6 @@
 """SGLang's scheduler process, with the calls of a weight sync and a seed for each request.
 
-`run` takes the place of SGLang's own entry of the process. It replaces four of SGLang's names, and
+`run` takes the place of SGLang's own entry of the process. It replaces five of SGLang's names, and
 `millrace.extras.sglang.release` says of which releases this was tested.
 """
 
@@ -145,7 +145,7 @@ def _answer(scheduler: Any, call: Any) -> RpcReqOutput:
     if scheduler.tp_group.world_size > 1:
         reports = [None] * scheduler.tp_group.world_size
         torch.distributed.all_gather_object(reports, report, group=scheduler.tp_group.cpu_group)
-    return RpcReqOutput(success=True, message=json.dumps(reports))
+    return RpcReqOutput(success=True, message=json.dumps((call.parameters["number"], reports)))
 
 
 def _process_and_count(scheduler: Any, batch: Any, result: Any) -> None:
@@ -174,16 +174,37 @@ def _with_seeds(batch: Any, vocab_size: int) -> SamplingBatchInfo:
     return info
 
 
-def draw(log_probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Draw a token for each row of `log_probs` [n, vocabulary] by its seed and its position.
+def draw(probs: Tensor, sampling_seed: Tensor, positions: Tensor) -> Tensor:
+    """Draw a token for each row of `probs` [n, vocabulary]. Return int32 indices [n].
 
-    Return indices [n, 1]. The token is where a uniform number falls in the distribution. SGLang's
-    own function adds Gumbel noise of 32 random bits to each log-prob. One of 2^32 values makes the
-    noise infinite, so one token of about 2^32 / vocabulary is drawn whatever its probability.
+    A token is where the number of its seed and its position falls in the sum of the row. SGLang's
+    own seeds add Gumbel noise of 32 random bits, and one of its 2^32 values is infinite: one token
+    of about 2^32 / vocabulary is drawn whatever its probability.
     """
-    edges = log_probs.double().exp().cumsum(-1)
-    point = uniform(seeds, positions)[:, None] * edges[:, -1:]
-    return torch.searchsorted(edges, point, right=True).clamp_(max=log_probs.shape[1] - 1)
+    edges = probs.double().cumsum(-1)
+    point = uniform(sampling_seed, positions)[:, None] * edges[:, -1:]
+    found = torch.searchsorted(edges, point, right=True).clamp_(max=probs.shape[1] - 1)
+    return found[:, 0].int()
+
+
+def draw_truncated(
+    probs: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    _: Tensor,
+    needs_min_p: bool,
+    sampling_seed: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Draw a token of each row from its top-k and its top-p.
+
+    SGLang draws from a sorted vocabulary, so what a seed draws depends on the other requests.
+    """
+    ranked, places = probs.sort(dim=-1, descending=True)
+    outside = ranked.cumsum(-1) - ranked > top_ps[:, None]
+    outside |= torch.arange(probs.shape[1], device=probs.device) >= top_ks[:, None]
+    kept = torch.zeros_like(probs).scatter_(-1, places, ranked.masked_fill_(outside, 0.0))
+    return draw(kept, sampling_seed, positions)
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -214,7 +235,8 @@ def run(*args: Any, **kwargs: Any) -> None:
     Scheduler.handle_rpc_request = _answer
     Scheduler.process_batch_result = _process_and_count
     SamplingBatchInfo.from_schedule_batch = staticmethod(_with_seeds)
-    sampler.multinomial_with_seed = draw
+    sampler.sampling_from_probs_torch = draw
+    sampler.top_k_top_p_min_p_sampling_from_probs_torch = draw_truncated
     _counter()  # its file is deleted once SGLang has started
     ignore_stop_signals()  # only the driver acts on them, after it has saved
     sglang_scheduler.run_scheduler_process(*args, **kwargs)

@@ -22,6 +22,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from millrace.config.serving_checks import HOST_PID
 from millrace.errors import WorkerError
 from millrace.process.trees import children_of, is_tracker, kill_all
+from millrace.serving.live_weights import keep_nccl_settings
 from millrace.serving.log import WorkerLog
 from millrace.serving.vllm.fork import context
 
@@ -39,6 +40,7 @@ _END_S = 15.0
 def start(arguments: dict[str, Any]) -> AsyncLLM:
     """Start vLLM. Raise WorkerError with the last error in the log of vLLM's processes."""
     os.environ[HOST_PID] = str(os.getpid())
+    keep_nccl_settings()
     os.umask(0o077)  # vLLM's sockets in /tmp carry pickles, so they are the user's alone
     # vLLM looks at the model's class in a further process, so that this one can fork.
     registry._run_in_subprocess = lambda look: look()

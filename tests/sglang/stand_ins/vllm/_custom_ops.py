@@ -1,7 +1,11 @@
 """The rotary embedding of vLLM's kernels, in place, in plain torch."""
 
+from typing import Any
 
-def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox=True):
+
+def rotary_embedding(
+    positions: Any, query: Any, key: Any, head_size: int, cos_sin_cache: Any, is_neox: bool = True
+) -> None:
     """Rotate the first and the second half of each head of `query` and `key` by its position."""
     cos, sin = cos_sin_cache[positions.flatten()].chunk(2, -1)
     size = cos.shape[-1]

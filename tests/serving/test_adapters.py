@@ -11,7 +11,7 @@ import torch
 from millrace.config import Config
 from millrace.sync.table import Shards
 from millrace.types import SamplingParams, tokens_of
-from tests.vllm.replica import PROMPT, Replica, gap
+from tests.serving.replica import PROMPT, Replica, gap
 
 pytestmark = pytest.mark.xdist_group("engines")
 

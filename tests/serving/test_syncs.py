@@ -1,6 +1,6 @@
-"""Syncs into vLLM on the CPU.
+"""Syncs into a serving engine on the CPU.
 
-Versions are exact. No KV and no weights are stale, and vLLM serves only proven weights. A session of
+Versions are exact. No KV and no weights are stale, and only proven weights are served. A session of
 several turns reads again what the schedule says.
 """
 
@@ -19,9 +19,13 @@ from millrace.serving import receiver
 from millrace.serving.receiver import EngineReceiver
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, tokens_of
+from tests.serving.replica import ENGINE, PROMPT, Replica, gap
 from tests.sync.fleet import regroup
-from tests.vllm.processes import engine_cores
-from tests.vllm.replica import PROMPT, Replica, gap
+
+if ENGINE == "vllm":
+    from tests.vllm.faults import cores, delay_outputs
+else:
+    from tests.sglang.faults import cores, delay_outputs
 
 pytestmark = pytest.mark.xdist_group("engines")
 
@@ -80,21 +84,10 @@ def test_a_swap_under_running_requests_knows_which_version_drew_which_token(
         ]
         await testing.rollouts._drawing(replica.engine, 300, RolloutCase())
         await replica.transfer(21, 2)
-        core = replica.engine._llm.engine_core
-        honest = core.get_output_async
-
-        async def late() -> Any:
-            """Return outputs late.
-
-            Outputs of the old version are still in vLLM's queue when its scheduler pauses.
-            """
-            await asyncio.sleep(0.3)
-            return await honest()
-
-        core.get_output_async = late
+        on_time = delay_outputs(replica.engine, 0.3)
         await asyncio.sleep(0.1)
         await replica.receiver.activate(21)
-        core.get_output_async = honest
+        on_time()
         replica.engine._recompute = False
         done = list(await asyncio.gather(*tasks))
         read += (await replica.engine.stats()).prefill_tokens
@@ -184,7 +177,7 @@ def test_a_version_that_was_not_received_is_refused(
 def test_a_transfer_has_the_nccl_settings_of_who_started_the_run(
     replica: Replica, runner: asyncio.Runner
 ) -> None:
-    """vLLM adds its own settings in its workers, after millrace has started.
+    """Engines add their own settings in their workers, after millrace has started.
 
     The trainer does not have those settings.
     """
@@ -280,7 +273,7 @@ def test_a_staging_that_never_ends_has_a_deadline(
 
     async def main() -> None:
         with pytest.raises(
-            SyncError, match=r"replica 0: vLLM's workers received no weights within 1\.5 s"
+            SyncError, match=r"replica 0: \w+'s workers received no weights within 1\.5 s"
         ):
             await replica.receiver.transfer(60)
         with pytest.raises(SyncError, match="must serve version 60, but version None is staged"):
@@ -327,7 +320,7 @@ def test_an_engine_that_stands_still_or_dies_fails_its_requests_and_its_sync(
 
     async def still(asked: str, stopped_after_s: float) -> None:
         """Stop the core while it stages a version that nobody sends. No request shows it."""
-        (core,) = engine_cores()
+        (core,) = cores()
         if not stopped_after_s:
             core.suspend()
         transfer = asyncio.create_task(replica.receiver.transfer(70))
@@ -344,16 +337,16 @@ def test_an_engine_that_stands_still_or_dies_fails_its_requests_and_its_sync(
         await still("stage_weights", 0.0)
         task = asyncio.create_task(replica.engine.generate(tokens_of(PROMPT), params, "s"))
         await testing.rollouts._drawing(replica.engine, 2, RolloutCase())
-        (core,) = engine_cores()
+        (core,) = cores()
         core.suspend()
         interrupt = asyncio.create_task(replica.engine.interrupt())
         await asyncio.sleep(0.2)
         core.kill()
-        with pytest.raises(WorkerError, match="vLLM's engine process has died"):
+        with pytest.raises(WorkerError, match="has died"):
             await asyncio.wait_for(interrupt, 30)
-        with pytest.raises(WorkerError, match="vLLM's engine process has died"):
+        with pytest.raises(WorkerError, match="has died"):
             await asyncio.wait_for(task, 30)
-        with pytest.raises(WorkerError, match="vLLM's engine process has died"):
+        with pytest.raises(WorkerError, match="has died"):
             await asyncio.wait_for(replica.receiver.transfer(70), 30)
 
     runner.run(main())

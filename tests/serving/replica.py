@@ -1,9 +1,8 @@
-"""A vLLM engine and a trainer of one rank."""
+"""A serving engine and a trainer of one rank."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from millrace.sync.collective import join_sender
 from millrace.sync.table import Shards
 from millrace.testing import joined
 from millrace.types import Segment
+from tests.serving.engine import ENGINE
 from tests.sync.fleet import regroup
-from tests.vllm.processes import WORKER_IN_CORE
 
 EOS, VOCABULARY, LENGTH = 1, 48, 256
 SHAPE = ModelShape(
@@ -38,7 +37,7 @@ PROMPT = [3 + i * 7 % 40 for i in range(150)]
 
 
 class Replica:
-    """A vLLM engine and a trainer of one rank, on one event loop for all tests."""
+    """A serving engine and a trainer of one rank, on one event loop for all tests."""
 
     device = torch.device("cpu")
 
@@ -60,7 +59,7 @@ class Replica:
             {
                 "model": {"path": str(folder)} | keys,
                 "rollout": {
-                    "engine": os.environ.get("ENGINE", "vllm"),
+                    "engine": ENGINE,
                     "max_num_seqs": 16,
                     "max_num_batched_tokens": 2 * LENGTH,
                     "max_prompt_length": LENGTH,
@@ -81,14 +80,13 @@ class Replica:
         raise AssertionError("a transfer between devices gathers nothing")
 
     async def start(self, patch: pytest.MonkeyPatch) -> None:
-        _set_defaults(_VARIABLES[self.config.rollout.engine], str(self.folder))
-        from millrace.serving.vllm import arguments as vllm_arguments
-        from millrace.serving.vllm import engine as vllm_rollout
-
-        patch.setattr(vllm_arguments, "EXTENSION", "tests.vllm.faults.FaultyExtension")
-        with pytest.MonkeyPatch.context() as start:
-            start.setenv(*WORKER_IN_CORE)
-            self.engine = vllm_rollout.build(self.config.sides, self.config.model, str(self.folder))
+        _set_defaults(_VARIABLES[ENGINE], str(self.folder))
+        if ENGINE == "vllm":
+            from tests.vllm.faults import plant
+        else:
+            from tests.sglang.faults import plant
+        build = plant(patch)
+        self.engine = build(self.config.sides, self.config.model, str(self.folder))
         await self.engine.call_workers("set_nccl", {"NCCL_PROTO": "Simple", "NCCL_IB_HCA": "x"})
         await self.join()
 

@@ -1,0 +1,32 @@
+"""Tests of each serving engine, in the environment of that engine (`make test-vllm test-sglang`).
+
+Other environments do not collect these tests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.serving.engine import ENGINE
+
+collect_ignore_glob = [] if ENGINE else ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run whole runs first, then what needs no shared engine, and last the test that kills it.
+
+    Two processes of pytest-xdist then end at about the same time: one has the group `engines`,
+    whose tests import the engine, and the other has test_e2e.py and test_ray.py.
+    """
+    order = {"test_e2e": 0, "test_ray": 1, "test_signals": 2}
+    here = Path(__file__).parent
+
+    def key(item: pytest.Item) -> tuple[int, bool, bool]:
+        if item.path.parent not in (here, here.parent / ENGINE):
+            return -1, False, False
+        shared = "replica" in getattr(item, "fixturenames", ())
+        return order.get(item.path.stem, 3), shared, "stands_still_or_dies" in item.name
+
+    items.sort(key=key)

@@ -1,0 +1,52 @@
+"""Faults of the weights of a serving engine, in the process of its model."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from millrace.serving.live_weights import LiveWeights
+
+
+class Faults:
+    """Methods that tests call in each process of a model."""
+
+    @property
+    def weights(self) -> LiveWeights:
+        raise NotImplementedError
+
+    def flip_staged_bit(self, name: str) -> None:
+        self.weights.inbox.staged[name].view(torch.int32).view(-1)[3] ^= 4
+
+    def change(self, name: str) -> None:
+        """Change a live weight behind the replica's back."""
+        weights = dict(self.weights.model.named_parameters())
+        weights[name].data.view(-1)[0] += 1e-3
+
+    def load_nothing(self) -> None:
+        """Make the next load change no weight.
+
+        vLLM's own load does the same on a CPU after linear weights were packed.
+        """
+        engine = self.weights
+
+        def deaf(inbox: Any) -> None:
+            del engine.load
+
+        engine.load = deaf  # type: ignore[method-assign]
+
+    def copies_of_a_load(self) -> int:
+        """Return the number of copies that a load repeats.
+
+        It is 0 if each load uses the model's loader.
+        """
+        return len(self.weights._copies or ())
+
+    def set_nccl(self, settings: dict[str, str]) -> None:
+        """Set NCCL variables, as vLLM does for reproducible results."""
+        os.environ.update(settings)
+
+    def nccl_settings(self) -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}

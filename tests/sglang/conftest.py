@@ -1,0 +1,10 @@
+"""SGLang for real: on a CPU, in an environment of its own (`make test-sglang`).
+
+Other environments do not collect these tests.
+"""
+
+from __future__ import annotations
+
+from tests.serving.engine import ENGINE
+
+collect_ignore_glob = ["test_*.py"] if ENGINE != "sglang" else []
