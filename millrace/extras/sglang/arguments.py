@@ -11,6 +11,7 @@ from sglang.srt.server_args import ServerArgs
 
 from millrace.config import ModelConfig, Sides
 from millrace.errors import bad_value
+from millrace.serving.vllm.caches import graph_sizes
 
 _CPU_KV_TOKENS = 65536
 _ROOM = 8
@@ -48,6 +49,12 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
         "skip_server_warmup": True,
         "log_level": "warning",
     }
+    if on_gpu and not rollout.enforce_eager:
+        # Graphs of whole prompts take a minute to capture, and most steps only draw.
+        arguments |= {
+            "cuda_graph_bs_decode": graph_sizes(rollout.max_num_seqs),
+            "disable_prefill_cuda_graph": True,
+        }
     if not on_gpu:
         arguments |= {
             "attention_backend": "torch_native",

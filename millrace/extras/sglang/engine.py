@@ -46,6 +46,7 @@ from millrace.waits.registry import current, waiting
 
 _DEAD = "SGLang's scheduler has died"
 _POLL_S = 1.0
+_IDLE_POLL_S = 0.002
 
 
 class _Engine(Engine):  # type: ignore[misc]
@@ -222,6 +223,9 @@ class SglangRolloutEngine(ServingEngine):
         await self.call_workers("resume")
 
     async def _free(self, keep_weights: bool) -> None:
+        # SGLang dies if a step is under way.
+        while not all(await self.call_workers("is_idle")):  # noqa: ASYNC110 - no event
+            await asyncio.sleep(_IDLE_POLL_S)
         if keep_weights:
             await self.call_workers("keep_weights")
         await self._manager.release_memory_occupation(

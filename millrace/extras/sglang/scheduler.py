@@ -43,13 +43,17 @@ class SchedulerExtension(LiveWeights):
         on_gpu = runner.device == "cuda"
         self.device = torch.device(f"cuda:{runner.gpu_id}" if on_gpu else runner.device)
         self.shard = scheduler.ps.tp_rank
-        self._kept: dict[str, Tensor] | None = None
+        self._kept: dict[str, Tensor] = {}
 
     def start_times(self) -> list[Start]:
         return take_starts()
 
     def check_health(self) -> None:
         """Answer."""
+
+    def is_idle(self) -> bool:
+        """Return whether the scheduler has processed all of its steps."""
+        return bool(self.scheduler.is_fully_idle())
 
     def regroup_weights(self, generation: int, members: list[int], turn: int) -> None:
         """Start to join the groups of a new generation."""
@@ -106,20 +110,14 @@ class SchedulerExtension(LiveWeights):
         self.scheduler._engine_paused = False
 
     def keep_weights(self) -> None:
-        """Copy the weights to host memory, before their memory is freed."""
-        self._kept = {name: p.to("cpu", copy=True) for name, p in self._tensors()}
+        """Copy the parameters to host memory, before their memory is freed."""
+        self._kept = {n: p.detach().to("cpu", copy=True) for n, p in self.model.named_parameters()}
 
     def restore_weights(self) -> None:
-        """Copy kept weights back, if there are any."""
-        for name, tensor in self._tensors():
-            if self._kept is not None:
-                tensor.copy_(self._kept[name])
-        self._kept = None
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters and buffers: SGLang frees the memory of both."""
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-            yield name, tensor.data
+        """Copy kept parameters back, if there are any. SGLang itself keeps the buffers."""
+        for name, parameter in self.model.named_parameters() if self._kept else ():
+            parameter.data.copy_(self._kept[name])
+        self._kept = {}
 
 
 def draws(batch: Any, request: Any) -> bool:
