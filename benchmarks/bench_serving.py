@@ -29,7 +29,7 @@ from typing import Any
 
 from bench_vllm import SHAPES, VOCABULARY
 
-from millrace.config import Config, ModelShape
+from millrace.config import Config, ModelShape, plugins
 from millrace.types import SamplingParams, tokens_of
 
 
@@ -80,10 +80,7 @@ async def main(given: argparse.Namespace) -> None:
     from millrace.runtime.worker import _VARIABLES, _set_defaults
 
     _set_defaults(_VARIABLES[given.engine], folder)
-    if given.engine == "vllm":
-        from millrace.serving.vllm.engine import build
-    else:
-        from millrace.extras.sglang.engine import build
+    build = plugins.load("rollout.engine", given.engine, "rollout_engines")
     imported = time.perf_counter()
     engine = build(config.sides, config.model, folder)
     now = time.perf_counter()
