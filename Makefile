@@ -56,11 +56,12 @@ test test-all:
 	@$(MAKE) --no-print-directory test-vllm test-sglang
 
 # Each test may wait for a fixture that loads and trains the model, so its limit is longer.
-test-real: .venv/.test .venv-vllm/.test
+test-real: .venv/.test .venv-vllm/.test .venv-sglang/.run
 	test -n "$$MILLRACE_SMOLLM2" || $(BIN)/millrace get-model smollm2
 	export MILLRACE_SMOLLM2=$$($(BIN)/python -c "from tests.real.model import weights; print(weights()[0])"); \
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 1800 tests/real tests/e2e/test_smollm2.py && \
-	$(VLLM)/python -m pytest -n 0 --timeout 1800 tests/real/test_vllm.py
+	$(VLLM)/python -m pytest -n 0 --timeout 1800 tests/real/test_serving.py && \
+	$(SGLANG)/python -m pytest -n 0 --timeout 1800 tests/real/test_serving.py
 
 test-vllm: .venv-vllm/.test
 	$(VLLM)/python -m pytest -n 2 --dist loadgroup -m "not real $$FEWER" tests/serving tests/vllm

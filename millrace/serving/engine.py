@@ -252,7 +252,7 @@ class ServingEngine(ABC):
     async def _draw(self, request: ActiveRequest) -> Drawn:
         """Send one request and return its result. Count the tokens of a cancelled one."""
         await self._gate.wait()
-        request.id = str(next(self._numbers))
+        request.id = f"{next(self._numbers):012}"  # no id begins with another
         # Without a salt, the engine would use the KV of old weights for new requests.
         request.begin(self._salts, self._swaps, self.version)
         self._tick()

@@ -6,7 +6,6 @@ folder and a missing package are failures then.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -18,9 +17,10 @@ import torch
 from millrace.types import Sample
 from tests.real.model import KEY, Reference, weights
 from tests.real.step import Update, exact_model, first_update, samples_of
+from tests.serving.engine import ENGINE
 
-if importlib.util.find_spec("vllm") is None:
-    collect_ignore = ["test_vllm.py"]
+if not ENGINE:
+    collect_ignore = ["test_serving.py"]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,9 +17,38 @@ from tests.serving.faults import Faults
 class FaultyExtension(Faults, scheduler.SchedulerExtension):
     """millrace's extension of the schedulers, with faults for tests."""
 
+    log: dict[str, list[int]]
+    """The version of each drawn token by request: the live one when its step was launched."""
+
     @property
     def weights(self) -> LiveWeights:
         return self
+
+    def start_log(self) -> None:
+        """Write `log` from now on, beside millrace's own counts."""
+        scheduler, self.log = self.scheduler, {}
+        run, process = type(scheduler).run_batch, type(scheduler).process_batch_result
+        launched: dict[int, int] = {}
+
+        def run_batch(batch: Any, *args: Any) -> Any:
+            result = run(scheduler, batch, *args)
+            launched[id(result)] = self._live
+            return result
+
+        def process_batch_result(batch: Any, result: Any) -> None:
+            version = launched.pop(id(result))
+            before = [len(request.output_ids) for request in batch.reqs]
+            process(scheduler, batch, result)
+            for request, count in zip(batch.reqs, before, strict=True):
+                new = len(request.output_ids) - count
+                self.log.setdefault(request.rid, []).extend([version] * new)
+
+        scheduler.run_batch, scheduler.process_batch_result = run_batch, process_batch_result
+
+    def take_log(self) -> dict[str, list[int]]:
+        """Return the log and end it."""
+        del self.scheduler.run_batch, self.scheduler.process_batch_result
+        return self.log
 
 
 def run(*args: Any, **kwargs: Any) -> None:

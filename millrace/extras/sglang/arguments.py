@@ -47,6 +47,8 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
         "sampling_backend": "pytorch",  # the others take no seeds
         "grammar_backend": "none",
         "skip_server_warmup": True,
+        "schedule_policy": "lpm",  # a waiting prompt's siblings wait until its K and V are cached
+        "sleep_on_idle": True,  # a loop that spins takes the GIL from the thread of a sync
         "log_level": "warning",
     }
     if on_gpu and not rollout.enforce_eager:

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import zmq.asyncio
-from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
 from sglang.srt.managers.io_struct import (
     GenerateReqInput,
     ReleaseMemoryOccupationReqInput,
@@ -27,6 +27,7 @@ from sglang.srt.managers.io_struct import (
     async_sock_recv,
     async_sock_send,
 )
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from millrace import errors
 from millrace.config import ModelConfig, Sides
@@ -47,11 +48,36 @@ from millrace.waits.registry import current, waiting
 _DEAD = "SGLang's scheduler has died"
 _POLL_S = 1.0
 _IDLE_POLL_S = 0.002
+_ABORT_S = 0.001
+
+
+class _Manager(TokenizerManager):  # type: ignore[misc]
+    """SGLang's client of the schedulers. It ignores an abort of a request that it has not sent."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.sent: dict[str, bool] = {}
+        """The requests that the schedulers have, and whether they were aborted."""
+
+    def _send_one_request(self, request: Any) -> None:
+        super()._send_one_request(request)
+        self.sent[request.rid] = False
+
+    def abort_once(self, name: str) -> None:
+        """Abort a request if the schedulers have it and it was not aborted before."""
+        if self.sent.get(name) is False:
+            self.sent[name] = True
+            self.abort_request(name)
+
+
+def _manager(server_args: Any, port_args: Any) -> Any:
+    return init_tokenizer_manager(server_args, port_args, _Manager)
 
 
 class _Engine(Engine):  # type: ignore[misc]
     """SGLang's engine, with millrace's schedulers and without a process that makes text."""
 
+    init_tokenizer_manager_func = staticmethod(_manager)
     run_scheduler_process_func = staticmethod(scheduler.run)
 
     @classmethod
@@ -140,6 +166,7 @@ class SglangRolloutEngine(ServingEngine):
             return drawing.result()
         finally:
             drawing.cancel()
+            self._manager.sent.pop(request.id, None)
 
     async def _collect(self, request: ActiveRequest) -> Drawn:
         params = request.params
@@ -162,7 +189,7 @@ class SglangRolloutEngine(ServingEngine):
                     end = stop_string_end(request, drawn, checked, self._decode)
                     checked = len(drawn)
                     if end:
-                        self._manager.abort_request(request.id)
+                        self._manager.abort_once(request.id)
         tokens, log_probs = _drawn(output)
         about = output["meta_info"]
         reason = about["finish_reason"]["type"]
@@ -194,13 +221,14 @@ class SglangRolloutEngine(ServingEngine):
 
     async def _abort(self, requests: list[ActiveRequest]) -> None:
         for request in requests:
-            self._manager.abort_request(request.id)
-        await asyncio.sleep(0.001)
+            self._manager.abort_once(request.id)
+        await asyncio.sleep(_ABORT_S)
 
     async def _cancel(self, request: ActiveRequest, drawing: asyncio.Future[Drawn]) -> None:
-        self._manager.abort_request(request.id)
-        with contextlib.suppress(ReplicaLost, WorkerError):
-            await drawing
+        while not drawing.done():
+            await self._abort([request])
+        if (error := drawing.exception()) and not isinstance(error, ReplicaLost | WorkerError):
+            raise error
 
     def _count(self, request: ActiveRequest) -> int:
         return self._counts.get(request.id, 0)
@@ -209,6 +237,8 @@ class SglangRolloutEngine(ServingEngine):
         return int(struct.unpack_from("q", self._counter)[0])
 
     async def _pause(self) -> float:
+        while any(name not in self._manager.sent for name in self._active):  # noqa: ASYNC110
+            await asyncio.sleep(0)
         anew = str(self._swaps + 1) if self._recompute else None
         self._counts = (await self.call_workers("pause", anew))[0]
         return perf_counter()

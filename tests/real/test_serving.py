@@ -1,6 +1,6 @@
-"""vLLM's CPU build on real weights: greedy texts and log-probs are those of transformers.
+"""A serving engine on real weights, on a CPU: greedy texts and log-probs are those of transformers.
 
-`make test-real` runs it in the environment of vLLM. One engine serves all tests.
+`make test-real` runs it in the environments of vLLM and SGLang. One engine serves all tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from millrace.config import Config
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, Tokens, tokens_of
 from tests.real.model import EXACT, LONGEST, Reference, moved
-from tests.serving.replica import Replica
+from tests.serving.replica import ENGINE, Replica
 
 pytestmark = pytest.mark.xdist_group("engines")
 GREEDY = SamplingParams(LONGEST, temperature=0.0)
@@ -43,7 +43,7 @@ class RealReplica(Replica):
         self.config = Config.model_validate({
             "model": {"path": str(folder)},
             "rollout": {
-                "engine": "vllm",
+                "engine": ENGINE,
                 "max_num_seqs": 4,
                 "max_num_batched_tokens": 512,
                 "max_prompt_length": 192,
@@ -72,12 +72,6 @@ def served(
         runner.run(made.start(patch))
         yield made
         runner.run(made.engine.close())
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
 
 
 def until_the_end(answer: Tokens) -> list[int]:
