@@ -58,6 +58,7 @@ def check(config: Config) -> None:
     _check_correction(algorithm, c.actor, c.async_training)
     _check_replay(c.model.router_replay, rollout, algorithm, c.async_training)
     _check_trust(algorithm, c.actor.policy_loss, c.async_training, c.schedule.lag_bound)
+    _check_quantised(c.model, rollout, algorithm, c.actor.policy_loss, c.async_training)
     _check_kl(algorithm, c.schedule.step_size * rollout.n)
 
 
@@ -461,25 +462,65 @@ def _check_trust(
     algorithm: AlgorithmConfig, policy_loss: PolicyLossConfig, a: AsyncConfig, lag: int
 ) -> None:
     """Refuse a lag of several versions unless something limits the effect of stale tokens."""
+    if lag <= 1 or not (why := _untrusted(algorithm, policy_loss, a)):
+        return
+    ordered = a.staleness_threshold > 0
+    key = "async_training.staleness_threshold" if ordered else "async_training.lookahead"
+    raise bad_value(
+        key,
+        a.staleness_threshold if ordered else a.lookahead,
+        f"samples may be {lag} versions old (the lag bound), and {why}",
+        "one of " + "; ".join([*_corrections(policy_loss, a), f"{key}={0 if ordered else 1}"]),
+    )
+
+
+def _check_quantised(
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    algorithm: AlgorithmConfig,
+    policy_loss: PolicyLossConfig,
+    a: AsyncConfig,
+) -> None:
+    """Refuse rollouts in 8 bits whose difference from the trainer's policy nothing limits."""
+    key, value = "rollout.quantization", rollout.quantization
+    if value is None:
+        return
+    if model.dtype != "bfloat16":
+        rule = f"its kernels multiply bfloat16 models, and model.dtype={model.dtype}"
+        raise bad_value(key, value, rule, f"model.dtype=bfloat16, or {key}=null")
+    if model.router_replay != "disabled" or model.shape.num_experts:
+        rule = "the weights of experts have no sync in 8 bits yet"
+        raise bad_value(key, value, rule, f"{key}=null, or a dense model")
+    if why := _untrusted(algorithm, policy_loss, a):
+        rule = f"rollouts in 8 bits draw from another policy than the trainer's, and {why}"
+        fixes = [*_corrections(policy_loss, a), f"{key}=null"]
+        raise bad_value(key, value, rule, "one of " + "; ".join(fixes))
+
+
+def _untrusted(
+    algorithm: AlgorithmConfig, policy_loss: PolicyLossConfig, a: AsyncConfig
+) -> str | None:
+    """Return why nothing limits the effect of tokens of another policy. None if something does."""
     correction, mode, loss = algorithm.rollout_correction, policy_loss.loss_mode, policy_loss.loss
     bypass = a.use_rollout_log_probs
-    trusted = bypass and loss.bounds_stale
     rejects = correction.rollout_rs or correction.m2_threshold
-    if lag <= 1 or trusted or correction.rollout_is or rejects:
-        return
+    if (bypass and loss.bounds_stale) or correction.rollout_is or rejects:
+        return None
     if bypass:
-        why = f"actor.policy_loss.loss_mode={mode} does not bound the ratio"
-    elif loss.reads_old:
-        why = (
+        return f"actor.policy_loss.loss_mode={mode} does not bound the ratio"
+    if loss.reads_old:
+        return (
             "the ratio uses the trainer's own log-probs, so nothing corrects for the policy that "
             "drew the tokens"
         )
-    else:
-        why = f"{mode} has no ratio, so nothing corrects for the policy that drew the tokens"
-    ordered = a.staleness_threshold > 0
-    key = "async_training.staleness_threshold" if ordered else "async_training.lookahead"
+    return f"{mode} has no ratio, so nothing corrects for the policy that drew the tokens"
+
+
+def _corrections(policy_loss: PolicyLossConfig, a: AsyncConfig) -> list[str]:
+    """Return the settings that limit the effect of tokens of another policy."""
+    mode, loss, bypass = policy_loss.loss_mode, policy_loss.loss, a.use_rollout_log_probs
     correct, prefix = not (bypass and loss.reads_old), "algorithm.rollout_correction"
-    fixes = [
+    return [
         *(["async_training.use_rollout_log_probs=true"] if loss.bounds_stale else []),
         *([f"{prefix}.rollout_is=token"] if correct else []),
         *(
@@ -493,11 +534,4 @@ def _check_trust(
             if loss.bounds_stale
             else ["actor.policy_loss.loss_mode=vanilla async_training.use_rollout_log_probs=true"]
         ),
-        f"{key}={0 if ordered else 1}",
     ]
-    raise bad_value(
-        key,
-        a.staleness_threshold if ordered else a.lookahead,
-        f"samples may be {lag} versions old (the lag bound), and {why}",
-        "one of " + "; ".join(fixes),
-    )

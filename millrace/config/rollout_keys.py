@@ -104,6 +104,13 @@ class RolloutConfig(Section):
     false keeps both on the GPU and saves the time to load them. gpu_memory_utilization must then
     leave room for training.
     """
+    quantization: Annotated[Literal["fp8"] | None, ReadWith({".engine": ("vllm",)})] = None
+    """vllm: fp8 draws with 8-bit numbers in linear layers (docs/eight_bit.md).
+
+    Weights get a scale for each output channel, and activations one for each token. Embeddings, norms
+    and the head keep model.dtype. The trainer is as without it. It needs model.dtype=bfloat16, and a
+    loss or a correction that bounds the difference of both policies.
+    """
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """vllm, sglang: further arguments of AsyncEngineArgs or ServerArgs."""
     n: Annotated[int, Fixed("its samples in flight have that many trajectories")] = Field(

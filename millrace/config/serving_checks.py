@@ -47,9 +47,12 @@ ARGUMENTS = {
             "gpu_memory_utilization": "rollout.gpu_memory_utilization",
             "enable_sleep_mode": "rollout.free_cache_engine",
             "enable_return_routed_experts": "model.router_replay",
+            "quantization": "rollout.quantization",
+            "quantization_config": "rollout.quantization",
         },
         _BOTH_FIXED
         | {
+            "kv_cache_dtype": "the proof at the start knows no floor for a KV cache in 8 bits",
             "generation_config": "the model's own defaults would change the sampling",
             "logprobs_mode": "training needs the log-probs of the distribution that was sampled",
             "weight_transfer_config": "millrace transfers the weights itself",
@@ -137,6 +140,13 @@ def check_serving(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
             overrides,
             rule,
             "rollout.engine_kwargs.hf_overrides.KEY=VALUE",
+        )
+    if rollout.engine == "vllm" and "quantization_config" in overrides:
+        raise bad_value(
+            "rollout.engine_kwargs.hf_overrides.quantization_config",
+            overrides["quantization_config"],
+            "has a key of its own",
+            "rollout.quantization",
         )
 
 

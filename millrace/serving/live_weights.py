@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from millrace.errors import BrokenTransfer, SyncError
 from millrace.sync import ipc
 from millrace.sync.adapters import LoraStaging, join_inbox
+from millrace.sync.eight_bit import in_eight_bits, quantised_names
 from millrace.sync.options import SyncOptions
 from millrace.sync.proof import bit_sums, changed, start_bit_sums
 from millrace.sync.staging import StagingBuffer, wire_device
@@ -49,8 +50,10 @@ class LiveWeights:
     inbox: StagingBuffer | LoraStaging | ipc.IpcStaging
     live_sums: dict[str, int] | None = None
     """The bit sums of the live parameters by name. None before the first version."""
-    _copies: list[tuple[Tensor, Tensor]] | None = None
-    """(target, source) of every copy of a load.
+    _staged: dict[str, Tensor] | None = None
+    """The staged tensors as they are loaded. None before the first version."""
+    _copies: list[tuple[list[Tensor], list[Tensor]]] | None = None
+    """(targets, sources) of the copies of a load, by dtype.
 
     None before the first load. Empty if these copies alone cannot repeat the load.
     """
@@ -63,7 +66,7 @@ class LiveWeights:
         restore_nccl_settings()
         if (inbox := self.__dict__.pop("inbox", None)) is not None:
             inbox.leave()  # the ranks of a lost trainer
-            inbox = self._copies = None
+            inbox = self._staged = self._copies = None
         options = SyncOptions(**agreed)
         limit = timedelta(seconds=options.timeout_s)
         self._store = TCPStore(host, port, None, False, timeout=limit)
@@ -75,7 +78,7 @@ class LiveWeights:
         self._proof_stream = torch.cuda.Stream(self.device) if nccl else None
         where = (read_specs(self._store), self._store, self.device, replica, options)
         self.inbox = (
-            ipc.IpcStaging.join(*where, self._load, self.shard)
+            ipc.IpcStaging.join(*where, self._load, self.shard, self._in_eight_bits)
             if ipc.fits(options, self.device)
             else join_inbox(*where, self.shard)
         )
@@ -103,6 +106,7 @@ class LiveWeights:
                 self.prove_unchanged()
             received = self.inbox.receive(version)
             if not in_place:
+                self._quantise()
                 self.prove_unchanged()
             return received
 
@@ -116,10 +120,11 @@ class LiveWeights:
             nonlocal live, own
             if live := self.live_sums or {}:
                 with torch.cuda.stream(stream):
-                    own = start_bit_sums(dict(self.model.named_parameters()))
+                    own = start_bit_sums(self._parameters())
 
         assert not isinstance(self.inbox, ipc.IpcStaging)  # It has no proof stream.
         received = self.inbox.receive(version, look)
+        self._quantise()
         if live and self.live_sums:
             with torch.cuda.stream(stream):  # Its sums may not be ready.
                 self._compare(live, own.tolist())
@@ -128,7 +133,34 @@ class LiveWeights:
     def prove_unchanged(self) -> None:
         """Raise SyncError if a live parameter has changed since its version became live."""
         if live := self.live_sums:
-            self._compare(live, [*bit_sums(dict(self.model.named_parameters())).values()])
+            self._compare(live, [*bit_sums(self._parameters()).values()])
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """Return the live weights. An engine's constants, which no sync sends, begin with `_`."""
+        named = self.model.named_parameters()
+        return {n: p for n, p in named if not n.rpartition(".")[2].startswith("_")}
+
+    def _in_eight_bits(
+        self, weights: dict[str, Tensor], into: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Return received weights as the model keeps them."""
+        names = quantised_names(self._parameters(), self._fused)
+        return in_eight_bits(weights, names, self.device, into) if names else weights
+
+    def _quantise(self) -> None:
+        """Bring the staged weights into the form in which the model keeps them, and add their sums.
+
+        Decoding goes on meanwhile. The pause then has copies alone.
+        """
+        assert not isinstance(self.inbox, ipc.IpcStaging)  # It loads each bucket as it arrives.
+        received = self.inbox.staged
+        self._staged = self._in_eight_bits(received, self._staged)
+        self.inbox.bit_sums |= bit_sums(ipc.replaced(self._staged, received))
+
+    @property
+    def _fused(self) -> dict[str, list[str]]:
+        """Return the names of the modules in each fused module."""
+        return dict(getattr(self.model, "packed_modules_mapping", None) or _PARTS)
 
     def _compare(self, live: dict[str, int], own: list[int]) -> None:
         """Raise SyncError if these bit sums are not those of the live version."""
@@ -177,11 +209,10 @@ class LiveWeights:
             )
         with torch.inference_mode():
             if not isinstance(self.inbox, ipc.IpcStaging):
-                self.load(self.inbox)
-            self.live_sums = bit_sums(dict(self.model.named_parameters()))
+                self.load()
+            self.live_sums = bit_sums(self._parameters())
         self._live = version
-        fused = getattr(self.model, "packed_modules_mapping", None) or _PARTS
-        return live_names(self.inbox.bit_sums, self.live_sums), self.live_sums, dict(fused)
+        return live_names(self.inbox.bit_sums, self.live_sums), self.live_sums, self._fused
 
     def discard(self) -> str:
         """Return what is wrong with the live weights, or nothing. The engine will discard them."""
@@ -193,22 +224,23 @@ class LiveWeights:
             self.live_sums = None
         return ""
 
-    def load(self, inbox: StagingBuffer | LoraStaging) -> None:
+    def load(self) -> None:
         """Copy the staged weights over the live ones.
 
         The first load uses the model's own loader and records its copies. Later loads repeat these
         copies, because source and target memory never move. A few kernels then replace several
         hundred Python calls in the engine.
         """
+        assert self._staged is not None
         if self._copies is None:
             with CopyRecorder() as recorder:
-                self._load(inbox.staged.items())
-            self._copies = recorder.repeatable(inbox.staged.values())
+                self._load(self._staged.items())
+            self._copies = recorder.repeatable(self._staged.values())
         elif self._copies:
-            targets, sources = (list(side) for side in zip(*self._copies, strict=True))
-            torch._foreach_copy_(targets, sources)
+            for targets, sources in self._copies:
+                torch._foreach_copy_(targets, sources)
         else:
-            self._load(inbox.staged.items())
+            self._load(self._staged.items())
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.model.load_weights(folder_names(self.model.config.model_type, weights))
@@ -244,19 +276,28 @@ class CopyRecorder(TorchFunctionMode):
             self.copies.append((args[0], args[1]))
         return func(*args, **(kwargs or {}))
 
-    def repeatable(self, staged: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return the copies if they alone make up the load of `staged`, else an empty list.
+    def repeatable(self, staged: Iterable[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Return (targets, sources) by dtype if copies alone make up the load of `staged`, else [].
 
         Every source must be staged memory, and the copies must cover all of it.
         """
         sources = {t.untyped_storage().data_ptr() for t in staged}
         total = sum(t.numel() for t in staged)
         direct = all(source.untyped_storage().data_ptr() in sources for _, source in self.copies)
-        return (
-            self.copies
-            if direct and sum(source.numel() for _, source in self.copies) == total
-            else []
-        )
+        if not direct or sum(source.numel() for _, source in self.copies) != total:
+            return []
+        found: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for pair in self.copies:
+            for side, tensor in zip(
+                found.setdefault(pair[1].dtype, ([], [])), map(_as_bytes, pair), strict=True
+            ):
+                side.append(tensor)
+        return [*found.values()]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return a view without numbers of 8 bits, which copies of many tensors may not support."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def folder_names(kind: str, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ is loaded. Both sides find each other by the GPU's UUID.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -28,6 +28,7 @@ from millrace.sync.buckets import Bucket, Spec, plan
 from millrace.sync.groups import Group, finish_send, receive, start_send, wait_for_device
 from millrace.sync.membership import Membership, rank_name, replica_name
 from millrace.sync.options import SyncOptions
+from millrace.sync.proof import bit_sums
 from millrace.sync.table import tell
 from millrace.types import PolicyVersion
 
@@ -232,16 +233,18 @@ class IpcStaging:
         slots: list[Tensor],
         load: Callable[[Iterator[tuple[str, Tensor]]], Any],
         replica: int,
+        prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     ) -> None:
         self.version: PolicyVersion | None = None
         self.bit_sums: dict[str, int] = {}
-        """`proof.bit_sum` of every received tensor, by name."""
+        """`proof.bit_sum` of every loaded tensor, by name."""
         self._membership = membership
         self._sender = sender
         self._buckets = buckets
         self._slots = slots
         self._load = load
         self._replica = replica
+        self._prepare = prepare
 
     @classmethod
     def join(
@@ -253,10 +256,11 @@ class IpcStaging:
         agreed: SyncOptions,
         load: Callable[[Iterator[tuple[str, Tensor]]], Any],
         shard: int = 0,
+        prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
     ) -> IpcStaging:
         """Map the slots of the trainer rank on this GPU.
 
-        `load` copies tensors into the live model.
+        `load` copies tensors into the live model. `prepare` makes them from received ones.
         """
         name, buckets = _name(device), plan(specs, agreed.bucket_bytes)
         try:
@@ -277,7 +281,7 @@ class IpcStaging:
         me = replica_name(replica, shard, agreed.devices)
         store.set(f"{_PLACES}/{me}", name)
         membership = Membership(store, agreed, _CPU, [rank], me)
-        return cls(membership, rank, buckets, slots, load, replica)
+        return cls(membership, rank, buckets, slots, load, replica, prepare)
 
     def regroup(self, generation: int, members: Sequence[int]) -> PolicyVersion | None:
         """Join the trainer rank on this GPU, and return the staged version. This blocks."""
@@ -312,8 +316,10 @@ class IpcStaging:
                     "it must not serve them"
                 )
             views = bucket.views(buffer)
-            self._load(iter(views.items()))
+            tensors = self._prepare(views)
+            self._load(iter(tensors.items()))
             self.bit_sums |= zip(views, sums[:, 2].tolist(), strict=True)
+            self.bit_sums |= bit_sums(replaced(tensors, views))
             wait_for_device(buffer.device)
             word = torch.zeros(1)
             loaded.append((start_send(pair, word, 0), word))
@@ -325,6 +331,11 @@ class IpcStaging:
     def link(self) -> int:
         """Return the size of a transfer in bytes. `IpcSender.link` needs no receiver."""
         return sum(b.num_bytes for b in self._buckets)
+
+
+def replaced(tensors: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that are not received ones."""
+    return {name: t for name, t in tensors.items() if t is not received.get(name)}
 
 
 def _name(device: torch.device) -> str:

@@ -25,7 +25,18 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
     The result is an int64 scalar on the tensor's device.
     """
-    return tensor.detach().contiguous().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+    return _integers(tensor).sum(dtype=torch.int64)
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    """Return the elements' bits as integers, contiguous, in the order of the memory if possible.
+
+    A transposed matrix, as kernels for 8 bits need it, would otherwise be copied.
+    """
+    tensor = tensor.detach()
+    if tensor.ndim == 2 and tensor.T.is_contiguous():
+        tensor = tensor.T
+    return tensor.contiguous().view(INTEGERS[tensor.element_size()])
 
 
 def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -43,9 +54,7 @@ def start_bit_sums(tensors: Mapping[str, Tensor]) -> Tensor:
     if next(iter(tensors.values())).is_cuda:
         from millrace.sync import kernels
 
-        return kernels.sums(
-            [t.detach().contiguous().view(INTEGERS[t.element_size()]) for t in tensors.values()]
-        )
+        return kernels.sums([_integers(t) for t in tensors.values()])
     return torch.stack([bit_sum(t) for t in tensors.values()])
 
 
@@ -101,11 +110,14 @@ def not_live(
 
 def _sources(name: str, sent: Mapping[str, int], fused: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the names of the sent tensors that form the live tensor `name`."""
-    if name in sent:
-        return [name]
+    names = [name] if name in sent else unfused(name, fused)
+    return names if all(n in sent for n in names) else []
+
+
+def unfused(name: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the names of the tensors that form the tensor `name` of a fused module."""
     parts = name.split(".")
     for i, part in enumerate(parts):
         if part in fused:
-            names = [".".join([*parts[:i], one, *parts[i + 1 :]]) for one in fused[part]]
-            return names if all(n in sent for n in names) else []
+            return [".".join([*parts[:i], one, *parts[i + 1 :]]) for one in fused[part]]
     return []

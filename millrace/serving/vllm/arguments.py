@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import fields
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm.platforms import current_platform
 from millrace.config import ModelConfig, Sides
 from millrace.errors import bad_value
 from millrace.serving.vllm.caches import graph_options, lasting_folder
+from millrace.serving.vllm.eight_bit import CONFIGURATION, check_quantised
 
 EXTENSION = "millrace.serving.vllm.worker.WorkerExtension"
 SCHEDULER: str | None = "millrace.serving.vllm.scheduler.scheduler"
@@ -70,6 +72,10 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
     # log-probs of both engines, from 0.0015 to 0.0030.
     own = rollout.engine_kwargs.get("hf_overrides", {})
     overrides = {"head_dtype": "float32"} | own if isinstance(own, dict) else own
+    if rollout.quantization:
+        shape: Any = AutoConfig.from_pretrained(model_folder, trust_remote_code=trust)
+        check_quantised(shape, _head_size(shape), rollout.tensor_model_parallel_size)
+        overrides["quantization_config"] = deepcopy(CONFIGURATION)  # vLLM changes it
     if on_gpu:
         _check_graphs(rollout.engine_kwargs, model_folder, trust)
     arguments |= rollout.engine_kwargs | {"hf_overrides": overrides}

@@ -13,12 +13,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -36,6 +37,7 @@ from millrace.errors import SyncError
 from millrace.process.death import ignore_stop_signals, prctl
 from millrace.process.trees import kill_all, lives
 from millrace.serving.live_weights import LiveWeights
+from millrace.serving.vllm.eight_bit import as_in_a_checkpoint, reset_cache_scales
 from millrace.serving.vllm.experts import use_plain_experts
 from millrace.serving.vllm.requests import warm_up_params
 from millrace.serving.vllm.timing import time_starts
@@ -75,10 +77,15 @@ class StagedWeights(LiveWeights, WeightTransferEngine[StagedInit, StagedUpdate])
         self.join(init_info.host, init_info.port, init_info.replica, init_info.agreed)
 
     def start_weight_update(self) -> None:
-        """Do nothing. Unquantised weights are copied over the live ones without preparation."""
+        """Do nothing. Staged weights have the form of the live ones, over which they are copied."""
 
     def receive_weights(self, update_info: StagedUpdate) -> None:
         self.report = self.activate(update_info.version)
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        with as_in_a_checkpoint(self.model):
+            super()._load(weights)
+        reset_cache_scales(self.model)
 
     def finish_weight_update(self) -> None:
         """Do nothing. `receive_weights` completes the update."""
