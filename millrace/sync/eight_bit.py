@@ -1,0 +1,65 @@
+"""Weights in 8 bits: float8_e4m3fn numbers, and a float32 scale for each output channel."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from millrace.sync.proof import unfused
+
+DTYPE = torch.float8_e4m3fn
+LARGEST = 448.0
+"""The largest number of DTYPE."""
+SCALE = "_scale"
+"""A weight's name with this is the name of its scales."""
+_LEAST = torch.finfo(torch.float32).tiny
+"""The smallest scale: a channel of zeros stays zero, and no channel becomes NaN."""
+
+
+def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows [..., K] as numbers of DTYPE, and the scale of each row, float32 [..., 1].
+
+    The largest number of a row becomes LARGEST. Numbers are rounded to the nearest, ties to even.
+    """
+    exact = rows.float()
+    scale = (exact.abs().amax(-1, keepdim=True) / LARGEST).clamp_(min=_LEAST)
+    return (exact / scale).clamp_(-LARGEST, LARGEST).to(DTYPE), scale
+
+
+def rounded(rows: Tensor) -> Tensor:
+    """Return the values that remain of rows [..., K] in 8 bits, in the dtype of the rows."""
+    numbers, scale = quantise(rows)
+    return (numbers.float() * scale).to(rows.dtype)
+
+
+def quantised_names(live: Collection[str], fused: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """Return the names of the weights that an engine with these live tensors keeps in 8 bits.
+
+    live   the names of its tensors; one with a scale is in 8 bits
+    fused  the parts of each fused module, as in `proof.not_live`
+    """
+    found = [name.removesuffix(SCALE) for name in live if name.endswith(f".weight{SCALE}")]
+    return frozenset([*found, *(part for name in found for part in unfused(name, fused))])
+
+
+def in_eight_bits(
+    weights: Mapping[str, Tensor],
+    names: Collection[str],
+    device: torch.device,
+    into: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Return the weights, those with one of the `names` in 8 bits on `device`, and their scales.
+
+    `into` is an earlier result, whose memory the tensors in 8 bits take.
+    """
+    result = dict[str, Tensor]()
+    for name, tensor in weights.items():
+        result[name] = tensor
+        if name in names:
+            for key, part in zip(
+                (name, name + SCALE), quantise(tensor.to(device)), strict=True
+            ):
+                result[key] = part if into is None else into[key].copy_(part)
+    return result
