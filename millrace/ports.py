@@ -208,13 +208,14 @@ class TrainEngine(Protocol):
         ...
 
     async def reference_log_probs(
-        self, samples: tuple[Sample, ...], seconds: float
+        self, samples: tuple[Sample, ...], seconds: float, eight_bit: bool = False
     ) -> list[list[list[float]]]:
         """Return two lists for each trajectory: `log_probs` of an independent model, and ranks.
 
         The model has a wider dtype. A rank is the probability of all likelier tokens, with half of
         that of equally likely ones. Trajectories that are not read within `seconds` have NaN. Return
-        an empty list if the model has no room.
+        an empty list if the model has no room. With `eight_bit`, its linear layers compute as
+        those of a rollout engine in 8 bits.
         """
         ...
 

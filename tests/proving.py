@@ -71,7 +71,7 @@ class Engines:
         """Return the verdict on the engines. `seed` chooses prompts and requests."""
         c, pool = self.config, RolloutPool([self.rollout])
         on_gpu = self.train.device.type == "cuda"
-        dtype = c.model.dtype
+        dtype = c.rollout.quantization or c.model.dtype
         least = LEAST_TF32 if on_gpu and dtype == "float32" else LEAST[dtype]
         rollout = c.rollout
         sizes = rollout.max_len, rollout.max_num_seqs
@@ -411,15 +411,15 @@ class ChatPrompts:
         return Prompt(index, tokens_of(ids), text, "proof")
 
 
-def small_model(folder: str) -> None:
+def small_model(folder: str, heads: int = 4) -> None:
     """Write a random model with scaled weights, so that a permuted context moves log-probs."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=128, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=128, max_position_embeddings=2048,
+        vocab_size=128, hidden_size=64, num_hidden_layers=4, num_attention_heads=heads,
+        num_key_value_heads=heads // 2, intermediate_size=128, max_position_embeddings=2048,
         tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, initializer_range=0.2,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)

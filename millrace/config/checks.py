@@ -11,7 +11,7 @@ from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig, PolicyL
 from millrace.config.data_keys import RewardConfig
 from millrace.config.endpoint_keys import PlaceConfig
 from millrace.config.keys import Config
-from millrace.config.model_keys import SftConfig
+from millrace.config.model_keys import ModelConfig, SftConfig
 from millrace.config.optim_keys import OptimConfig
 from millrace.config.plugins import Named, find, load_if_given
 from millrace.config.rollout_keys import RolloutConfig

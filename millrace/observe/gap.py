@@ -1,7 +1,8 @@
 """The gap between the log-probs of two engines with the same weights: figures, limits, causes. Pure.
 
 The dtype explains a gap: the trainer in the dtype of the run differs from an independent model in a
-wider one by the **floor**. Two engines may differ by FACTOR times the floor at the start of a run,
+wider one by the **floor**. For an engine in 8 bits, that model rounds weights and activations as the
+engine does. Two engines may differ by FACTOR times the floor at the start of a run,
 and by LATER_FACTOR times the floor of the start in a later version.
 """
 
@@ -24,15 +25,15 @@ K3_FACTOR = 3.0
 """The same for k3, which is quadratic: a small fault shows there far above the noise of a dtype."""
 LATER_FACTOR = 3.0
 """A policy that has trained may have a larger floor, which is not measured again."""
-LEAST = {"float32": 5e-5, "bfloat16": 1e-3}
+LEAST = {"float32": 5e-5, "bfloat16": 1e-3, "fp8": 1e-3}
 """The smallest limit of each dtype, nats: below it, floors are too small to be measured."""
 LEAST_TF32 = 5e-3
 """The same for float32 on a GPU, where kernels of attention multiply in TF32."""
-TRAINER = {"float32": 1e-3, "bfloat16": 0.1}
+TRAINER = {"float32": 1e-3, "bfloat16": 0.1, "fp8": 0.1}
 """The largest floor that the dtype explains. Above it, the trainer's own passes are wrong."""
-ASSUMED = {"float32": 1e-3, "bfloat16": 0.04}
+ASSUMED = {"float32": 1e-3, "bfloat16": 0.04, "fp8": 0.15}
 """The floor where no independent model finds room."""
-STALE_SHARE = {"float32": 0.003, "bfloat16": 0.01}
+STALE_SHARE = {"float32": 0.003, "bfloat16": 0.01, "fp8": 0.03}
 """The part of a change of all weights that may seem missing in an engine, with _SIGMAS of noise.
 
 Errors of one response are alike in bfloat16, so its noise is larger than single tokens say.
@@ -82,6 +83,12 @@ def gap(a: Floats, b: Floats) -> Gap:
     return Gap(len(a), float(size.mean()), mean_k3, float(size.max()))
 
 
+def gap_of_known(a: Floats, b: Floats) -> Gap:
+    """Return the figures of the tokens that `b` has. It has NaN for the others."""
+    known = np.isfinite(b)
+    return gap(a[known], b[known])
+
+
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """Tokens that engines drew with known weights, and what others say about them. [K] each."""
@@ -99,6 +106,13 @@ class Drawn:
 
     Its expected value is exactly 1/2 if tokens are drawn from the policy.
     """
+    quantised: Floats | None = None
+    """Of an independent model that computes in 8 bits, as the engine does. None in other runs."""
+
+    @property
+    def expected(self) -> Floats:
+        """The log-probs of an independent model whose numbers are those of the engine."""
+        return self.reference if self.quantised is None else self.quantised
 
     def missing(self) -> tuple[float, float]:
         """Return the part of the displacement that the engine lacks, and its standard error.
@@ -108,12 +122,14 @@ class Drawn:
         """
         if self.unchanged is None:
             return 0.0, 0.0
-        known = np.isfinite(self.reference) & np.isfinite(self.unchanged)
+        # What 8 bits change is no part of the displacement.
+        own = self.trainer if self.quantised is None else self.quantised
+        known = np.isfinite(self.reference) & np.isfinite(self.unchanged) & np.isfinite(own)
         if not known.any():
             return 0.0, 0.0
         # The reference, because the trainer's noise would be on both sides.
         change = (self.unchanged - self.reference)[known]
-        error = (self.engine - self.trainer)[known]
+        error = (self.engine - own)[known]
         change, error = change - change.mean(), error - error.mean()
         power = float((change**2).sum())
         if not power > 0:
@@ -191,16 +207,15 @@ def judge(
     if not rounds:
         return Verdict(Gap(), ASSUMED[dtype], limit_of(ASSUMED[dtype], least), explained=False)
     every = list(rounds.values())
-    known = np.concatenate([np.isfinite(d.reference) for d in every])
-    trainer, reference, engine = (
+    trainer, reference, expected, engine = (
         np.concatenate([getattr(d, side) for d in every])
-        for side in ("trainer", "reference", "engine")
+        for side in ("trainer", "reference", "expected", "engine")
     )
-    own = gap(trainer[known], reference[known])
+    own = gap_of_known(trainer, expected)
     floor = own if own.tokens else Gap(0, ASSUMED[dtype], 1.5 * ASSUMED[dtype] ** 2)
     limit, findings, missing = limit_of(floor.mean, least), list[Finding](), 0.0
-    if floor.mean > TRAINER[dtype]:
-        findings.append(Finding("any weights", _TRAINER, floor.mean, TRAINER[dtype]))
+    if (exact := gap_of_known(trainer, reference)).mean > TRAINER[dtype]:
+        findings.append(Finding("any weights", _TRAINER, exact.mean, TRAINER[dtype]))
     figures = {name: gap(d.engine, d.trainer) for name, d in rounds.items()}
     for name, drawn in rounds.items():
         findings += of_kinds(name, drawn, floor, least)
@@ -249,8 +264,7 @@ def of_kinds(name: str, drawn: Drawn, floor: Gap, least: float) -> list[Finding]
     for kind, mask in {_ALL: np.ones(len(drawn.engine), dtype=bool), **drawn.kinds}.items():
         if kind != _ALL and mask.sum() < _FEW:
             continue
-        known = mask & np.isfinite(drawn.reference)
-        own = gap(drawn.trainer[known], drawn.reference[known])
+        own = gap_of_known(drawn.trainer[mask], drawn.expected[mask])
         own = own if own.tokens >= _FEW else Gap()
         now, few = gap(drawn.engine[mask], drawn.trainer[mask]), floor.tokens or np.inf
         few = min(now.tokens, few)

@@ -58,6 +58,7 @@ class Limits:
     """The numbers of a run that its proof needs."""
 
     dtype: str
+    """That of rollouts, whose noise is larger: a model's, or fp8."""
     least: float
     """The smallest limit of a gap, nats."""
     max_len: int
@@ -383,9 +384,13 @@ class Proof:
             taken, size = clock() - since, 2 * size
         compared = tuple(samples[: len(trainer)])
         own: list[list[list[float]]] = []
+        quantised: list[list[list[float]]] | None = None
         unchanged: list[list[float]] | None = None
         if reference and compared:
             own = await self.engine.reference_log_probs(compared, budget * _REFERENCE)
+            if self.limits.dtype == "fp8":
+                seconds = budget * _REFERENCE
+                quantised = await self.engine.reference_log_probs(compared, seconds, True)
         if undo:
             await self.engine.displace(False)
             unchanged = [log_probs for log_probs, _ in own]
@@ -393,4 +398,4 @@ class Proof:
             found = await self.engine.log_probs(tuple(compared[i] for i in read)) if read else []
             for i, log_probs in zip(read, found, strict=True):
                 unchanged[i] = log_probs
-        return drawn_of(chosen[: len(trainer)], version, trainer, own, unchanged)
+        return drawn_of(chosen[: len(trainer)], version, trainer, own, unchanged, quantised)

@@ -225,8 +225,12 @@ def drawn_of(
     trainer: Sequence[Sequence[float]],
     reference: Sequence[Sequence[Sequence[float]]],
     unchanged: Sequence[Sequence[float]] | None,
+    quantised: Sequence[Sequence[Sequence[float]]] | None = None,
 ) -> Drawn:
-    """Return the tokens of requests as arrays. A token that a model did not read is NaN there."""
+    """Return the tokens of requests as arrays. A token that a model did not read is NaN there.
+
+    `quantised` is like `reference`, of a model in 8 bits. Its ranks are then those of the engine.
+    """
     count = sum(len(s.tokens) for r in requests for s in r.drawn)
     engine = np.concatenate(
         [np.asarray(s.log_probs, np.float64) for r in requests for s in r.drawn] or [np.zeros(0)]
@@ -277,5 +281,6 @@ def drawn_of(
         filled([log_probs for log_probs, _ in reference]),
         {name: mask[keep] for name, mask in kinds.items()},
         None if unchanged is None else filled(unchanged),
-        filled([ranks for _, ranks in reference]),
+        filled([ranks for _, ranks in (reference if quantised is None else quantised)]),
+        None if quantised is None else filled([log_probs for log_probs, _ in quantised]),
     )

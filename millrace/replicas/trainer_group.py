@@ -173,10 +173,10 @@ class TrainerGroup:
         return (await self._all("log_probs", (samples,), list[list[float]]))[0]
 
     async def reference_log_probs(
-        self, samples: tuple[Sample, ...], seconds: float
+        self, samples: tuple[Sample, ...], seconds: float, eight_bit: bool = False
     ) -> list[list[list[float]]]:
-        result = list[list[list[float]]]
-        return (await self._all("reference_log_probs", (samples, seconds), result))[0]
+        result, arguments = list[list[list[float]]], (samples, seconds, eight_bit)
+        return (await self._all("reference_log_probs", arguments, result))[0]
 
     async def displace(self, away: bool) -> None:
         await self._all("displace", (away,))

@@ -14,9 +14,10 @@ from millrace.run.stop import StopRequest
 def make_proof(s: Session, rollouter: Rollouter, stop: StopRequest) -> Proof:
     """Return what proves the engines of a run."""
     c, engines, replicas = s.config, s.engines, rollouter.roller
+    dtype = c.rollout.quantization or c.model.dtype
     limits = Limits(
-        c.model.dtype,
-        least_limit(c.trainer.device, c.model.dtype),
+        dtype,
+        least_limit(c.trainer.device, dtype),
         c.rollout.max_len,
         c.schedule.capacity * replicas.num_responses,
         c.guard.max_log_prob_gap,

@@ -326,7 +326,7 @@ class SimTrainEngine:
         return [[-0.5] * t.num_policy_tokens for s in samples for t in s.trajectories]
 
     async def reference_log_probs(
-        self, samples: tuple[Sample, ...], seconds: float
+        self, samples: tuple[Sample, ...], seconds: float, eight_bit: bool = False
     ) -> list[list[list[float]]]:
         return [[own, [0.5] * len(own)] for own in await self.log_probs(samples)]
 

@@ -58,8 +58,6 @@ def in_eight_bits(
     for name, tensor in weights.items():
         result[name] = tensor
         if name in names:
-            for key, part in zip(
-                (name, name + SCALE), quantise(tensor.to(device)), strict=True
-            ):
+            for key, part in zip((name, name + SCALE), quantise(tensor.to(device)), strict=True):
                 result[key] = part if into is None else into[key].copy_(part)
     return result

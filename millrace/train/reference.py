@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from millrace.models.device import free_memory
 from millrace.models.model import empty_model, unfilled_model
+from millrace.sync.eight_bit import rounded
 from millrace.train.layout import Ints
 from millrace.train.rows import Rows
 from millrace.waits.registry import count, doing
@@ -38,12 +40,14 @@ def log_probs_and_ranks(
     trust_remote_code: bool,
     computes: bool,
     seconds: float,
+    eight_bit: bool = False,
 ) -> Tensor:
     """Return log p and the rank of each trained token, and a last column of 1, [2, K + 1].
 
     They are float64 on the host. All ranks call this and iterate over `weights`. One of them
     `computes`, and the others return zeros. If the model finds no room there, all elements are 0.
     Tokens that it does not read within `seconds` are NaN. It reads at least one batch of rows.
+    With `eight_bit`, its linear layers compute as those of an engine in 8 bits.
     """
     cells = _CELLS[device.type]
     flat = torch.zeros(2, len(rows.versions) + 1, dtype=torch.float64)
@@ -54,9 +58,10 @@ def log_probs_and_ranks(
         if size * _ROOM + cells * dtype.itemsize < free_memory(device):
             model = unfilled_model(folder, dtype, device, trust_remote_code=trust_remote_code)
     own = {} if model is None else dict(model.named_parameters())
+    quantised = _in_eight_bits(model) if model is not None and eight_bit else set[str]()
     for name, tensor in weights:
         if model is not None:
-            own.pop(name).copy_(tensor)
+            own.pop(name).copy_(rounded(tensor.float()) if name in quantised else tensor)
     if model is None:
         return flat
     assert not own, f"the train engine lacks {sorted(own)[:3]}"
@@ -72,6 +77,20 @@ def log_probs_and_ranks(
         with doing(f"reference log-probs of batch {k}"):
             _read(model, rows, members, temperature, flat)
     return flat
+
+
+def _in_eight_bits(model: torch.nn.Module) -> set[str]:
+    """Let linear layers round what they read as 8 bits do. Return the names of their weights.
+
+    The head is none of them. Each token has a scale of its own.
+    """
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    found = set[str]()
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear) and layer is not head:
+            layer.register_forward_pre_hook(lambda _, arguments: (rounded(arguments[0]),))
+            found.add(f"{name}.weight")
+    return found
 
 
 def _batches(rows: Rows, tokens: int) -> list[Ints]:

@@ -240,7 +240,7 @@ class TrainSteps(ABC):
         return [part.tolist() for part in flat.split(rows.trained_of_trajectories.tolist())]
 
     async def reference_log_probs(
-        self, samples: tuple[Sample, ...], seconds: float
+        self, samples: tuple[Sample, ...], seconds: float, eight_bit: bool = False
     ) -> list[list[list[float]]]:
         """Read `samples` with transformers' own model on rank 0, if it has room there."""
         rows, own = rows_of_samples(samples), self.options.model
@@ -254,6 +254,7 @@ class TrainSteps(ABC):
             trust_remote_code=own.trust_remote_code,
             computes=self.rank == 0,
             seconds=seconds,
+            eight_bit=eight_bit,
         )
         flat = self._sum_ranks(flat).cpu()
         if not flat[0, -1].item():

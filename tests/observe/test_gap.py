@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -49,6 +51,35 @@ def test_without_an_independent_model_the_floor_is_assumed() -> None:
     blind = Drawn(one.engine, one.trainer, np.full(K, np.nan), {})
     verdict = judge({gaps.TRUE: blind}, dtype="bfloat16", least=1e-3)
     assert not verdict.explained and verdict.floor == gaps.ASSUMED["bfloat16"]
+
+
+def eight_bits(error: float = 0.0, noise: float = 0.1) -> Drawn:
+    """Return tokens of an engine in 8 bits, whose own noise is far above that of bfloat16."""
+    one, dice = drawn(), np.random.default_rng(1)
+    rounding = noise * dice.standard_normal(K)
+    engine = one.engine + rounding + error * dice.standard_normal(K)
+    return Drawn(engine, one.trainer, one.reference, {}, quantised=one.reference + rounding)
+
+
+def test_the_floor_of_8_bits_is_that_of_a_model_which_rounds_alike() -> None:
+    healthy = {gaps.TRUE: eight_bits()}
+    verdict = judge(healthy, dtype="fp8", least=gaps.LEAST["fp8"])
+    assert verdict.error() is None and verdict.explained
+    assert verdict.floor == pytest.approx(0.8 * np.hypot(0.1, 0.02), rel=0.1)
+    # The floor of bfloat16 knows nothing of that noise.
+    blind = {gaps.TRUE: replace(healthy[gaps.TRUE], quantised=None)}
+    assert judge(blind, dtype="bfloat16", least=1e-3).error() is not None
+    wrong = {gaps.TRUE: eight_bits(error=0.4)}
+    assert judge(wrong, dtype="fp8", least=gaps.LEAST["fp8"]).error() is not None
+
+
+def test_what_8_bits_change_is_no_part_of_a_displacement() -> None:
+    one = eight_bits()
+    unchanged = one.reference + 0.3 * np.random.default_rng(2).standard_normal(K)
+    part, error = replace(one, unchanged=unchanged).missing()
+    assert abs(part) < 4 * error < 0.02
+    lacks = replace(one, unchanged=unchanged, engine=one.engine + 0.2 * (unchanged - one.reference))
+    assert lacks.missing()[0] == pytest.approx(0.2, abs=4 * error)
 
 
 def test_a_trainer_far_from_an_independent_model_is_wrong_although_engines_agree() -> None:

@@ -32,7 +32,7 @@ class Faults:
         """
         engine = self.weights
 
-        def deaf(inbox: Any) -> None:
+        def deaf() -> None:
             del engine.load
 
         engine.load = deaf  # type: ignore[method-assign]
@@ -42,7 +42,7 @@ class Faults:
 
         It is 0 if each load uses the model's loader.
         """
-        return len(self.weights._copies or ())
+        return sum(len(targets) for targets, _ in self.weights._copies or ())
 
     def set_nccl(self, settings: dict[str, str]) -> None:
         """Set NCCL variables, as vLLM does for reproducible results."""

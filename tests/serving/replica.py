@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,21 @@ class Replica:
 
     device = torch.device("cpu")
 
-    def __init__(self, folder: Path, model: PretrainedConfig | None = None, **keys: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: PretrainedConfig | None = None,
+        rollout: Mapping[str, Any] | None = None,
+        **keys: Any,
+    ) -> None:
         """Make the models of a configuration, or of SHAPE. `keys` are those of the model section."""
         if model is None:
             write_shape(folder, SHAPE, vocab_size=VOCABULARY, eos_token_id=EOS, pad_token_id=0)
         else:
             model.save_pretrained(folder)
         self.folder = folder
-        self.models = {seed: load_model(folder, seed=seed, dtype="float32") for seed in (1, 2, 3)}
+        dtype = keys.get("dtype", "float32")
+        self.models = {seed: load_model(folder, seed=seed, dtype=dtype) for seed in (1, 2, 3)}
         for made in self.models.values():
             with (
                 torch.no_grad()
@@ -64,6 +71,7 @@ class Replica:
                     "max_num_batched_tokens": 2 * LENGTH,
                     "max_prompt_length": LENGTH,
                     "max_response_length": LENGTH,
+                    **(rollout or {}),
                 },
                 "actor": {"ppo_max_token_len_per_gpu": 2 * LENGTH},
                 "sync": {"timeout_s": 60},

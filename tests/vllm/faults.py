@@ -27,6 +27,30 @@ class FaultyExtension(Faults, WorkerExtension):
     def weights(self) -> LiveWeights:
         return self.weight_transfer_engine
 
+    def double_scale(self, name: str) -> None:
+        """Double the live scales of a weight in 8 bits behind the replica's back."""
+        dict(self.model_runner.model.named_parameters())[f"{name}_scale"].data.mul_(2)
+
+    def scale_wrongly(self, name: str, factor: float) -> None:
+        """Give a staged weight scales that are too large. All sums agree on them."""
+        engine = self.weights
+        right = engine._in_eight_bits
+
+        def wrong(weights: Any, into: Any = None) -> Any:
+            found = right(weights, into)
+            if scale := f"{name}_scale" if name in weights else "":
+                found[scale].mul_(factor)
+            return found
+
+        engine._in_eight_bits = wrong  # type: ignore[method-assign]
+
+    def live_weights(self) -> dict[str, tuple[str, list[float]]]:
+        """Return the dtype and the first numbers of each live parameter."""
+        return {
+            name: (str(p.dtype), p.T.flatten()[:8].tolist())
+            for name, p in self.model_runner.model.named_parameters()
+        }
+
     def linear_weights(self) -> int:
         """Return the count of numbers in the live parameters of linear layers.
 

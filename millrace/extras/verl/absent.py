@@ -232,7 +232,7 @@ ABSENT: dict[str, Absent] = {
     ),
     "rollout.prometheus.enable": Absent("a Prometheus endpoint", "metrics.jsonl and TensorBoard"),
     "rollout.qat*": _QUANTIZED,
-    "rollout.quantization*": _QUANTIZED,
+    "rollout.quantization_*": _QUANTIZED,
     "rollout.scheduling_policy": Absent("other schedules in vLLM", "leave the key out", ("fcfs",)),
     "rollout.skip_rollout": Absent("rollouts from a file", "leave the key out"),
     "rollout.trace.backend": Absent("traces of rollouts", "leave the key out"),

@@ -46,7 +46,9 @@ def check_quantised(shape: Any, head_size: int, devices: int) -> None:
         rule = "needs a GPU of NVIDIA with arithmetic in 8 bits: Ada, Hopper or newer"
         raise bad_value(_KEY, "fp8", rule, f"{_KEY}=null")
     text = shape.get_text_config()
-    if any(getattr(text, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if any(
+        getattr(text, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")
+    ):
         rule = "the weights of experts have no sync in 8 bits yet"
         raise bad_value(_KEY, "fp8", rule, f"{_KEY}=null, or a dense model")
     sizes = {
