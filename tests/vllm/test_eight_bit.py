@@ -138,7 +138,6 @@ def test_the_proof_at_the_start_finds_a_wrong_scale(
             return [healthy, await one.prove(1, budget_s=200.0)]
 
     healthy, wrong = asyncio.run(main())
-    print(healthy, wrong)
     assert not healthy.findings and healthy.explained
     assert healthy.gap.mean < 1.5 * healthy.floor
     assert wrong.error() is not None
