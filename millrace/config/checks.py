@@ -483,7 +483,7 @@ def _check_quantised(
 ) -> None:
     """Refuse rollouts in 8 bits whose difference from the trainer's policy nothing limits."""
     key, value = "rollout.quantization", rollout.quantization
-    if value is None:
+    if value is None or rollout.engine != "vllm":  # Other engines do not read the key.
         return
     if model.dtype != "bfloat16":
         rule = f"its kernels multiply bfloat16 models, and model.dtype={model.dtype}"

@@ -233,7 +233,7 @@ class IpcStaging:
         slots: list[Tensor],
         load: Callable[[Iterator[tuple[str, Tensor]]], Any],
         replica: int,
-        prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+        prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
     ) -> None:
         self.version: PolicyVersion | None = None
         self.bit_sums: dict[str, int] = {}

@@ -19,8 +19,8 @@ from millrace.train import reference
 from millrace.train.rows import rows_of_samples
 from millrace.types import Prompt, Sample, SamplingParams, Score, Segment, Trajectory, tokens_of
 from tests.proving import ChatPrompts, engines, small_model
-from tests.vllm.processes import WORKER_IN_CORE
 from tests.serving.replica import PROMPT, Replica
+from tests.vllm.processes import WORKER_IN_CORE
 
 pytestmark = pytest.mark.xdist_group("engines")
 PARAMS = SamplingParams(max_tokens=200, ignore_eos=True, seed=5)

@@ -71,7 +71,7 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
     # Logits are float32, as in the train engine. On a GPU, bf16 logits doubled the gap between the
     # log-probs of both engines, from 0.0015 to 0.0030.
     own = rollout.engine_kwargs.get("hf_overrides", {})
-    overrides = {"head_dtype": "float32"} | own if isinstance(own, dict) else own
+    overrides: Any = {"head_dtype": "float32"} | own if isinstance(own, dict) else own
     if rollout.quantization:
         shape: Any = AutoConfig.from_pretrained(model_folder, trust_remote_code=trust)
         check_quantised(shape, _head_size(shape), rollout.tensor_model_parallel_size)
