@@ -14,6 +14,7 @@ from vllm.model_executor.model_loader import get_model
 
 from millrace.serving.live_weights import LiveWeights
 from millrace.serving.vllm.worker import WorkerExtension
+from millrace.sync.ipc import IpcStaging
 from tests.serving.faults import Faults
 from tests.vllm.processes import WORKER_IN_CORE, engine_cores
 
@@ -32,17 +33,19 @@ class FaultyExtension(Faults, WorkerExtension):
         dict(self.model_runner.model.named_parameters())[f"{name}_scale"].data.mul_(2)
 
     def scale_wrongly(self, name: str, factor: float) -> None:
-        """Give a staged weight scales that are too large. All sums agree on them."""
+        """Give staged weights whose names begin so wrong scales. All sums agree on them."""
         engine = self.weights
         right = engine._in_eight_bits
 
         def wrong(weights: Any, into: Any = None) -> Any:
             found = right(weights, into)
-            if scale := f"{name}_scale" if name in weights else "":
+            for scale in (key for key in found if key.startswith(name) and "_scale" in key):
                 found[scale].mul_(factor)
             return found
 
         engine._in_eight_bits = wrong  # type: ignore[method-assign]
+        if isinstance(engine.inbox, IpcStaging):
+            engine.inbox._prepare = wrong
 
     def live_weights(self) -> dict[str, tuple[str, list[float]]]:
         """Return the dtype and the first numbers of each live parameter."""
