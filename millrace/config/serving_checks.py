@@ -52,7 +52,6 @@ ARGUMENTS = {
         },
         _BOTH_FIXED
         | {
-            "kv_cache_dtype": "the proof at the start knows no floor for a KV cache in 8 bits",
             "generation_config": "the model's own defaults would change the sampling",
             "logprobs_mode": "training needs the log-probs of the distribution that was sampled",
             "weight_transfer_config": "millrace transfers the weights itself",

@@ -27,6 +27,7 @@ OTHER: dict[str, Any] = {
     "algorithm.gdpo_reward_keys": ["a"],
     "algorithm.gdpo_reward_weights": [1.0],
     "rollout.max_num_batched_tokens": 64,
+    "rollout.quantization": "fp8",
     "trainer.megatron.recompute_granularity": "full",
     "trainer.megatron.recompute_method": "block",
     "trainer.megatron.recompute_modules": ["mlp"],

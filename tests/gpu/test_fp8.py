@@ -24,6 +24,7 @@ from millrace.config.packaged import packaged
 from millrace.observe.gap import Verdict
 from millrace.observe.metrics import GAP, GAP_LIMIT
 from millrace.persist.history import audit
+from millrace.runtime.worker import _VARIABLES, _set_defaults
 from millrace.sync.eight_bit import in_eight_bits, quantise
 from millrace.sync.proof import bit_sums
 from millrace.types import SamplingParams
@@ -70,6 +71,7 @@ def use(way: str, work: Callable[[proving.Engines], Awaitable[Any]]) -> Any:
 
 @pytest.fixture(autouse=True)
 def worker_with_faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    _set_defaults(_VARIABLES["vllm"], FOLDER)
     from millrace.serving.vllm import arguments
 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -119,9 +121,8 @@ def test_the_proof_passes_and_finds_a_wrong_scale() -> None:
         return [*found, await one.prove(2)]
 
     *healthy, wrong = use("CUDA IPC", work)
-    for name, verdict in zip(
-        ("healthy 0", "healthy 1", "scales of a layer x 2"), [*healthy, wrong]
-    ):
+    names = "healthy 0", "healthy 1", "scales of a layer x 2"
+    for name, verdict in zip(names, [*healthy, wrong], strict=True):
         figures(name, verdict)
     for verdict in healthy:
         assert not verdict.findings and verdict.explained, verdict
