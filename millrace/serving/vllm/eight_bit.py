@@ -82,6 +82,7 @@ def as_in_a_checkpoint(model: torch.nn.Module) -> Iterator[None]:
         layer.weight_scale = ChannelQuantScaleParameter(
             data=scale.data, output_dim=0, weight_loader=load
         )
+        layer.update_param_tp_status()
     try:
         yield
     finally:
