@@ -78,7 +78,7 @@ def test_a_model_in_8_bits_rounds_weights_and_what_linear_layers_read(folder: st
             product = (read.double() @ numbers.double().T) * sizes.double() * scale.double().T
             return product if layer.bias is None else product + layer.bias
 
-        layer.forward = forward  # type: ignore[method-assign]
+        layer.forward = forward  # type: ignore[assignment, method-assign]
 
     layers = [m for m in own.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     for layer in layers:

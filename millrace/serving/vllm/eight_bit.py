@@ -70,12 +70,13 @@ def as_in_a_checkpoint(model: torch.nn.Module) -> Iterator[None]:
     and columns this device has. CUDA graphs read this memory, so no load may replace it.
     """
     served: list[tuple[Any, Tensor, Tensor]] = []
+    layer: Any
     for layer in model.modules():
         weight, scale = getattr(layer, "weight", None), getattr(layer, "weight_scale", None)
         if scale is None or weight is None or weight.dtype != DTYPE:
             continue
         served.append((layer, weight, scale))
-        load: Any = getattr(layer, "weight_loader_v2", None) or layer.weight_loader
+        load = getattr(layer, "weight_loader_v2", None) or layer.weight_loader
         layer.weight = ModelWeightParameter(
             data=weight.data.T, input_dim=1, output_dim=0, weight_loader=load
         )
