@@ -26,8 +26,7 @@ from millrace.report.page.timeline import timeline
 from millrace.report.query import query
 from millrace.report.trace import writer as writing
 from millrace.report.trace.choice import SampleChoice
-from millrace.report.trace.chrome import Translator
-from millrace.report.trace.lanes import GAP, Line
+from millrace.report.trace.chrome import GAP, Line, Translator
 from millrace.report.trace.spans import Span, read
 from millrace.report.trace.writer import TraceSampler, TraceWriter
 from millrace.schedule.schedule import Placement, Schedule

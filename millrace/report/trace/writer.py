@@ -26,8 +26,7 @@ import msgspec
 
 from millrace.observe.files import files_in, make_folder, size_of
 from millrace.report.trace.choice import CALLS, MOST_EVERY, SAMPLES, SampleChoice
-from millrace.report.trace.chrome import Translator
-from millrace.report.trace.lanes import OPEN, Line, as_json
+from millrace.report.trace.chrome import OPEN, Line, Translator, as_json
 from millrace.waits.stream import Event
 
 NAME = re.compile(r"attempt-(\d{3,9})-(\d{3,9})\.json")
