@@ -48,7 +48,14 @@ class _Attempt:
         self._history = History(self._folder, ledger.totals())
         devices = Devices(1, {"rollout-0": 1, "rollout-1": 1}, tools=self._tools)
         self.recorder = EventRecorder(
-            *(self._folder, self._attempt, ledger, self._counts, devices, ReportConfig()),
+            *(
+                self._folder,
+                self._attempt,
+                ledger,
+                self._counts,
+                devices,
+                ReportConfig(trace_load=1),
+            ),
             *(self._clock, self.notes.append, decode),
         )
         return [self._tick, *self.recorder.watchers, self._publish]
