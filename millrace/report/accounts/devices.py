@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from millrace.observe.timing import ActorClock, Integral, Seconds, StateClock
+from millrace.observe.timing import ActorClock, Integral, Seconds, StateClock, split
 from millrace.report.accounts.tokens import VALIDATION
 from millrace.schedule.ledger import State
 from millrace.schedule.schedule import Schedule
@@ -258,16 +258,10 @@ class DeviceAccount:
             more = tracks[track][1] if track in tracks else Seconds()
             tracks[track] = self._devices[track], seconds + more
         if self._schedule.colocated:
-            return {
-                f"shared-{i}": (count, self._split(seconds))
-                for i, (count, seconds) in enumerate(tracks.values())
-            }
-        return {"trainer": (self._trainers, self._split(self._trainer.until(now))), **tracks}
-
-    def _split(self, seconds: Seconds) -> Seconds:
-        """Divide the state `train` by what the train engine reported of its steps."""
-        train, parts = seconds.pop("train", 0.0), self._steps.total()
-        scale = train / max(train, parts) if parts else 0.0
-        seconds.update({name: spent * scale for name, spent in self._steps.items()})
-        seconds.update(Seconds({"train_other": max(0.0, train - parts * scale)}))
-        return +seconds
+            tracks = {f"shared-{i}": found for i, found in enumerate(tracks.values())}
+            trains = tracks
+        else:
+            trains = {"trainer": (self._trainers, self._trainer.until(now))}
+        for _, seconds in trains.values():
+            seconds.update(split(seconds.pop("train", 0.0), self._steps))
+        return {track: (count, +seconds) for track, (count, seconds) in (trains | tracks).items()}
