@@ -21,14 +21,12 @@ from hypothesis import strategies as st
 from millrace.persist.run_reader import RunReader
 from millrace.report.accounts.devices import DeviceAccount, FlowAccount
 from millrace.report.page.curves import lengths
-from millrace.report.page.lanes import columns, lanes
-from millrace.report.page.timeline import timeline
+from millrace.report.page.timeline import columns, lanes, timeline
 from millrace.report.query import query
 from millrace.report.trace import writer as writing
-from millrace.report.trace.choice import SampleChoice
 from millrace.report.trace.chrome import GAP, Line, Translator
 from millrace.report.trace.spans import Span, read
-from millrace.report.trace.writer import TraceSampler, TraceWriter
+from millrace.report.trace.writer import SampleChoice, TraceSampler, TraceWriter
 from millrace.schedule.schedule import Placement, Schedule
 from millrace.waits.stream import Event
 from tests.report.runs import Clock, Run, Watch, life

@@ -10,8 +10,16 @@ from typing import Any
 from millrace.persist.run_reader import RunReader
 from millrace.report.page import figures as fig
 from millrace.report.page import head, totals
-from millrace.report.page.figures import Block, axes, by_version, number, section, share, table
-from millrace.report.page.states import STATES
+from millrace.report.page.figures import (
+    STATES,
+    Block,
+    axes,
+    by_version,
+    number,
+    section,
+    share,
+    table,
+)
 
 _MOST_METRICS = 4
 

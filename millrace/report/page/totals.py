@@ -8,8 +8,7 @@ from millrace.observe.timing import Seconds
 from millrace.persist.accounts import Line
 from millrace.persist.run_reader import RunReader
 from millrace.report.page import figures as fig
-from millrace.report.page.figures import Block, missing, number, share, table
-from millrace.report.page.states import STATES, state_of
+from millrace.report.page.figures import STATES, Block, missing, number, share, state_of, table
 
 BUCKETS = {
     "trained": ("trained a live version", fig.GREEN),

@@ -27,8 +27,8 @@ from millrace.persist.run_reader import RunReader, load
 from millrace.process.files import replace_file
 from millrace.report.page import compare, curves, head, timeline, totals
 from millrace.report.page.figures import missing, section, text
-from millrace.report.page.lanes import Spans, columns
 from millrace.report.page.samples import Table, choose, count, read_table, read_texts
+from millrace.report.page.timeline import Spans, columns
 from millrace.report.trace import spans
 
 LIMIT = 2_950_000

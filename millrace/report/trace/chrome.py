@@ -27,9 +27,14 @@ import msgspec
 from msgspec import Raw
 
 from millrace.codec import sendable
-from millrace.report.trace.choice import CALLS, ENDS, SAMPLES, STATES
 from millrace.waits.stream import Event
 
+SAMPLES = "samples"
+"""The track of samples."""
+STATES = frozenset({"waiting", "running", "ready", "taken", "trained", "sealed"})
+ENDS = frozenset({"retired", "dropped"})
+CALLS = frozenset({"request", "score", "log_probs"})
+"""The names of requests to replicas, and of calls of the reward and of teachers."""
 COUNTERS = (
     "reward/mean",
     "staleness/mean",

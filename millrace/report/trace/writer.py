@@ -6,9 +6,11 @@
 A file is a JSON array with one event on each line. A killed run leaves it without its end, and
 Perfetto opens it all the same. `report/trace/chrome.py` says what is drawn where.
 
-The loop chooses the samples to be drawn, and appends events to a queue. A thread encodes and writes. If
+The loop appends events to a queue. A thread encodes and writes. If
 the disk is full, or too slow, the trace lacks events and the run loses nothing. If the thread takes more
-of a core than it may, fewer samples are drawn (`report/trace/choice.py`).
+of a core than it may, one sample in 2, 4, ... 64 is drawn: with its states, its requests and its
+scores, or not at all. Requests and scores of validations are chosen in the same way. The loop chooses,
+because an event that waits in a queue costs more than one that is thrown away.
 """
 
 from __future__ import annotations
@@ -21,12 +23,22 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import msgspec
 
 from millrace.observe.files import files_in, make_folder, size_of
-from millrace.report.trace.choice import CALLS, MOST_EVERY, SAMPLES, SampleChoice
-from millrace.report.trace.chrome import OPEN, Line, Translator, as_json
+from millrace.report.accounts.tokens import VALIDATION
+from millrace.report.trace.chrome import (
+    CALLS,
+    ENDS,
+    OPEN,
+    SAMPLES,
+    STATES,
+    Line,
+    Translator,
+    as_json,
+)
 from millrace.waits.stream import Event
 
 NAME = re.compile(r"attempt-(\d{3,9})-(\d{3,9})\.json")
@@ -37,8 +49,64 @@ _BATCH = 256
 """Events that are encoded at once. A write releases the interpreter after each batch."""
 _WINDOW_S, _QUIET = 2.0, 5
 """The load of the thread is the mean over a window of seconds. After some quiet windows more is drawn."""
+MOST_EVERY = 64
+"""At least one sample in so many is drawn."""
+
+_ALL = 2**32 - 1
+"""The largest hash."""
 _SEPARATOR = b",\n"
 _END = b"\n]\n"
+
+
+class SampleChoice:
+    """Chooses the samples that are drawn. All of it runs on the event loop, but `draw`."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        """All requests and scores so far."""
+        self._least = _ALL
+        """A sample is drawn if the hash of its number is not above this."""
+        self._samples: set[str] = set()
+        """The samples in slots that are drawn. One that has begun to be drawn is drawn to its end."""
+        self._running: dict[str, int] = {}
+        """How many calls of a key run and are drawn. Scores of one sample share a key."""
+
+    def draw(self, every: int) -> None:
+        """Draw one sample in `every` from now on. A larger number draws some of the same samples."""
+        self._least = _ALL // every
+
+    def moves(self, name: str, key: str) -> bool:
+        """Return whether an event of a sample is drawn."""
+        if key in self._samples:
+            if name in ENDS:
+                self._samples.remove(key)
+            return True
+        chosen = self._chosen(key)
+        if chosen and name in STATES:
+            self._samples.add(key)
+        return chosen
+
+    def calls_for(self, phase: str, key: str) -> bool:
+        """Return whether the begin or the end of a request or a score is drawn."""
+        running = self._running
+        if phase == "begin":
+            self.calls += 1
+            number = key[len(VALIDATION) :] if key.startswith(VALIDATION) else key
+            sample = number.partition("/")[0]
+            if sample not in self._samples and not self._chosen(sample):
+                return False
+            running[key] = running.get(key, 0) + 1
+            return True
+        if key not in running:
+            return False
+        running[key] -= 1
+        if not running[key]:
+            del running[key]
+        return True
+
+    def _chosen(self, number: str) -> bool:
+        # A remainder instead of a hash would be biased if every second row is easy.
+        return crc32(number.encode("utf-8", "replace")) <= self._least
 
 
 class TraceSampler:
