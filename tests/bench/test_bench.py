@@ -15,8 +15,8 @@ from transformers import GPT2Config
 
 from millrace.config import Config, ModelConfig, ModelShape, recipe
 from millrace.errors import ConfigError
+from millrace.extras.bench.engines import train_flops
 from millrace.extras.bench.modes import Arm, arms_of, bench_modes, check_size, remarks, table
-from millrace.extras.bench.train import train_flops
 from millrace.models.model import load_model, write_shape
 from millrace.schedule.steady import counted
 from millrace.train.fsdp import lora

@@ -59,9 +59,12 @@ _END = b"\n]\n"
 
 
 class SampleChoice:
-    """Chooses the samples that are drawn. All of it runs on the event loop, but `draw`."""
+    """Chooses the samples that are drawn. All of it runs on the event loop, but `adapt`."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: float = 1.0) -> None:
+        """`most` is the load from which on fewer samples are drawn. 1 draws them all."""
+        self._most, self._every, self._quiet = most, 1, 0
+        self._since: tuple[float, float, int] | None = None
         self.calls = 0
         """All requests and scores so far."""
         self._least = _ALL
@@ -73,7 +76,29 @@ class SampleChoice:
 
     def draw(self, every: int) -> None:
         """Draw one sample in `every` from now on. A larger number draws some of the same samples."""
-        self._least = _ALL // every
+        self._every, self._least = every, _ALL // every
+
+    def adapt(self, now: float, used: float) -> int | None:
+        """Draw more or fewer samples by the load of the thread. Return the number if it changes.
+
+        `now` is a clock, `used` the processor time of the thread, both in seconds. A time without any
+        call, such as the trainer's turn, says nothing.
+        """
+        since, before, counted = self._since or (now, used, self.calls)
+        if self._since is None or self.calls == counted:
+            self._since = now, used, self.calls
+        if now - since < _WINDOW_S or self.calls == counted or self._most >= 1:
+            return None
+        load, every = (used - before) / (now - since), self._every
+        self._since = now, used, self.calls
+        # Twice as many samples take at most twice the time.
+        self._quiet = self._quiet + 1 if load < self._most / 4 else 0
+        if load > self._most:
+            self.draw(min(2 * every, MOST_EVERY))
+        elif self._quiet >= _QUIET:
+            self._quiet = 0
+            self.draw(max(every // 2, 1))
+        return self._every if self._every != every else None
 
     def moves(self, name: str, key: str) -> bool:
         """Return whether an event of a sample is drawn."""
@@ -107,36 +132,6 @@ class SampleChoice:
     def _chosen(self, number: str) -> bool:
         # A remainder instead of a hash would be biased if every second row is easy.
         return crc32(number.encode("utf-8", "replace")) <= self._least
-
-
-class TraceSampler:
-    """Chooses how many samples are drawn from the load of the thread, the share of a core."""
-
-    def __init__(self, most: float) -> None:
-        """`most` is the load from which on fewer samples are drawn. 1 draws them all."""
-        self._most, self._every, self._quiet = most, 1, 0
-        self._since: tuple[float, float, int] | None = None
-
-    def choose(self, now: float, used: float, calls: int) -> int | None:
-        """Return the new number if it changes: one sample of so many is drawn.
-
-        `now` is a clock, `used` the processor time of the thread, both in seconds. `calls` is the
-        number of calls so far. A time without any, such as the trainer's turn, says nothing.
-        """
-        since, before, counted = self._since or (now, used, calls)
-        if self._since is None or calls == counted:
-            self._since = now, used, calls
-        if now - since < _WINDOW_S or calls == counted or self._most >= 1:
-            return None
-        load, every = (used - before) / (now - since), self._every
-        self._since = now, used, calls
-        # Twice as many samples take at most twice the time.
-        self._quiet = self._quiet + 1 if load < self._most / 4 else 0
-        if load > self._most:
-            self._every = min(2 * every, MOST_EVERY)
-        elif self._quiet >= _QUIET:
-            self._every, self._quiet = max(every // 2, 1), 0
-        return self._every if self._every != every else None
 
 
 class TraceWriter:
@@ -173,7 +168,7 @@ class TraceWriter:
         self._translator, self._last = Translator(zero), zero
         self._limit, self._full = int(limit_mb * 2**20), int(file_mb * 2**20)
         self._most, self._every_s, self._close_s = most_events, every_s, close_s
-        self._pace, self._choice = TraceSampler(load), SampleChoice()
+        self._choice = SampleChoice(load)
         self._states = states
         self._events: deque[Event] = deque()
         self._lost, self._lost_since = 0, 0.0
@@ -283,10 +278,9 @@ class TraceWriter:
 
     def _thin(self) -> None:
         """Draw fewer samples if the thread takes too much, and more if it may."""
-        every = self._pace.choose(time.monotonic(), time.thread_time(), self._choice.calls)
+        every = self._choice.adapt(time.monotonic(), time.thread_time())
         if every is None or self._ended:
             return
-        self._choice.draw(every)
         self._translator.add(Event(self._last, "run", "thinned", "at", "", {"every": every}))
         self._write()
         if not (self._thinned or self._ended):
