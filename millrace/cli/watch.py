@@ -162,21 +162,19 @@ def verdict_on(run: Path, patience_s: float = PATIENCE_S) -> Verdict:
 
 def _over(run: Path) -> Verdict:
     reader = RunReader(run).read()
-    if reader.state == "complete" and not reader.history:
-        return Verdict("over", f"{reader.process}.")
-    if reader.state == "gone":
-        ended = f"{reader.process}."
-        return Verdict("dead", ended, f"read {run / 'logs'}, then {_resume(run)}", DRIVER, "dead")
-    if reader.state == "complete":
-        return Verdict("over", "the run is over: it has trained and validated everything.")
-    if reader.state == "starting":
-        sentence = f"the run starts, and its processes do not answer yet: {reader.process}."
+    state, process = reader.state, reader.process
+    if state == "complete":
+        whole = "the run is over: it has trained and validated everything"
+        return Verdict("over", f"{whole if reader.history else process}.")
+    if state == "gone":
+        then = f"read {run / 'logs'}, then {_resume(run)}"
+        return Verdict("dead", f"{process}.", then, DRIVER, "dead")
+    if state == "starting":
+        sentence = f"the run starts, and its processes do not answer yet: {process}."
         return Verdict("starting", sentence, "ask again in a few seconds")
-    if reader.state == "stopped":
-        version = reader.history[-1].version
-        return Verdict(
-            "over", f"the run was stopped at version {version}.", f"to continue, {_resume(run)}"
-        )
+    if state == "stopped":
+        sentence = f"the run was stopped at version {reader.history[-1].version}."
+        return Verdict("over", sentence, f"to continue, {_resume(run)}")
     return Verdict("over", "no process of the run is there: it stopped, or it has not begun.")
 
 

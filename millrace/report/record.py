@@ -50,16 +50,12 @@ def counts_at_stop(
     The checkpoint itself was written before the attempt threw tokens away. {} if the attempt was
     killed, or if the checkpoint is an older one.
     """
-    for line in reversed(lines):
-        if line.version < version:
-            break
-        if line.event == "end":
-            tokens = dict(line.tokens)
-            held = sum(tokens_of_slot(slot) for _, slot in slots)
-            if line.version != version or tokens.pop("held", 0) != held:
-                break
-            return {f"{PREFIX}{name}": float(count) for name, count in tokens.items()}
-    return {}
+    last = next((x for x in reversed(lines) if x.event == "end" or x.version < version), None)
+    held = sum(tokens_of_slot(slot) for _, slot in slots)
+    if last is None or last.version != version or last.tokens.get("held", 0) != held:
+        return {}
+    tokens = last.tokens.items()
+    return {f"{PREFIX}{name}": float(count) for name, count in tokens if name != "held"}
 
 
 def prepare(path: Path) -> None:

@@ -260,7 +260,7 @@ def train_out_of_order(flow: Throughput) -> Advice | None:
 def _best_split(flow: Throughput, base: Change) -> tuple[float, Change, tuple[str, ...]] | None:
     """Return the best rate of shared devices that are split, or None if there is only one."""
     setup, tries = flow.setup, []
-    switch = flow.m.trainer.get("switch", 0.0) / flow.m.versions
+    switch = flow.m.each("switch")
     for rollouts in range(setup.step, setup.devices, setup.step):
         change, keys = _split(flow, setup.devices - rollouts, rollouts, base)
         tries.append((flow.sides(replace(change, saved_s=switch)), change, keys))
@@ -363,11 +363,6 @@ SURE = 0.25
 """A larger gain from a sync's overlap is a bound: samples stay longer with the trainer."""
 
 
-def _seconds(flow: Throughput, *parts: str) -> float:
-    """Return the seconds of these parts in each version."""
-    return sum(flow.m.trainer.get(part, 0.0) for part in parts) / flow.m.versions
-
-
 def interrupt_at_a_sync(flow: Throughput) -> Advice | None:
     """A sync waits for the longest response: interrupt it."""
     m, schedule = flow.m, flow.schedule
@@ -375,7 +370,7 @@ def interrupt_at_a_sync(flow: Throughput) -> Advice | None:
     drains = schedule.on_sync is OnSync.DRAIN and not schedule.colocated
     if not drains or not schedule.staleness_threshold or pause < IDLE * m.version_s:
         return None
-    waits = _seconds(flow, "wait_rollouts")
+    waits = flow.m.each("wait_rollouts")
     change = Change(held_s=pause, saved_s=waits, ready=min(flow.ready, flow.least_ready))
     share = pause / m.version_s
     overrides = ("mode=async_partial", _same_staleness(flow))
@@ -406,7 +401,7 @@ def _same_staleness(flow: Throughput) -> str:
 def fewer_syncs(flow: Throughput) -> Advice | None:
     """The sync takes the trainer's time: overlap it, or sync less often."""
     m, schedule = flow.m, flow.schedule
-    sync = _seconds(flow, "sync_keep", "sync_transfer", "sync_activate", "wait_rollouts")
+    sync = flow.m.each("sync_keep", "sync_transfer", "sync_activate", "wait_rollouts")
     share = sync / m.version_s
     if share < LEAST_SHARE or schedule.overlap_sync:
         return None
@@ -414,7 +409,7 @@ def fewer_syncs(flow: Throughput) -> Advice | None:
     if schedule.staleness_threshold and not schedule.colocated:
         if flow.setup.share_cores:
             return None  # the sync then takes the same cores from the steps that it overlaps
-        own = _seconds(flow, "sync_keep", "sync_transfer", "sync_activate")
+        own = flow.m.each("sync_keep", "sync_transfer", "sync_activate")
         # A sync begins after the one before it.
         sync_ceiling = m.samples / m.versions / max(1e-9, own)
         rate = min(flow.trainer_ceiling(Change(saved_s=own)), flow.ledger_ceiling(), sync_ceiling)
@@ -427,7 +422,7 @@ def fewer_syncs(flow: Throughput) -> Advice | None:
 def _larger_window(flow: Throughput, why: str, factor: int) -> Advice:
     """Advise a window that is `factor` times as large, so that it pays more rarely."""
     factor = min(MOST_WINDOWS, factor)
-    seconds = _seconds(flow, *ONCE)
+    seconds = flow.m.each(*ONCE)
     trigger = flow.schedule.trigger_parameter_sync_step * factor
     key = f"async_training.trigger_parameter_sync_step={trigger}"
     text = f"{why}. {key} pays them once for {factor} windows, whose responses are drawn together"
@@ -439,7 +434,7 @@ def _larger_window(flow: Throughput, why: str, factor: int) -> Advice:
 
 def fewer_hand_overs(flow: Throughput) -> Advice | None:
     """Shared devices change hands slowly: a larger window."""
-    switch = _seconds(flow, "switch")
+    switch = flow.m.each("switch")
     share = switch / flow.m.version_s
     if not flow.schedule.colocated or share < AIM_OF_TURNS:
         return None
@@ -456,7 +451,7 @@ def fewer_validations(flow: Throughput) -> Advice | None:
 
 def fewer_checkpoints(flow: Throughput) -> Advice | None:
     """The trainer waits for checkpoints: write them meanwhile, or less often."""
-    saving = _seconds(flow, "save_checkpoint")
+    saving = flow.m.each("save_checkpoint")
     share = saving / flow.m.version_s
     if share >= LEAST_SHARE and not flow.setup.async_save:
         text = (
@@ -470,7 +465,7 @@ def fewer_checkpoints(flow: Throughput) -> Advice | None:
 
 def _rarer(flow: Throughput, part: str, freq: int, key: str, why: str) -> Advice | None:
     """Advise a longer time between two things, so that their share falls to AIM."""
-    seconds = _seconds(flow, part)
+    seconds = flow.m.each(part)
     share = seconds / flow.m.version_s
     if share < LEAST_SHARE or not freq:
         return None

@@ -261,7 +261,7 @@ def timeline(run: RunReader, found: Spans) -> list[Block]:
     if found.end > 0 and (every := lanes(found, colocated=colocated)):
         edges, note = np.linspace(0, found.end, BINS + 1), _note(run, found, every)
         some = np.unique(np.linspace(0, len(every) - 1, MOST_LANES).astype(int))
-        chosen = every if len(every) <= MOST_LANES else [every[i] for i in some]
+        chosen = [every[i] for i in some]
         parts = [(lane.name, shares(lane, edges)) for lane in chosen]
         borders = [float(start) for start in found.attempts[1:, 0]]
         return [_shares(edges, parts, borders, note, _strips(found)), *windows(found, chosen)]
