@@ -25,8 +25,8 @@ from typing import Any
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 from bench_vllm import SHAPES, configuration
-
 from millrace.config.vllm_checks import HOST_PID
+
 from millrace.types import SamplingParams
 
 WARM_UP = 20

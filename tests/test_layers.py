@@ -312,7 +312,7 @@ BUDGETS = {
     "ports": 450,
     "process": 660,
     "replicas": 1850,
-    "report": 6550,
+    "report": 6300,
     "rewards": 3600,
     "rollout": 1420,
     "run": 5690,
