@@ -99,7 +99,7 @@ def watch_in_blocks(what: str, blocks: Blocks) -> None:
         def __call__(self, event: Event) -> None:
             ended = blocks.see(event)
             if ended:  # A load over a block without it and one with it would be half the load.
-                self._pace._since = None
+                self._choice._since = None
             if ended and what == "trace" and not blocks.on:
                 super().put(Event(event.time, "run", "gap", "at"))
                 self._scoring = Scoring(self.put)

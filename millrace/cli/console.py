@@ -362,8 +362,8 @@ def print_json(value: dict[str, Any]) -> None:
     def clean(item: Any) -> Any:
         if isinstance(item, float) and not math.isfinite(item):
             return None
-        if isinstance(item, list):
+        if isinstance(item, list | tuple):
             return [clean(v) for v in item]
-        return {k: clean(v) for k, v in item.items()} if isinstance(item, dict) else item
+        return {str(k): clean(v) for k, v in item.items()} if isinstance(item, dict) else item
 
     print(json.dumps(clean(value), default=str), flush=True)  # noqa: T201 - the command's result

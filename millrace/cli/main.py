@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import os
 import secrets
 import signal
@@ -21,15 +22,15 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
 
 from millrace import __version__
-from millrace.cli.commands import Commands
 from millrace.cli.console import (
     Address,
     ConfigName,
@@ -54,12 +55,12 @@ from millrace.cli.console import (
 from millrace.cli.keep_going import RESTARTS, KeepGoing, Restarts, keep_going
 from millrace.cli.query import query
 from millrace.cli.scale import scale
-from millrace.cli.watch import RunFolder, folder_of, watch
-from millrace.cli.why import why
-from millrace.config import Config
+from millrace.cli.watch import RunFolder, folder_of, watch, why
+from millrace.config import Config, plugins
 from millrace.config.layers import settings_of
 from millrace.errors import (
     INSTALL,
+    ConfigError,
     MillraceError,
     MissingDependency,
     SampleError,
@@ -72,6 +73,51 @@ from millrace.observe.panel import shown
 from millrace.run import get_model as getting
 from millrace.run import supervised
 from millrace.run.signals import signal_exit_code
+
+
+class Commands(TyperGroup):
+    """The group of all commands. A command of another package is imported when it is typed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*dict.fromkeys([*super().list_commands(ctx), *plugins.names("commands")])]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, or only the line that `--help` needs of another package's command."""
+        if cmd_name in self.commands or cmd_name not in plugins.names("commands"):
+            return super().get_command(ctx, cmd_name)
+        if cmd_name in plugins.OWN["commands"]:
+            return _command_of(cmd_name)
+        try:
+            part = plugins.find("COMMAND", cmd_name, plugins.Named("commands"))
+        except ConfigError as error:  # `--help` still lists the other commands
+            return TyperCommand(cmd_name, help=str(error))
+        return part and TyperCommand(cmd_name, help=f"From {plugins.package_of(part)}.")
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        core, name = tuple(self.commands), args[0]
+        names = {*core, *plugins.OWN["commands"], *plugins.names("commands")}
+        if name in names or plugins.elsewhere(name):
+            found = plugins.find("COMMAND", name, plugins.Named("commands", core))
+            return name, _command_of(name) if found else self.commands[name], args[1:]
+        near = difflib.get_close_matches(name, names, 1)
+        if near and near[0] not in core:  # the group below suggests its own commands
+            ctx.fail(f"No such command {name!r}. Did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
+
+
+def _command_of(name: str) -> Any:
+    """Import a command."""
+    part: Any = plugins.load("COMMAND", name, "commands")
+    app = typer.Typer(rich_markup_mode="rich")
+    app.callback()(lambda: None)
+    if isinstance(part, typer.Typer):
+        app.add_typer(part, name=name)
+        unwrap_help(part)
+    else:
+        app.command(name)(part)
+    unwrap_help(app)
+    return typer.main.get_group(app).commands[name]
+
 
 app = typer.Typer(
     cls=Commands,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,7 +63,7 @@ def query(
     if csv_ is not None:
         _write_csv(csv_, answer)
     if json_:
-        rows = [dict(zip(answer.columns, map(_data, row), strict=True)) for row in answer.rows]
+        rows = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
         print_json({"columns": answer.columns, "rows": rows})
     elif csv_ is None:
         _show(answer)
@@ -122,8 +121,8 @@ def _write_csv(path: Path, answer: asking.QueryResult) -> None:
         with path.open("x", newline="", encoding="utf-8") as file:
             _write_rows(file, answer)
     except OSError as error:
-        rule = f"cannot be written: {error.strerror or error}"
-        raise bad_value("--csv", str(path), rule, "a new file in a folder that exists") from None
+        fix = "a new file in a folder that exists"
+        raise ownership.unwritable(path, error, "--csv", fix) from None
 
 
 def _write_rows(file: Any, answer: asking.QueryResult) -> None:
@@ -145,14 +144,3 @@ def _cell(value: Any) -> str:
 def printable(text: str) -> str:
     """Return text with control characters escaped: a model may have written it."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _data(value: Any) -> Any:
-    """Return a value as JSON data."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, list | tuple):
-        return [_data(item) for item in value]
-    if isinstance(value, dict):
-        return {str(name): _data(item) for name, item in value.items()}
-    return value if isinstance(value, str | int | bool | None) else str(value)

@@ -124,22 +124,26 @@ def seconds_of(watch: dict[str, float], engine: Iterable[dict[str, float]]) -> d
     `engine` has the seconds of each call by part, as the engine measured them. The rest of the
     calls is the part `train_other`.
     """
-    parts = dict.fromkeys(GEN, 0.0) | watch
+    parts, inside = dict.fromkeys(GEN, 0.0) | watch, Seconds()
+    for call in engine:
+        inside.update(call)
     train = parts.pop("train", 0.0)
-    inside = dict[str, float]()
-    for name, seconds in (item for call in engine for item in call.items()):
-        inside[name] = inside.get(name, 0.0) + seconds
-    measured = sum(inside.values())
-    # Another machine's clock may run a little faster. The parts then still add up.
-    scale = min(1.0, share(train, measured))
-    parts |= {name: seconds * scale for name, seconds in inside.items()}
-    parts["train_other"] = max(0.0, train - measured)
+    parts |= split(train, inside)
     return parts | {
         "step": sum(parts.values()),
         "gen": sum(parts[name] for name in GEN),
         "train": train,
         "sync": sum(parts.get(name, 0.0) for name in SYNC),
     }
+
+
+def split(train: float, inside: Seconds) -> dict[str, float]:
+    """Divide the seconds of the calls of the train engine by what it measured of them."""
+    measured = inside.total()
+    # Another machine's clock may run a little faster. The parts then still add up.
+    scale = min(1.0, share(train, measured))
+    parts = {name: seconds * scale for name, seconds in inside.items()}
+    return parts | {"train_other": max(0.0, train - measured)}
 
 
 def timing_row(seconds: dict[str, float]) -> dict[str, float]:

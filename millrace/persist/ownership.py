@@ -49,11 +49,14 @@ def claim(folder: Path, key: str = "trainer.run_dir") -> None:
         raise unwritable(folder, error, key) from None
 
 
-def unwritable(folder: Path, error: OSError, key: str = "trainer.run_dir") -> ConfigError:
-    """Return the error for a folder that cannot be written."""
-    rule = f"cannot be written: {error.strerror or error}"
-    fix = "a folder that can be made or written to"
-    return bad_value(key, str(folder), rule, fix)
+def unwritable(
+    path: Path,
+    error: OSError,
+    key: str = "trainer.run_dir",
+    fix: str = "a folder that can be made or written to",
+) -> ConfigError:
+    """Return the error for a folder or a file that cannot be written."""
+    return bad_value(key, str(path), f"cannot be written: {error.strerror or error}", fix)
 
 
 @contextmanager

@@ -163,18 +163,15 @@ def _spans(run: RunReader) -> pa.Table:
     if any(s.name == "thinned" for s in found):
         run.notes.append("This run was fast: spans has some samples only. See docs/trace.md")
     encode = msgspec.json.Encoder().encode
-    names = ("attempt", "track", "name", "key", "start", "end")
-    values = [[getattr(s, name) for s in found] for name in names]
+    columns = {
+        **({"attempt": "int32"} | dict.fromkeys(("track", "name", "key"), "string")),
+        "start_s": "float64",
+        "end_s": "float64",
+        "facts": "string",
+    }
+    values = [[getattr(s, name.removesuffix("_s")) for s in found] for name in [*columns][:-1]]
     values.append([encode(s.facts).decode() for s in found])
-    schema = pa.schema(
-        [
-            ("attempt", pa.int32()),
-            *((name, pa.string()) for name in ("track", "name", "key")),
-            *((name, pa.float64()) for name in ("start_s", "end_s")),
-            ("facts", pa.string()),
-        ]
-    )
-    return pa.table(values, schema=schema)
+    return pa.table(values, schema=pa.schema(columns))
 
 
 def _accounts(run: RunReader) -> pa.Table:
@@ -190,15 +187,12 @@ def _accounts(run: RunReader) -> pa.Table:
         for line in run.accounts
         for kind, device, name, amount in _amounts(line)
     ]
-    texts = ("event", "kind", "device", "name")
-    schema = pa.schema(
-        [
-            *((name, pa.int64()) for name in ("attempt", "version")),
-            *((name, pa.string()) for name in texts),
-            *((name, pa.float64()) for name in ("seconds", "amount")),
-        ]
-    )
-    return pa.Table.from_pylist(rows, schema)
+    columns = {
+        **dict.fromkeys(("attempt", "version"), "int64"),
+        **dict.fromkeys(("event", "kind", "device", "name"), "string"),
+        **dict.fromkeys(("seconds", "amount"), "float64"),
+    }
+    return pa.Table.from_pylist(rows, pa.schema(columns))
 
 
 def _amounts(line: accounts.Line) -> Iterator[tuple[str, str | None, str, float]]:
@@ -224,19 +218,21 @@ def _history(run: RunReader) -> pa.Table:
         raise bad_value("RUN", str(run.path), str(error), "the folder of a run") from None
     kept = set(map(id, history.surviving(lines)))
     ids = pa.list_(pa.int64())
-    schema = pa.schema(
-        [
-            *((name, pa.int64()) for name in ("attempt", "version", "admitted", "retired")),
-            *(("event", pa.string()), ("dropped", pa.map_(pa.string(), pa.int64()))),
-            *(("trained", ids), ("slots", ids), ("complete", pa.bool_()), ("survives", pa.bool_())),
-        ]
-    )
+    columns = {
+        **dict.fromkeys(("attempt", "version", "admitted", "retired"), "int64"),
+        "event": "string",
+        "dropped": pa.map_(pa.string(), pa.int64()),
+        "trained": ids,
+        "slots": ids,
+        "complete": "bool",
+        "survives": "bool",
+    }
     rows = [
-        {name: getattr(line, name) for name in schema.names if name != "survives"}
+        {name: getattr(line, name) for name in columns if name != "survives"}
         | {"dropped": list(line.dropped.items()), "survives": id(line) in kept}
         for line in lines
     ]
-    return pa.Table.from_pylist(rows, schema)
+    return pa.Table.from_pylist(rows, pa.schema(columns))
 
 
 TABLES: dict[str, Callable[[RunReader], Any]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from errno import EEXIST
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,76 +42,6 @@ class Devices:
     """Whether sessions wait for tools and environments."""
 
 
-@dataclass
-class Accounts:
-    """A watcher that writes RUN/accounts.jsonl. It comes after the accounts that it writes."""
-
-    path: Path
-    attempt: int
-    version: int
-    clock: Callable[[], float]
-    begin: float
-    """The time at which the attempt and its accounts began."""
-    tokens: TokenAccount
-    devices: DeviceAccount
-    flow: FlowAccount
-    note: Callable[[str], None]
-    price: float = 0.0
-    limit: int | None = None
-    loads: LoadAccount = field(default_factory=LoadAccount)
-    share_cores: bool = False
-    names = frozenset({"published"})
-    _broken = False
-
-    def __post_init__(self) -> None:
-        self.write("start")
-
-    def __call__(self, event: Event) -> None:
-        self.version = event.facts["version"]
-        self.write("version")
-
-    def line(self, event: str) -> Line:
-        """Return the accounts as they are now."""
-        now, flow = self.clock(), self.flow
-        return Line(
-            event=event,
-            attempt=self.attempt,
-            version=self.version,
-            time=time.time(),
-            seconds=now - self.begin,
-            generated=self.tokens.generated,
-            tokens=self.tokens.totals(),
-            prefill=self.tokens.read(),
-            devices={
-                track: Device(count, dict(seconds))
-                for track, (count, seconds) in self.devices.seconds(now).items()
-            },
-            slots={str(state): flow.slots[state].until(now) for state in State},
-            samples={str(state): flow.slots[state].level for state in State},
-            retired=flow.retired,
-            requests=Work(flow.requests, flow.drawing.until(now), flow.tokens),
-            scores=Work(flow.scores, flow.scoring.until(now), busy=flow.any_score.until(now)),
-            loads={name: (s, load) for name, (s, load) in self.loads.bins.items()},
-            price=self.price,
-            limit=self.limit,
-            share_cores=self.share_cores,
-        )
-
-    def write(self, event: str) -> None:
-        """Append a line. After the first failure there are no more lines."""
-        if self._broken:
-            return
-        try:
-            if event == "start":
-                prepare(self.path)
-            with self.path.open("ab") as file:
-                file.write(msgspec.json.encode(self.line(event)) + b"\n")
-        except OSError as error:
-            self._broken = True
-            why = f"cannot be written: {error.strerror}. The run goes on"
-            self.note(f"warning: {self.path} {why}")
-
-
 def counts_at_stop(
     lines: Sequence[Line], version: int, slots: Iterable[tuple[int, Slot]]
 ) -> dict[str, float]:
@@ -120,16 +50,12 @@ def counts_at_stop(
     The checkpoint itself was written before the attempt threw tokens away. {} if the attempt was
     killed, or if the checkpoint is an older one.
     """
-    for line in reversed(lines):
-        if line.version < version:
-            break
-        if line.event == "end":
-            tokens = dict(line.tokens)
-            held = sum(tokens_of_slot(slot) for _, slot in slots)
-            if line.version != version or tokens.pop("held", 0) != held:
-                break
-            return {f"{PREFIX}{name}": float(count) for name, count in tokens.items()}
-    return {}
+    last = next((x for x in reversed(lines) if x.event == "end" or x.version < version), None)
+    held = sum(tokens_of_slot(slot) for _, slot in slots)
+    if last is None or last.version != version or last.tokens.get("held", 0) != held:
+        return {}
+    tokens = last.tokens.items()
+    return {f"{PREFIX}{name}": float(count) for name, count in tokens if name != "held"}
 
 
 def prepare(path: Path) -> None:
@@ -146,7 +72,9 @@ def prepare(path: Path) -> None:
 
 
 class EventRecorder:
-    """Everything that watches one attempt at a run."""
+    """Everything that watches one attempt at a run. It writes RUN/accounts.jsonl itself."""
+
+    names = frozenset({"published"})
 
     def __init__(
         self,
@@ -167,31 +95,31 @@ class EventRecorder:
         slots, lines = ledger.snapshot().slots, RunReader(run_dir).read().accounts
         generated = lines[-1].generated if lines else 0
         counts = counts_at_stop(lines, ledger.version, slots) or counts
-        tokens = TokenAccount(counts, slots, generated)
+        self._path, self._note, self._broken = run_dir / FILE, note, False
+        self._attempt, self._version, self._limit = attempt, ledger.version, ledger.limit
+        self._price, self._share_cores = options.price, devices.share_cores
+        self._clock, self._begin = clock, (now := clock())
         self._saved: LedgerSnapshot | None = None
-        now = clock()
-        flow, loads = FlowAccount(now), LoadAccount()
-        account = DeviceAccount(
+        self._tokens, self._loads = TokenAccount(counts, slots, generated), LoadAccount()
+        self._flow = FlowAccount(now)
+        self._devices = DeviceAccount(
             now,
             ledger.schedule,
-            flow,
+            self._flow,
             trainers=devices.trainers,
             replicas=devices.replicas,
             limit=ledger.limit,
             retired=ledger.retired,
             tools=devices.tools,
         )
-        self.accounts = Accounts(
-            *(run_dir / FILE, attempt, ledger.version, clock, now, tokens, account, flow, note),
-            *(options.price, ledger.limit, loads, devices.share_cores),
-        )
+        self._write("start")
         self._files: list[TraceWriter | SampleStore] = []
         if options.trace:
-            limit, load, states = options.trace_mb, options.trace_load, account.states
+            limit, load, states = options.trace_mb, options.trace_load, self._devices.states
             trace = TraceWriter(
                 run_dir, attempt, clock, note, limit_mb=limit, load=load, states=states
             )
-            account.tell(clock(), trace.put)
+            self._devices.tell(clock(), trace.put)
             self._files.append(trace)
         if options.samples or (run_dir / "samples").exists():  # old samples may be superseded
             from millrace.report.samples.store import SampleStore  # imports pyarrow
@@ -199,12 +127,17 @@ class EventRecorder:
             share, limit, start = options.samples, options.samples_mb, ledger.version
             store = SampleStore(run_dir, attempt, start, decode, note, share=share, max_mb=limit)
             self._files.append(store)
-        self.watchers: list[Watcher] = [tokens, flow, loads, account, self.accounts, *self._files]
+        accounts: list[Watcher] = [self._tokens, self._flow, self._loads, self._devices]
+        self.watchers: list[Watcher] = [*accounts, self, *self._files]
+
+    def __call__(self, event: Event) -> None:
+        self._version = event.facts["version"]
+        self._write("version")
 
     def counts(self, snapshot: LedgerSnapshot) -> dict[str, float]:
         """Return the counts for the checkpoint of `snapshot`."""
         self._saved = snapshot
-        return self.accounts.tokens.counts(snapshot)
+        return self._tokens.counts(snapshot)
 
     def end(self, snapshot: LedgerSnapshot) -> None:
         """End the accounts of an attempt that ended in order, at `snapshot`.
@@ -213,8 +146,8 @@ class EventRecorder:
         """
         saved = self._saved
         at_end = saved is not None and saved.version == snapshot.version
-        self.accounts.tokens.end(saved if saved is not None and at_end else snapshot)
-        self.accounts.write("end")
+        self._tokens.end(saved if saved is not None and at_end else snapshot)
+        self._write("end")
 
     def close(self) -> None:
         """Write what is not written yet. Each file has a limited time for it, at the same time."""
@@ -223,3 +156,43 @@ class EventRecorder:
             thread.start()
         for thread in threads:
             thread.join()
+
+    def _write(self, event: str) -> None:
+        """Append the accounts as they are now. After the first failure there are no more lines."""
+        if self._broken:
+            return
+        try:
+            if event == "start":
+                prepare(self._path)
+            with self._path.open("ab") as file:
+                file.write(msgspec.json.encode(self._line(event)) + b"\n")
+        except OSError as error:
+            self._broken = True
+            why = f"cannot be written: {error.strerror}. The run goes on"
+            self._note(f"warning: {self._path} {why}")
+
+    def _line(self, event: str) -> Line:
+        now, flow = self._clock(), self._flow
+        return Line(
+            event=event,
+            attempt=self._attempt,
+            version=self._version,
+            time=time.time(),
+            seconds=now - self._begin,
+            generated=self._tokens.generated,
+            tokens=self._tokens.totals(),
+            prefill=self._tokens.read(),
+            devices={
+                track: Device(count, dict(seconds))
+                for track, (count, seconds) in self._devices.seconds(now).items()
+            },
+            slots={str(state): flow.slots[state].until(now) for state in State},
+            samples={str(state): flow.slots[state].level for state in State},
+            retired=flow.retired,
+            requests=Work(flow.requests, flow.drawing.until(now), flow.tokens),
+            scores=Work(flow.scores, flow.scoring.until(now), busy=flow.any_score.until(now)),
+            loads={name: (s, load) for name, (s, load) in self._loads.bins.items()},
+            price=self._price,
+            limit=self._limit,
+            share_cores=self._share_cores,
+        )

@@ -15,7 +15,7 @@ from transformers import GPT2Config
 
 from millrace.config import Config, ModelConfig, ModelShape, recipe
 from millrace.errors import ConfigError
-from millrace.extras.bench.flops import train_flops
+from millrace.extras.bench.engines import train_flops
 from millrace.extras.bench.modes import Arm, arms_of, bench_modes, check_size, remarks, table
 from millrace.models.model import load_model, write_shape
 from millrace.schedule.steady import counted

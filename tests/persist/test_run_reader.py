@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from millrace.cli.main import app
-from millrace.cli.why import verdict_on
+from millrace.cli.watch import verdict_on
 from millrace.observe.files import Tail
 from millrace.persist import history
 from millrace.persist.history import audit

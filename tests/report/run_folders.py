@@ -8,16 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from millrace.config import recipe
+from millrace.config import ReportConfig, recipe
 from millrace.config.packaged import find
 from millrace.observe.sinks import JsonLines
-from millrace.persist.accounts import FILE
 from millrace.persist.history import History
-from millrace.report.accounts.devices import DeviceAccount, FlowAccount
-from millrace.report.accounts.tokens import TokenAccount
-from millrace.report.record import Accounts
+from millrace.report.record import Devices, EventRecorder
 from millrace.report.samples.store import SampleStore
-from millrace.report.trace.writer import TraceWriter
 from millrace.schedule.ledger import Ledger, LedgerSnapshot
 from millrace.types import Sample, Tokens
 from millrace.waits.stream import Event
@@ -42,46 +38,27 @@ def write_config(folder: Path, *overrides: str) -> None:
 class _Attempt:
     """The writers of one attempt."""
 
-    def __init__(
-        self,
-        folder: Path,
-        attempt: int,
-        start: LedgerSnapshot | None,
-        before: _Attempt | None,
-        tools: bool,
-    ) -> None:
-        self._folder, self._attempt, self._now, self._tools = folder, attempt, 0.0, tools
-        self._start, self._before = start, before
-        self.tokens = TokenAccount()
-        self.closing: list[TraceWriter | SampleStore] = []
-        self.accounts: Accounts | None = None
-        self.notes: list[str] = []
+    def __init__(self, folder: Path, attempt: int, counts: dict[str, float], tools: bool) -> None:
+        self._folder, self._attempt, self._counts, self._tools = folder, attempt, counts, tools
+        self._now, self.notes = 0.0, list[str]()
+        self.recorder: EventRecorder
 
     def __call__(self, now: float, ledger: Ledger) -> list[Any]:
         self._now = now
-        tokens, flow = self.tokens, FlowAccount(now)
-        if self._start and self._before:
-            earlier = self._before.tokens
-            slots = self._start.slots
-            tokens = TokenAccount(earlier.counts(self._start), slots, earlier.generated)
-        self.tokens = tokens
-        devices = DeviceAccount(
-            now, ledger.schedule, flow, trainers=1, replicas={"rollout-0": 1, "rollout-1": 1},
-            limit=ledger.limit, retired=ledger.retired, tools=self._tools,
-        )  # fmt: skip
-        self.accounts = Accounts(
-            path=self._folder / FILE, attempt=self._attempt, version=ledger.version,
-            clock=self._clock, begin=now, tokens=tokens, devices=devices, flow=flow,
-            note=self.notes.append,
-        )  # fmt: skip
         self._history = History(self._folder, ledger.totals())
-        trace = TraceWriter(
-            self._folder, self._attempt, self._clock, self.notes.append, states=devices.states
+        devices = Devices(1, {"rollout-0": 1, "rollout-1": 1}, tools=self._tools)
+        self.recorder = EventRecorder(
+            *(
+                self._folder,
+                self._attempt,
+                ledger,
+                self._counts,
+                devices,
+                ReportConfig(trace_load=1),
+            ),
+            *(self._clock, self.notes.append, decode),
         )
-        devices.tell(now, trace.put)
-        store = SampleStore(self._folder, self._attempt, ledger.version, decode, self.notes.append)
-        self.closing = [trace, store]
-        return [self._tick, tokens, flow, devices, self.accounts, self._publish, trace, store]
+        return [self._tick, *self.recorder.watchers, self._publish]
 
     def _clock(self) -> float:
         return self._now
@@ -95,8 +72,7 @@ class _Attempt:
 
     def end(self, ledger: Ledger, complete: bool) -> None:
         """End the attempt. Without this it looks killed."""
-        assert self.accounts is not None
-        self.accounts.write("end")
+        self.recorder.end(ledger.snapshot())
         self._history.end(ledger.totals(), complete)
 
 
@@ -117,22 +93,22 @@ def write_run(
     )
     write_config(folder, f"mode={mode}", "rollout.n=4", *sizes, *overrides)
     start: LedgerSnapshot | None = None
-    writers: _Attempt | None = None
+    counts: dict[str, float] = {}
     rows: dict[int, dict[str, float]] = {}
     chosen: dict[str, Any] = {"replicas": 2, "chance": mixed, "validation_s": 3.0, "save_s": 1.0}
     chosen |= options
     attempts = [killed_at, None] if killed_at else [None]
     for attempt, stop_at in enumerate(attempts, start=1):
-        writers = _Attempt(folder, attempt, start, writers, "agent" in options)
+        writers = _Attempt(folder, attempt, counts, "agent" in options)
         done: Outcome = simulate(
             schedule, samples, watchers=writers, start=start, stop_at=stop_at, **chosen
         )
-        start = done.record.saved
+        if start := done.record.saved:
+            counts = writers.recorder.counts(start)
         rows |= {int(row.pop("version")): row for row in done.record.rows}
         if stop_at is None:
             writers.end(done.ledger, complete=True)
-        for writer in writers.closing:
-            writer.close()
+        writers.recorder.close()
         assert not writers.notes, writers.notes
     write_metrics(folder, rows)
     return folder

@@ -24,12 +24,10 @@ from millrace.persist.run_reader import RunReader, load
 from millrace.report.advice.advise import Advice
 from millrace.report.page import compare, curves, head
 from millrace.report.page import timeline as timelines
-from millrace.report.page.figures import rounded
+from millrace.report.page.figures import STATES, rounded, state_of
 from millrace.report.page.head import state_of as whether_complete
-from millrace.report.page.lanes import NAMES, columns, lanes
 from millrace.report.page.samples import choose, count, read_table, read_texts
-from millrace.report.page.states import STATES, state_of
-from millrace.report.page.timeline import timeline, windows
+from millrace.report.page.timeline import NAMES, columns, lanes, timeline, windows
 from millrace.report.page.totals import devices
 from millrace.report.page.write import LIMIT, MARK, of_run, write_report
 from millrace.report.trace import spans

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from millrace.report.page.samples import choose, read_table, read_texts
 from millrace.report.samples import store as samples
-from millrace.report.samples.rows import Rows
-from millrace.report.samples.store import SCHEMA, SampleStore, keeps
+from millrace.report.samples.store import SCHEMA, SampleStore, keeps, rows_of
 from millrace.types import (
     WINDOW,
     Author,
@@ -306,9 +305,7 @@ def test_the_threads_and_the_conversation_of_an_episode_are_in_its_row() -> None
         "turns",
         messages,
     )
-    rows = Rows(decode)
-    rows.add(replace(sample(0), trajectories=(one,)), 1, "trained")
-    (row,) = rows.take().to_pylist()
+    (row,) = rows_of(replace(sample(0), trajectories=(one,)), 1, "trained", decode)
     assert (row["ended"], row["threads"], row["stop"]) == ("turns", 2, "length")
     assert json.loads(row["messages"]) == list(messages) and row["response"] == "AFB"
     shown = [(s["author"], s["text"]) for s in row["segments"]]
@@ -320,9 +317,8 @@ def test_a_row_of_a_window_names_the_response_and_the_windows_before_it(tmp_path
     one = sample(9)
     prompt = replace(one.prompt, tokens=tokens_of([1] * 9), continues=before)
     goes_on = replace(one.trajectories[0], score=None, ended=WINDOW)
-    rows, part = Rows(decode), replace(one, prompt=prompt, trajectories=(goes_on,))
-    rows.add(part, 5, "trained")
-    (row,) = rows.take().to_pylist()
+    part = replace(one, prompt=prompt, trajectories=(goes_on,))
+    (row,) = rows_of(part, 5, "trained", decode)
     assert (row["sample"], row["first"], row["windows_before"], row["prompt_tokens"]) == (
         9,
         4,

@@ -21,15 +21,12 @@ from hypothesis import strategies as st
 from millrace.persist.run_reader import RunReader
 from millrace.report.accounts.devices import DeviceAccount, FlowAccount
 from millrace.report.page.curves import lengths
-from millrace.report.page.lanes import columns, lanes
-from millrace.report.page.timeline import timeline
+from millrace.report.page.timeline import columns, lanes, timeline
 from millrace.report.query import query
 from millrace.report.trace import writer as writing
-from millrace.report.trace.choice import SampleChoice
-from millrace.report.trace.chrome import Translator
-from millrace.report.trace.lanes import GAP, Line
+from millrace.report.trace.chrome import GAP, Line, Translator
 from millrace.report.trace.spans import Span, read
-from millrace.report.trace.writer import TraceSampler, TraceWriter
+from millrace.report.trace.writer import SampleChoice, TraceWriter
 from millrace.schedule.schedule import Placement, Schedule
 from millrace.waits.stream import Event
 from tests.report.runs import Clock, Run, Watch, life
@@ -220,7 +217,7 @@ def test_a_thread_that_takes_too_much_draws_fewer_and_says_so_once(
             while writer._last < moved:  # and however slow
                 life(watch, run.clock, 9, [50])
                 time.sleep(0.01)
-            writer._pace._since = (-1000.0, -1.0, -1)  # a second of work in some more seconds
+            writer._choice._since = (-1000.0, -1.0, -1)  # a second of work in some more seconds
             while not path.exists() or path.read_text().count("thinned") < 2 * number:
                 life(watch, run.clock, 9, [50])
                 time.sleep(0.01)
@@ -255,13 +252,13 @@ class Load:
     """A thread with a load, and what its pace says."""
 
     def __init__(self, most: float) -> None:
-        self.pace, self.now, self.used, self.calls = TraceSampler(most), 0.0, 0.0, 0
+        self.choice, self.now, self.used = SampleChoice(most), 0.0, 0.0
         assert self(0.5) is None, "the first look begins a window"
 
     def __call__(self, load: float, seconds: float = 2.5, calls: int = 1) -> int | None:
         self.now, self.used = self.now + seconds, self.used + load * seconds
-        self.calls += calls
-        return self.pace.choose(self.now, self.used, self.calls)
+        self.choice.calls += calls
+        return self.choice.adapt(self.now, self.used)
 
 
 def test_a_pace_follows_the_load() -> None:

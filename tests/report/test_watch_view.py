@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from millrace.cli.why import verdict_on
+from millrace.cli.watch import verdict_on
 from millrace.observe.guard import CAUSES
 from millrace.observe.panel import ago, panel, plain, sentence
 from millrace.persist.run_reader import RunReader

@@ -57,7 +57,7 @@ def bench_sync(
     Example: millrace bench sync shapes/qwen2_1.5b --repeats 10
     """
     config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
-    from millrace.extras.bench.sync import bench_sync as measure
+    from millrace.extras.bench.engines import bench_sync as measure
     from millrace.run.session import open_session
 
     async def work(progress: Progress) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def bench_train(
     """
     config = configure(path, overrides_on(address, overrides), json_, dry_run, help_config)
     from millrace.errors import bad_value
-    from millrace.extras.bench.train import bench_train as measure
+    from millrace.extras.bench.engines import bench_train as measure
     from millrace.run.session import open_session
 
     limit = config.max_tokens

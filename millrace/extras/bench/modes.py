@@ -13,7 +13,7 @@ from typing import Any
 
 from millrace.config import recipe
 from millrace.errors import bad_value
-from millrace.extras.bench.flops import shape_of, train_flops
+from millrace.extras.bench.engines import shape_of, train_flops
 from millrace.observe.progress import Progress
 from millrace.persist.run_reader import RunReader
 from millrace.rollout.episode import request_seed

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,7 +16,7 @@ from millrace.process.files import replace_file
 from millrace.schedule.schedule import Schedule
 from millrace.simulate.cost import CostModel
 
-Array = NDArray[np.float64]
+Array = NDArray[Any]
 COVERAGE = 0.9
 """Share of new measurements that an interval should hold."""
 FOLDS = 5
@@ -138,26 +139,32 @@ def band(ratios: Array) -> tuple[float, float]:
     return float(ordered[below] - 1), float(ordered[len(ordered) - 1 - below] - 1)
 
 
-def fit(names: Sequence[str], x: Array, y: Array) -> Term:
-    """Return the least squares of y over the columns of x, with an interval.
+def held_out(count: int, ratios_of: Callable[[Array], Array]) -> tuple[Array, float]:
+    """Return measured over predicted values, and the share of them in the interval of the others.
 
-    Each fold of the rows is predicted from the others. Their errors give the interval, and the share
-    of a fold in the interval of the others is the share of the held-out ones.
+    `ratios_of` has those of all rows, fitted to some. Each fold of the rows is predicted from the
+    others. Too few rows are predicted from themselves.
     """
-    folds = np.arange(len(y)) % FOLDS
-    ratios, inside = np.ones(len(y)), 0
-    for fold in range(min(FOLDS, len(y)) if len(y) >= 2 * FOLDS else 0):
-        out, rest = folds == fold, folds != fold
-        found = non_negative(x[rest], y[rest])
-        low, high = band(y[rest] / np.maximum(x[rest] @ found, 1e-12))
-        ratios[out] = y[out] / np.maximum(x[out] @ found, 1e-12)
-        inside += int(np.sum((ratios[out] >= 1 + low) & (ratios[out] <= 1 + high)))
-    found = non_negative(x, y)
-    if len(y) < 2 * FOLDS:
-        ratios = y / np.maximum(x @ found, 1e-12)
-    low, high = band(ratios)
-    share = inside / len(y) if len(y) >= 2 * FOLDS else 0.0
-    return Term(dict(zip(names, map(float, found), strict=True)), low, high, share, len(y))
+    if count < 2 * FOLDS:
+        return ratios_of(np.ones(count, bool)), 0.0
+    folds, ratios, inside = np.arange(count) % FOLDS, np.ones(count), 0
+    for out in (folds == fold for fold in range(FOLDS)):
+        every = ratios_of(~out)
+        low, high = band(every[~out])
+        ratios[out] = every[out]
+        inside += int(np.sum((every[out] >= 1 + low) & (every[out] <= 1 + high)))
+    return ratios, inside / count
+
+
+def fit(names: Sequence[str], x: Array, y: Array) -> Term:
+    """Return the least squares of y over the columns of x, with the interval of held-out rows."""
+
+    def ratios_of(rows: Array) -> Array:
+        return y / np.maximum(x @ non_negative(x[rows], y[rows]), 1e-12)
+
+    ratios, share = held_out(len(y), ratios_of)
+    values = dict(zip(names, map(float, non_negative(x, y)), strict=True))
+    return Term(values, *band(ratios), share, len(y))
 
 
 def constant(values: Sequence[float]) -> Term:
@@ -165,17 +172,8 @@ def constant(values: Sequence[float]) -> Term:
     if not len(values) or not any(values):
         return Term({"s": 0.0}, points=len(values))
     y = np.maximum(1e-9, np.array(values))
-    return Term({"s": float(y.mean())}, *band(y / y.mean()), _held_out(y), points=len(values))
-
-
-def _held_out(y: Array) -> float:
-    """Return the share of each fold of values that is in the interval of the others."""
-    folds, inside = np.arange(len(y)) % FOLDS, 0
-    for fold in range(FOLDS if len(y) >= 2 * FOLDS else 0):
-        out, rest = y[folds == fold], y[folds != fold]
-        low, high = band(rest / rest.mean())
-        inside += int(np.sum((out >= rest.mean() * (1 + low)) & (out <= rest.mean() * (1 + high))))
-    return inside / len(y)
+    _, share = held_out(len(y), lambda rows: y / y[rows].mean())
+    return Term({"s": float(y.mean())}, *band(y / y.mean()), share, points=len(values))
 
 
 def decode_term(
@@ -196,7 +194,7 @@ def decode_term(
         x = np.array([sum(s * b / (1 + ratio * b) for s, b in one) for one in loads])
         columns = np.stack([x, -x * reads / seconds], axis=1)
         weighted = columns[rows] / tokens[rows, None]
-        found, *_ = np.linalg.lstsq(weighted, np.ones(int(rows.sum())), rcond=1e-9)
+        found, *_ = np.linalg.lstsq(weighted, np.ones(len(weighted)), rcond=1e-9)
         if found[1] < 0 or found[0] <= 0:  # reading costs nothing that shows
             found = np.array([float(1 / np.mean(x[rows] / tokens[rows])), 0.0])
         return found, tokens / np.maximum(columns @ found, 1e-9)
@@ -207,20 +205,11 @@ def decode_term(
         tried = [(ratio, *solve(ratio, rows)) for ratio in ratios]
         return min(tried, key=lambda one: float(np.sum((one[2][rows] - 1) ** 2)))
 
-    everything, folds = np.ones(len(tokens), bool), np.arange(len(tokens)) % FOLDS
-    inside, times = 0, np.ones(len(tokens))
-    enough = len(tokens) >= 2 * FOLDS
-    for fold in range(FOLDS if enough else 0):
-        rest = folds != fold
-        _, _, drawn = best(rest)
-        low, high = band(1 / drawn[rest])
-        times[~rest] = 1 / drawn[~rest]
-        inside += int(np.sum((times[~rest] >= 1 + low) & (times[~rest] <= 1 + high)))
-    ratio, found, drawn = best(everything)
-    low, high = band(times if enough else 1 / drawn)
+    ratio, found, _ = best(np.ones(len(tokens), bool))
+    times, share = held_out(len(tokens), lambda rows: 1 / best(rows)[2])
     step = 1 / float(found[0])
     values = {"step_s": step, "request_s": step * ratio, "read_s": float(found[1]) * step}
-    return Term(values, low, high, inside / len(tokens) if enough else 0.0, len(tokens))
+    return Term(values, *band(times), share, len(tokens))
 
 
 def save(costs: Costs, path: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -39,18 +39,17 @@ QUANTILES = ((0.0, "min"), (0.5, "p50"), (0.9, "p90"), (0.99, "p99"), (1.0, "max
 TRAINS = ("optimizer_step", "token", "row", "version")
 
 
-@dataclass
-class _Versions:
-    """The equations of one placement."""
+class _Version(NamedTuple):
+    """The equations of one version."""
 
-    train: list[tuple[float, ...]] = field(default_factory=list)
-    train_s: list[float] = field(default_factory=list)
-    loads: list[list[tuple[float, float]]] = field(default_factory=list)
-    tokens: list[float] = field(default_factory=list)
-    reads: list[float] = field(default_factory=list)
-    transfer: list[float] = field(default_factory=list)
-    pause: list[float] = field(default_factory=list)
-    switch: list[float] = field(default_factory=list)
+    row: Mapping[str, float]
+    train: tuple[float, ...]
+    """What its seconds of training grow with: TRAINS."""
+    loads: list[tuple[float, float]]
+
+    def total(self, name: str) -> float:
+        """Return a figure per second times the seconds of the version."""
+        return self.row.get(name, 0.0) * self.row["perf/time_per_version"]
 
 
 def machine_here() -> tuple[str, int]:
@@ -82,9 +81,9 @@ def calibrate(folders: Sequence[Path], machine: str, device_bytes: int) -> Costs
     Raises ConfigError if a folder has no accounts of enough versions, or if runs have different
     models or engines.
     """
-    placements: dict[str, _Versions] = {}
+    placements: dict[str, list[_Version]] = {}
     about: tuple[str, str] | None = None
-    rewards, rows = list[float](), list[Mapping[str, float]]()
+    rewards = list[float]()
     for folder in folders:
         run = _read(folder)
         assert run.config is not None
@@ -93,28 +92,24 @@ def calibrate(folders: Sequence[Path], machine: str, device_bytes: int) -> Costs
             rule = f"is a run of {' on '.join(found)}, and the first one is of {' on '.join(about)}"
             raise bad_value("RUN_FOLDER", str(folder), rule, "one calibration for each")
         about = found
-        rows += _add(run, placements, rewards)
+        name = COLOCATED if run.config.schedule.colocated else SEPARATE
+        placements.setdefault(name, []).extend(_versions(run, rewards))
     assert about is not None
+    rows = [version.row for versions in placements.values() for version in versions]
+    alike: Mapping[str, Sequence[_Version]] = placements
     if len(placements) == 2 and not any(_share_cores(folder) for folder in folders):
         # Devices are alike: a step costs the same in any placement.
-        one, other = placements.values()
-        for name in ("train", "train_s", "loads", "tokens", "reads"):
-            both = [*getattr(one, name), *getattr(other, name)]
-            setattr(one, name, both)
-            setattr(other, name, both)
-    colocated = placements.get(COLOCATED)
+        alike = dict.fromkeys(placements, tuple(itertools.chain(*placements.values())))
     return Costs(
         machine=machine,
         model=about[0],
         engine=about[1],
         runs=[folder.resolve().name for folder in folders],
-        decode={p: _decode(v) for p, v in placements.items()},
-        train={
-            p: fit(TRAINS, np.array(v.train), np.array(v.train_s)) for p, v in placements.items()
-        },
-        transfer={p: constant(v.transfer) for p, v in placements.items()},
-        pause={p: constant(v.pause) for p, v in placements.items()},
-        switch=constant(colocated.switch if colocated else []),
+        decode={p: _decode(versions) for p, versions in alike.items()},
+        train={p: _train(versions) for p, versions in alike.items()},
+        transfer={p: _part(v, "sync_transfer") for p, v in placements.items()},
+        pause={p: _part(v, "sync_activate") for p, v in placements.items()},
+        switch=_part(placements.get(COLOCATED, []), "switch", SWITCHES),
         reward=constant(rewards),
         lengths=_lengths(rows),
         prompt=fmean(row.get("prompt_length/mean", 1.0) for row in rows),
@@ -140,35 +135,19 @@ def _share_cores(folder: Path) -> bool:
     return RunReader(folder).read().accounts[-1].share_cores
 
 
-def _add(
-    run: RunReader, placements: dict[str, _Versions], rewards: list[float]
-) -> list[Mapping[str, float]]:
-    """Add the versions of the newest attempt, and return their rows."""
+def _versions(run: RunReader, rewards: list[float]) -> Iterator[_Version]:
+    """Yield the versions of the newest attempt. Their seconds of a score are added to `rewards`."""
     assert run.config is not None
-    config, used = run.config, list[Mapping[str, float]]()
-    colocated, ranks = config.schedule.colocated, config.trainer.ranks
-    into = placements.setdefault(COLOCATED if colocated else SEPARATE, _Versions())
+    ranks, n = run.config.trainer.ranks, run.config.rollout.n
     for before, after in list(itertools.pairwise(run.attempt))[FIRST:]:
         row = run.rows.get(after.version)
         if row is None or after.version != before.version + 1 or "timing_s/train" not in row:
             continue
-        seconds, samples = row["perf/time_per_version"], row["train/samples"]
-        loads = _loads(before, after)
-        drawn = row.get("rollouter/tokens_per_s", 0.0) * seconds
-        used.append(row)
-        steps, tokens = row["train/optimizer_steps"], row["train/tokens"]
-        into.train.append((steps, tokens / ranks, samples * config.rollout.n / ranks, 1.0))
-        into.train_s.append(row["timing_s/train"] + row.get("timing_s/other", 0.0))
-        if loads and drawn > 1:
-            into.loads.append(loads)
-            into.tokens.append(drawn)
-            into.reads.append(row.get("rollouter/prefill_tokens_per_s", 0.0) * seconds)
-        into.transfer.append(row.get("timing_s/sync_transfer", 0.0))
-        into.pause.append(row.get("timing_s/sync_activate", 0.0))
-        into.switch.append(row.get("timing_s/switch", 0.0) / SWITCHES)
         if calls := after.scores.count - before.scores.count:
             rewards.append((after.scores.seconds - before.scores.seconds) / calls)
-    return used
+        steps, tokens = row["train/optimizer_steps"], row["train/tokens"]
+        rows = row["train/samples"] * n
+        yield _Version(row, (steps, tokens / ranks, rows / ranks, 1.0), _loads(before, after))
 
 
 def _loads(before: Line, after: Line) -> list[tuple[float, float]]:
@@ -182,8 +161,22 @@ def _loads(before: Line, after: Line) -> list[tuple[float, float]]:
     return bins
 
 
-def _decode(versions: _Versions) -> Term:
-    return decode_term(versions.loads, np.array(versions.tokens), np.array(versions.reads))
+def _train(versions: Sequence[_Version]) -> Term:
+    seconds = [v.row["timing_s/train"] + v.row.get("timing_s/other", 0.0) for v in versions]
+    return fit(TRAINS, np.array([v.train for v in versions]), np.array(seconds))
+
+
+def _part(versions: Sequence[_Version], name: str, times: int = 1) -> Term:
+    return constant([v.row.get(f"timing_s/{name}", 0.0) / times for v in versions])
+
+
+def _decode(versions: Sequence[_Version]) -> Term:
+    drew = [v for v in versions if v.loads and v.total("rollouter/tokens_per_s") > 1]
+    tokens, reads = (
+        np.array([v.total(f"rollouter/{name}_per_s") for v in drew])
+        for name in ("tokens", "prefill_tokens")
+    )
+    return decode_term([v.loads for v in drew], tokens, reads)
 
 
 def _lengths(rows: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:

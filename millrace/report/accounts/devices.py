@@ -18,17 +18,18 @@
 | tail | the end of the run: every sample that it needs is admitted |
 | other | none of these: the run starts, a slot is free, or all replicas start anew |
 
-All replicas that are idle at a moment wait for the same, so this state has a track of its own.
+All replicas that are idle at a moment wait for the same. In a trace this state has a track of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from millrace.observe.timing import ActorClock, Integral, Seconds, StateClock
+from millrace.observe.timing import ActorClock, Integral, Seconds, StateClock, split
 from millrace.report.accounts.tokens import VALIDATION
 from millrace.schedule.ledger import State
 from millrace.schedule.schedule import Schedule
+from millrace.waits.registry import OTHER
 from millrace.waits.stream import Event
 
 _ROLLOUTS_TURN = ("wait_samples", "wait_prev_gen")
@@ -104,46 +105,25 @@ class FlowAccount:
 
 
 class _Replica:
-    """One replica. It works, or it is in the state that all idle replicas share."""
+    """One replica: its requests, and the seconds of its states."""
 
-    def __init__(self, now: float, idle_before: Seconds) -> None:
-        """`idle_before` has the seconds of the shared state until now."""
-        self._requests = {"generate": 0, "validate": 0}
-        self._work, self._idle, self._idle_before = StateClock(now, IDLE), Seconds(), idle_before
-
-    def change(self, event: Event, idle: StateClock) -> int | None:
-        """Count a request. Return None if the state of the replica stays the same.
-
-        If not, return 1 if it becomes idle, -1 if it begins to work, else 0. `idle` is the clock of
-        the shared state.
-        """
-        requests = self._requests
-        work = "validate" if event.key.startswith(VALIDATION) else "generate"
-        count = requests[work]
-        requests[work] = after = count + 1 if event.phase == "begin" else count - 1
-        if count and after:
-            return None  # Another request of this kind goes on.
-        now = "generate" if requests["generate"] else "validate" if requests["validate"] else IDLE
-        before = self._work.state
-        if now == before:
-            return None
-        if before == IDLE:
-            self._idle += idle.until(event.time) - self._idle_before
-        elif now == IDLE:
-            self._idle_before = idle.until(event.time)
-        self._work.switch(event.time, now)
-        return (now == IDLE) - (before == IDLE)
-
-    @property
-    def state(self) -> str:
+    def __init__(self, now: float) -> None:
+        self.work = IDLE
         """`generate`, `validate` or `idle`."""
-        return self._work.state
+        self.clock = StateClock(now)
+        self._requests = {"generate": 0, "validate": 0}
 
-    def until(self, now: float, idle: Seconds) -> Seconds:
-        waits = idle - self._idle_before if self._work.state == IDLE else Seconds()
-        work = self._work.until(now)
-        del work[IDLE]
-        return work + self._idle + waits
+    def change(self, event: Event) -> bool:
+        """Count the begin or the end of a request. Return whether that changes the work."""
+        requests = self._requests
+        requests["validate" if event.key.startswith(VALIDATION) else "generate"] += (
+            1 if event.phase == "begin" else -1
+        )
+        before, self.work = self.work, IDLE
+        if requests["generate"] or requests["validate"]:
+            self.work = "generate" if requests["generate"] else "validate"
+            self.clock.switch(event.time, self.work)
+        return self.work != before
 
 
 class DeviceAccount:
@@ -170,14 +150,13 @@ class DeviceAccount:
         self._trainers, self._devices = trainers, dict(replicas)
         self._limit, self._retired, self._tools = limit, retired, tools
         self._trainer, self._steps = ActorClock(now, "trainer"), Seconds()
-        self._idle = StateClock(now)
-        self._replicas = {track: _Replica(now, Seconds()) for track in replicas}
+        self._replicas = {track: _Replica(now) for track in replicas}
         self._left: dict[str, Seconds] = {}
         """The seconds of replicas until they left the run."""
-        self._pauses, self._number_idle = 0, len(replicas)
+        self._pauses = 0
         self._lost: set[str] = set()
         """The replicas that do not run."""
-        self._idle_shown = self._idle.state
+        self._idle_shown = OTHER
         self._tell: Callable[[Event], None] = lambda event: None
 
     def tell(self, now: float, tell: Callable[[Event], None]) -> None:
@@ -191,7 +170,7 @@ class DeviceAccount:
 
     def states(self, now: float) -> list[Event]:
         """Return the states of now as events: those of the trainer and of the replicas."""
-        shown = {track: replica.state for track, replica in self._replicas.items()}
+        shown = {track: replica.work for track, replica in self._replicas.items()}
         shown = {"trainer": self._trainer.state} | shown | {IDLE_TRACK: self._idle_shown}
         return [Event(now, track, state, "state") for track, state in shown.items()]
 
@@ -199,58 +178,49 @@ class DeviceAccount:
         self._tell(Event(now, track, state, "state"))
 
     def __call__(self, event: Event) -> None:
-        name = event.name
+        name, track = event.name, event.track
         if name == "request":
-            replica = self._replicas.get(event.track)
-            if replica is None and event.phase == "begin":
-                replica = self._join(event)  # It joined before the run had its watch.
-            if replica is not None:
-                if (by := replica.change(event, self._idle)) is None:
+            if track not in self._replicas and event.phase == "begin":
+                self._join(event)  # It joined before the run had its watch.
+            if (replica := self._replicas.get(track)) is not None:
+                if not replica.change(event):
                     return  # Requests go on, so idle replicas wait for the same as before.
-                self._number_idle += by
-                self._show(event.time, event.track, replica.state)
+                self._show(event.time, track, replica.work)
         elif name == "score":
             if not self._tools and not self._flow.reading.level:
                 return  # Else it may change what idle replicas wait for.
-        elif name == "log_probs" or event.track == "samples":
+        elif name == "log_probs" or track == "samples":
             pass  # They may change the same.
-        elif event.track == "trainer" and (event.phase == "state" or name == "relabelled"):
+        elif track == "trainer" and (event.phase == "state" or name == "relabelled"):
             self._trainer(event)
-        elif name == "replica_stale" and event.track not in self._replicas:
+        elif name == "replica_stale" and track not in self._replicas:
             self._join(event)
-        elif name == "replica_left" and event.track in self._replicas:  # its seconds stay
-            replica, track = self._replicas.pop(event.track), event.track
-            spent = replica.until(event.time, self._idle.until(event.time))
+        elif name == "replica_left" and track in self._replicas:  # its seconds stay
+            spent = self._replicas.pop(track).clock.until(event.time)
             self._left[track] = self._left.get(track, Seconds()) + spent
-            self._number_idle -= replica.state == IDLE
             self._lost.discard(track)
             self._show(event.time, track, LEFT)
-        elif name in ("replica_lost", "replica_retired") and event.track in self._replicas:
-            self._lost.add(event.track)
+        elif name in ("replica_lost", "replica_retired") and track in self._replicas:
+            self._lost.add(track)
         elif name == "replica_live":
-            self._lost.discard(event.track)
+            self._lost.discard(track)
         elif name == "stepped":
             self._steps.update(event.facts["report"].seconds)
         elif name == "pause":
             self._pauses += 1 if event.phase == "begin" else -1
-        state = NONE_IDLE
-        if self._number_idle:  # Else nobody is in this state, and its clock may be late.
-            state = self._idle_state()
-            self._idle.switch(event.time, state)
+        idle = [replica for replica in self._replicas.values() if replica.work == IDLE]
+        state = self._idle_state() if idle else NONE_IDLE
+        for replica in idle:
+            replica.clock.switch(event.time, state)
         if state != self._idle_shown:
             self._idle_shown = state
             self._show(event.time, IDLE_TRACK, state)
 
-    def _join(self, event: Event) -> _Replica:
+    def _join(self, event: Event) -> None:
         """Count the seconds of a replica from now on."""
-        if not self._number_idle:  # Nobody was in this state, and its clock is late.
-            self._idle.switch(event.time, "other")
         self._devices.setdefault(event.track, next(iter(self._devices.values()), 1))
-        joined = _Replica(event.time, self._idle.until(event.time))
-        self._replicas[event.track] = joined
-        self._number_idle += 1
+        self._replicas[event.track] = _Replica(event.time)
         self._show(event.time, event.track, IDLE)
-        return joined
 
     def _idle_state(self) -> str:
         """Return the state of every replica that has no request."""
@@ -280,25 +250,18 @@ class DeviceAccount:
 
         On shared devices the trainer's parts are among the states of the tracks `shared-0`, ...
         """
-        idle = self._idle.until(now)
         tracks = {
-            track: (self._devices[track], replica.until(now, idle))
+            track: (self._devices[track], replica.clock.until(now))
             for track, replica in self._replicas.items()
         }
         for track, seconds in self._left.items():
             more = tracks[track][1] if track in tracks else Seconds()
             tracks[track] = self._devices[track], seconds + more
         if self._schedule.colocated:
-            return {
-                f"shared-{i}": (count, self._split(seconds))
-                for i, (count, seconds) in enumerate(tracks.values())
-            }
-        return {"trainer": (self._trainers, self._split(self._trainer.until(now))), **tracks}
-
-    def _split(self, seconds: Seconds) -> Seconds:
-        """Divide the state `train` by what the train engine reported of its steps."""
-        train, parts = seconds.pop("train", 0.0), self._steps.total()
-        scale = train / max(train, parts) if parts else 0.0
-        seconds.update({name: spent * scale for name, spent in self._steps.items()})
-        seconds.update(Seconds({"train_other": max(0.0, train - parts * scale)}))
-        return +seconds
+            tracks = {f"shared-{i}": found for i, found in enumerate(tracks.values())}
+            trains = tracks
+        else:
+            trains = {"trainer": (self._trainers, self._trainer.until(now))}
+        for _, seconds in trains.values():
+            seconds.update(split(seconds.pop("train", 0.0), self._steps))
+        return {track: (count, +seconds) for track, (count, seconds) in (trains | tracks).items()}

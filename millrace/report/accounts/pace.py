@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, pvariance
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from millrace.waits.stream import Event
+
+Array = NDArray[Any]
 
 WIDTH = math.log(1.1)
 """Loads that differ by a tenth are in different bins."""
@@ -98,29 +102,6 @@ class LoadAccount:
             engine.slots = event.facts["stats"].slots
 
 
-class _Version(NamedTuple):
-    """The engines' rates in one version, for each of their seconds."""
-
-    loads: Sequence[tuple[float, float, bool]]
-    """Loads, the share of the time with each, and whether requests wait then."""
-    tokens: float
-
-
-class _Fit(NamedTuple):
-    """The least-squares fit of one growth. Fits are in the order of their errors."""
-
-    error: float
-    share: float
-    """The share of the step that grows, at the largest load."""
-    seconds: float
-    """The seconds of a step at that load."""
-    queue: float
-
-    def cost(self, top: float) -> StepCost:
-        fixed = self.seconds * (1 - self.share)
-        return StepCost(fixed, self.seconds * self.share / top, self.queue)
-
-
 def step_costs(versions: Sequence[tuple[Loads, float]]) -> tuple[StepCost, StepCost] | None:
     """Return the cost that explains the tokens best, and the flattest one that is likely.
 
@@ -135,45 +116,46 @@ def step_costs(versions: Sequence[tuple[Loads, float]]) -> tuple[StepCost, StepC
         bins = {name: bin_ for name, bin_ in loads.items() if min(bin_) > 0}
         total = sum(seconds for seconds, _ in bins.values())
         if bins and tokens > total * LEAST_TOKENS:
-            shares = [(load / s, s / total, name == WAIT) for name, (s, load) in bins.items()]
-            points.append(_Version(shares, tokens / total))
+            points.append((bins, total, tokens / total))
     if len(points) < LEAST_VERSIONS:
         return None
-    top = max(load for one in points for load, _, _ in one.loads)
-    plain, waits = ([_fit(points, k / 50, top, queue=q) for k in range(51)] for q in (False, True))
+    names = sorted({name for bins, _, _ in points for name in bins})
+    seconds, loads_s = (
+        np.array([[bins.get(name, (0.0, 0.0))[i] for name in names] for bins, _, _ in points])
+        for i in (0, 1)
+    )
+    load = np.divide(loads_s, seconds, out=np.ones_like(seconds), where=seconds > 0)
+    part, top = seconds / np.array([[total] for _, total, _ in points]), load[seconds > 0].max()
+    tokens_s = np.array([tokens for _, _, tokens in points])
+    # With each share of growth: the tokens of steps that take a second at the load `top`.
+    grows = np.linspace(0, 1, 51)
+    shares = grows[:, None, None]
+    drawn = part * load / (1 - shares + shares * load / top)
+    every = drawn.sum(axis=2)
+    r, y = tokens_s / every, drawn[:, :, [n == WAIT for n in names]].sum(axis=2) / every
+    plain, waits = _fit(r, np.zeros_like(y)), _fit(r, y)
     known = KNOWN**2 * len(points)
     likely = 1 + 4 / (len(points) - 2)
-    clearly = min(plain).error + known > likely * (min(waits).error + known)
-    tries = waits if clearly else plain
-    best = min(tries)
-    if not clearly and max(tries).error <= LEAST_CONTRAST * best.error + 1e-9:
+    clearly = plain[0].min() + known > likely * (waits[0].min() + known)
+    errors, a, b = waits if clearly else plain
+    best = int(errors.argmin())
+    if not clearly and errors.max() <= LEAST_CONTRAST * errors[best] + 1e-9:
         return None
-    flattest = next(one for one in tries if one.error <= likely * best.error)
-    return best.cost(top), flattest.cost(top)
+    flattest = int(np.argmax(errors <= likely * errors[best]))
+    found = np.stack([(1 - grows) / a, grows / a / top, b / a], axis=1)
+    return StepCost(*found[best].tolist()), StepCost(*found[flattest].tolist())
 
 
-def _fit(points: Sequence[_Version], share: float, top: float, *, queue: bool) -> _Fit:
-    """Return the least squares of one equation for each version: r = a - b y.
+def _fit(r: Array, y: Array) -> tuple[Array, Array, Array]:
+    """Return the squared errors, a and b of the least squares r = a - b y over the versions.
 
     r are the tokens, of those that steps of one second at the load `top` would draw. y is the part of
     those steps in which requests wait. Then a step takes 1 / a seconds, and q is b / a.
     """
-    r, y = [], []
-    for one in points:
-        drawn = [
-            (part * load / (1 - share + share * load / top), waits)
-            for load, part, waits in one.loads
-        ]
-        total = sum(tokens for tokens, _ in drawn)
-        r.append(one.tokens / total)
-        y.append(sum(tokens for tokens, waits in drawn if waits) / total)
-    mean_r, mean_y = fmean(r), fmean(y)
-    a, b = mean_r, 0.0
-    spread = pvariance(y, mean_y)
-    if queue and spread > ALIKE**2:
-        b = -fmean((v - mean_y) * (w - mean_r) for v, w in zip(y, r, strict=True)) / spread
-        a = mean_r + b * mean_y
-        if not 0 < b < a:
-            a, b = mean_r, 0.0
-    error = sum((w / (a - b * v) - 1) ** 2 for v, w in zip(y, r, strict=True))
-    return _Fit(error, share, 1 / a, b / a)
+    mean, spread = r.mean(axis=1), y.var(axis=1)
+    covariance = ((y - y.mean(axis=1, keepdims=True)) * (r - mean[:, None])).mean(axis=1)
+    b = np.where(spread > ALIKE**2, -covariance / np.maximum(spread, ALIKE**2), 0.0)
+    a = mean + b * y.mean(axis=1)
+    right = (b > 0) & (b < a)
+    a, b = np.where(right, a, mean), np.where(right, b, 0.0)
+    return ((r / (a[:, None] - b[:, None] * y) - 1) ** 2).sum(axis=1), a, b

@@ -13,7 +13,7 @@ from millrace.config.algorithm_keys import without_own_algorithm
 from millrace.config.layers import Tree, expand, settings_of
 from millrace.errors import ConfigError
 from millrace.persist.run_reader import RunReader
-from millrace.report.advice import balance, costs
+from millrace.report.advice import balance
 from millrace.report.advice.balance import Advice
 from millrace.report.advice.measure import Measured, measure
 from millrace.report.advice.throughput import Throughput
@@ -36,14 +36,14 @@ RULES = (
     balance.move_a_device,
     balance.train_out_of_order,
     balance.advise_both_at_once,
-    costs.interrupt_at_a_sync,
-    costs.keep_kv_caches,
-    costs.fewer_syncs,
-    costs.fewer_hand_overs,
-    costs.fewer_validations,
-    costs.fewer_checkpoints,
-    costs.more_reward_workers,
-    costs.fewer_drops,
+    balance.interrupt_at_a_sync,
+    balance.keep_kv_caches,
+    balance.fewer_syncs,
+    balance.fewer_hand_overs,
+    balance.fewer_validations,
+    balance.fewer_checkpoints,
+    balance.more_reward_workers,
+    balance.fewer_drops,
 )
 
 

@@ -141,18 +141,18 @@ class Measured:
     def version_s(self) -> float:
         return self.seconds / self.versions
 
-    def share(self, *parts: str) -> float:
-        """Return the share of parts of the trainer's time."""
-        return sum(self.trainer.get(part, 0.0) for part in parts) / self.seconds
+    def each(self, *parts: str) -> float:
+        """Return the seconds of parts of the trainer's time in each version."""
+        return sum(self.trainer.get(part, 0.0) for part in parts) / self.versions
 
     @property
     def trainer_idle(self) -> float:
-        return self.share(*IDLE)
+        return self.each(*IDLE) / self.version_s
 
     @property
     def starved(self) -> float:
         """Return the share of the time in which the trainer waits for samples."""
-        return self.share(*GEN)
+        return self.each(*GEN) / self.version_s
 
     @property
     def rewards_bind(self) -> bool:

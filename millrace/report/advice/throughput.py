@@ -145,8 +145,7 @@ class Throughput:
     @property
     def steps_s(self) -> float:
         """Return the seconds of each version that more devices of the trainer make shorter."""
-        parts = self.m.trainer.items()
-        return sum(seconds for part, seconds in parts if part not in OF_LOOP) / self.m.versions
+        return self.m.each(*(part for part in self.m.trainer if part not in OF_LOOP))
 
     def trainer_ceiling(self, change: Change = NOTHING) -> float:
         """Return the samples per second of a trainer that never waits."""
@@ -262,7 +261,7 @@ class Throughput:
         draw = max(self.drawing(window * setup.n, replicas, cost) for cost in costs)
         steps = self.steps_s * setup.trainers / setup.devices
         others = ("sync_transfer", "sync_activate", "save_checkpoint", "wait_validation", "other")
-        rest = sum(self.m.trainer.get(part, 0.0) for part in others) / self.m.versions
+        rest = self.m.each(*others)
         return self.m.samples / self.m.versions / (draw + steps + rest)
 
     def larger_window(self, factor: int, once_s: float) -> float:
@@ -273,7 +272,7 @@ class Throughput:
         """
         setup = self.setup
         requests = self.schedule.window * setup.n
-        drawn = sum(self.m.trainer.get(part, 0.0) for part in GEN) / self.m.versions
+        drawn = self.m.each(*GEN)
         before, after = (
             self.drawing(count, setup.replicas, self.step)
             for count in (requests, factor * requests)

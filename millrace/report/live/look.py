@@ -107,11 +107,6 @@ def _shares(seconds: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda part: -part[1]))
 
 
-def advice(run: RunReader) -> list[str]:
-    """Return the sentences on a run. Only this function asks for them in live views."""
-    return [str(one) for one in advise_run(run)]
-
-
 class AdviceCache:
     """The advice on a run, computed again only when it has new versions, and seldom."""
 
@@ -119,7 +114,7 @@ class AdviceCache:
         self,
         run: RunReader,
         clock: Callable[[], float] = time.monotonic,
-        advise: Callable[[RunReader], list[str]] = advice,
+        advise: Callable[[RunReader], Sequence[object]] = advise_run,
     ) -> None:
         self._run, self._clock, self._advise = run, clock, advise
         self._about: tuple[int, int, str] | None = None
@@ -130,7 +125,7 @@ class AdviceCache:
         about, begin = (look.attempt, look.version, look.state), self._clock()
         if about != self._about and (look.ended or begin >= self._due):
             try:
-                self._said = self._advise(self._run)
+                self._said = [str(one) for one in self._advise(self._run)]
             except Exception as error:  # noqa: BLE001 - the view goes on without advice
                 self._said = [f"none: {type(error).__name__}: {error}"]
             self._about = about

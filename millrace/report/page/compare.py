@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
 from millrace.persist.run_reader import RunReader
 from millrace.report.page import figures as fig
 from millrace.report.page import head, totals
-from millrace.report.page.figures import Block, axes, by_version, number, section, share, table
-from millrace.report.page.states import STATES
+from millrace.report.page.figures import (
+    STATES,
+    Block,
+    axes,
+    by_version,
+    number,
+    section,
+    share,
+    table,
+)
 
 _MOST_METRICS = 4
 
@@ -30,6 +39,25 @@ def of_runs(runs: list[RunReader]) -> dict[str, Any]:
         for run, name in zip(runs, names, strict=True)
         for note in run.notes
     ]
+    speed = _chart(
+        *(runs, names),
+        "Trained samples per second by version. Compare the level after the first versions. If a "
+        "curve has deep dips, look at the timeline of that run: `millrace report RUN`.",
+        _metric("perf/samples_per_s"),
+        "samples/s",
+        what="speed",
+        why="no version was trained yet.",
+        rangemode="tozero",
+    )
+    staleness = _chart(
+        *(runs, names),
+        "Mean age of the trained tokens in versions. Less is more on-policy; "
+        "`async_training.staleness_threshold` bounds it.",
+        _metric("staleness/token_mean"),
+        "versions",
+        what="staleness",
+        rangemode="tozero",
+    )
     whole = [*first, _overview(runs, names), *damage, _differences(runs, names)]
     return {
         "title": "comparison of " + ", ".join(names),
@@ -37,10 +65,10 @@ def of_runs(runs: list[RunReader]) -> dict[str, Any]:
         "sections": [
             section("runs", "The runs", whole),
             section("learning", "Learning", _learning(runs, names)),
-            section("speed", "Speed", [_speed(runs, names)]),
+            section("speed", "Speed", [speed]),
             section("devices", "Where the time went", [_devices(runs, names)]),
             section("tokens", "Where the tokens went", [_tokens(runs, names)]),
-            section("staleness", "Staleness", [_staleness(runs, names)]),
+            section("staleness", "Staleness", [staleness]),
         ],
     }
 
@@ -111,55 +139,57 @@ def _differences(runs: list[RunReader], names: list[str]) -> Block:
 Points = Callable[[RunReader], tuple[list[float], list[float | None]]]
 
 
+def _metric(name: str) -> Points:
+    return lambda run: by_version(run.rows, name)
+
+
 def _chart(
     runs: list[RunReader],
     names: list[str],
-    points: Points,
-    what: str,
-    why: str,
     how: str,
-    **layout: Any,
+    points: Points,
+    y: str = "reward",
+    x: str = "version",
+    *,
+    what: str = "",
+    why: str = "no run has it yet.",
+    **axis: Any,
 ) -> Block:
     """Return a curve for each run. Without any, say that there is no `what`, and why."""
     data = [
-        fig.line(name, x, y, colour)
+        fig.line(name, *found, colour)
         for run, name, colour in zip(runs, names, fig.PALETTE, strict=False)
-        for x, y in [points(run)]
-        if x
+        if (found := points(run))[0]
     ]
-    return fig.figure(how, data, **layout) if data else fig.missing(what, why)
+    if not data:
+        return fig.missing(what or y, why)
+    return fig.figure(how, data, **axes(fig.label(y), x, **axis))
 
 
-def _over_time(run: RunReader, metric: str) -> tuple[list[float], list[float | None]]:
-    """Return a metric over the seconds of training until its version."""
-    seconds = 0.0
-    x: list[float] = []
-    y: list[float | None] = []
-    for _, row in sorted(run.rows.items()):
-        seconds += row.get("timing_s/step", 0.0)
-        if metric in row:
-            x.append(seconds)
-            y.append(row[metric])
-    return x, y
+def _reward_over_time(run: RunReader) -> tuple[list[float], list[float | None]]:
+    """Return the reward over the seconds of training until its version."""
+    rows = [row for _, row in sorted(run.rows.items())]
+    ends = itertools.accumulate(row.get("timing_s/step", 0.0) for row in rows)
+    found = [
+        (x, row["reward/mean"]) for x, row in zip(ends, rows, strict=True) if "reward/mean" in row
+    ]
+    return [x for x, _ in found], [y for _, y in found]
 
 
 def _learning(runs: list[RunReader], names: list[str]) -> list[Block]:
-    def chart(how: str, title: str, points: Points, y: str = "reward") -> Block:
-        titles = axes(fig.label(y), title)
-        return _chart(runs, names, points, y, "no run has it yet.", how, **titles)
-
     blocks = [
-        chart(
+        _chart(
+            *(runs, names),
             "Mean reward of the trained responses by version. Runs with the same data and reward "
             "can be compared, others cannot.",
-            "version",
-            lambda run: by_version(run.rows, "reward/mean"),
+            _metric("reward/mean"),
         ),
-        chart(
+        _chart(
+            *(runs, names),
             "The same over the trainer's seconds. The higher curve learns faster on these devices: "
             "take its `mode` and its numbers.",
-            "seconds of RL",
-            lambda run: _over_time(run, "reward/mean"),
+            _reward_over_time,
+            x="seconds of RL",
         ),
     ]
     for metric in _validations(runs):
@@ -172,20 +202,8 @@ def _learning(runs: list[RunReader], names: list[str]) -> list[Block]:
         def validated(run: RunReader, metric: str = metric) -> Any:
             return by_version(run.validations, metric)
 
-        blocks.append(chart(how, "version", validated, short))
+        blocks.append(_chart(runs, names, how, validated, short))
     return blocks
-
-
-def _speed(runs: list[RunReader], names: list[str]) -> Block:
-    how = (
-        "Trained samples per second by version. Compare the level after the first versions. If a "
-        "curve has deep dips, look at the timeline of that run: `millrace report RUN`."
-    )
-    return _chart(
-        *(runs, names, lambda run: by_version(run.rows, "perf/samples_per_s"), "speed"),
-        *("no version was trained yet.", how),
-        **axes("samples/s", rangemode="tozero"),
-    )
 
 
 def _devices(runs: list[RunReader], names: list[str]) -> Block:
@@ -203,11 +221,9 @@ def _devices(runs: list[RunReader], names: list[str]) -> Block:
 
 def _shares(run: RunReader) -> dict[str, float]:
     """Return the share of the time of each side's devices by state."""
-    sides: dict[str, totals.Seconds] = {}
+    sides: defaultdict[str, totals.Seconds] = defaultdict(totals.Seconds)
     for name, track in totals.device_seconds(run.accounts).items():
-        side = sides.setdefault(name.partition("-")[0], totals.Seconds(float))
-        for part, value in track.all.items():
-            side[part] += value
+        sides[name.partition("-")[0]].update(track.all)
     return {
         f"{side} {STATES[state].words}": value / whole
         for side, parts in sides.items()
@@ -228,15 +244,3 @@ def _tokens(runs: list[RunReader], names: list[str]) -> Block:
     ]  # fmt: skip
     rows.append(["generated tokens", *(line.generated if line else "" for line in last)])
     return table("Share of all drawn tokens in each bucket.", ["bucket", *names], rows)
-
-
-def _staleness(runs: list[RunReader], names: list[str]) -> Block:
-    how = (
-        "Mean age of the trained tokens in versions. Less is more on-policy; "
-        "`async_training.staleness_threshold` bounds it."
-    )
-    return _chart(
-        *(runs, names, lambda run: by_version(run.rows, "staleness/token_mean"), "staleness"),
-        *("no run has it yet.", how),
-        **axes("versions", rangemode="tozero"),
-    )

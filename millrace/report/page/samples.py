@@ -182,7 +182,7 @@ def _response(row: dict[str, Any]) -> dict[str, Any]:
     if not any(part[3] for part in parts):
         version = parts[0][0] if parts else row["version"]
         parts = [[version, "policy", row["tokens"], _cut(row.get("response"))]]
-    spoken = _messages(row.get("messages"))
+    spoken, ended = _messages(row.get("messages")), str(row.get("ended") or "")
     _name_authors(parts, spoken)
     return {
         "reward": _round(row.get("reward")),
@@ -191,20 +191,16 @@ def _response(row: dict[str, Any]) -> dict[str, Any]:
         "answer": _cut(row.get("answer")),
         "stop": str(row.get("stop") or ""),
         "tokens": row["tokens"],
-        "ended": _ended(row) if spoken or (row.get("threads") or 1) > 1 else _window(row),
+        "ended": ended if spoken or (row.get("threads") or 1) > 1 else _window(row, ended),
         "threads": row.get("threads") or 1,
         "segments": parts,
         "messages": spoken,
     }
 
 
-def _ended(row: dict[str, Any]) -> str:
-    return str(row.get("ended") or "")
-
-
-def _window(row: dict[str, Any]) -> str:
+def _window(row: dict[str, Any], ended: str) -> str:
     """Return which part of a response a row is. Empty if it is the whole one."""
-    number, goes_on = 1 + (row.get("windows_before") or 0), _ended(row) == WINDOW
+    number, goes_on = 1 + (row.get("windows_before") or 0), ended == WINDOW
     if number == 1 and not goes_on:
         return ""
     end = "goes on" if goes_on else str(row.get("stop") or "")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 
+from millrace.observe.timing import Seconds
 from millrace.persist.accounts import Line
 from millrace.persist.run_reader import RunReader
 from millrace.report.page import figures as fig
-from millrace.report.page.figures import Block, missing, number, share, table
-from millrace.report.page.states import STATES, state_of
+from millrace.report.page.figures import STATES, Block, missing, number, share, state_of, table
 
 BUCKETS = {
     "trained": ("trained a live version", fig.GREEN),
@@ -25,8 +24,6 @@ BUCKETS = {
 }
 """The buckets of tokens in words."""
 
-Seconds = defaultdict[str, float]
-
 
 @dataclass
 class Track:
@@ -36,9 +33,9 @@ class Track:
     """The devices of the last attempt."""
     length: float = 0.0
     """Seconds of the attempts."""
-    each: Seconds = field(default_factory=lambda: Seconds(float))
+    each: Seconds = field(default_factory=Seconds)
     """Seconds of one device by state."""
-    all: Seconds = field(default_factory=lambda: Seconds(float))
+    all: Seconds = field(default_factory=Seconds)
     """Device-seconds by state. Attempts may have different numbers of devices."""
 
 
@@ -94,17 +91,16 @@ def device_seconds(lines: list[Line]) -> dict[str, Track]:
             track = found.setdefault(name, Track())
             track.count = max(device.count, 1)
             track.length += line.seconds
-            for part, value in device.seconds.items():
-                track.each[part] += value
-                track.all[part] += track.count * value
+            track.each.update(device.seconds)
+            track.all.update({part: track.count * s for part, s in device.seconds.items()})
     return found
 
 
 def by_state(parts: Seconds) -> Seconds:
     """Return the seconds of the states of charts."""
-    states = Seconds(float)
+    states = Seconds()
     for part, value in parts.items():
-        states[state_of(part)] += value
+        states.update({state_of(part): value})
     return states
 
 
@@ -137,14 +133,14 @@ def _money(lines: list[Line]) -> list[Block]:
 
     Each attempt has its own devices and its own price.
     """
-    total, money, expected = Seconds(float), Seconds(float), 0.0
+    total, money, expected = Seconds(), Seconds(), 0.0
     for line in lines:
         for device in line.devices.values():
             count = max(device.count, 1)
             expected += count * line.seconds
-            for part, value in device.seconds.items():
-                total[part] += count * value
-                money[part] += count * value * line.price / 3600
+            spent = {part: count * value for part, value in device.seconds.items()}
+            total.update(spent)
+            money.update({part: value * line.price / 3600 for part, value in spent.items()})
     whole, price = sum(total.values()), any(line.price for line in lines)
     counts = [sum(max(d.count, 1) for d in line.devices.values()) for line in lines]
     words = "devices x seconds of each attempt"

@@ -22,12 +22,13 @@ from typing import Any
 import msgspec
 
 from millrace.errors import bad_value
+from millrace.persist.ownership import unwritable
 from millrace.persist.run_reader import RunReader, load
 from millrace.process.files import replace_file
 from millrace.report.page import compare, curves, head, timeline, totals
 from millrace.report.page.figures import missing, section, text
-from millrace.report.page.lanes import Spans, columns
 from millrace.report.page.samples import Table, choose, count, read_table, read_texts
+from millrace.report.page.timeline import Spans, columns
 from millrace.report.trace import spans
 
 LIMIT = 2_950_000
@@ -40,6 +41,7 @@ MARK = "<!-- millrace report -->"
 """The second line of every report. Files without it are not overwritten."""
 
 DEFAULT = "report.html"
+_FIX = "a file in a folder that exists"
 
 
 def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Path:
@@ -56,7 +58,7 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Path:
     try:
         replace_file(path, page_of(runs))
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise unwritable(path, error, "--output", _FIX) from None
     return path
 
 
@@ -71,14 +73,9 @@ def check_output(path: Path) -> None:
                 if MARK.encode() not in file.read(200):
                     rule = "exists, and is not a report of millrace's"
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise unwritable(path, error, "--output", _FIX) from None
     if rule:
         raise bad_value("--output", str(path), rule, "a new file, such as report.html")
-
-
-def _unwritable(path: Path, error: OSError) -> Exception:
-    rule = f"cannot be written: {error.strerror or error}"
-    return bad_value("--output", str(path), rule, "a file in a folder that exists")
 
 
 def of_run(run: RunReader) -> tuple[dict[str, Any], Table]:

@@ -12,21 +12,70 @@ too slow, versions are missing and the run loses nothing. A kill may lose the ve
 from __future__ import annotations
 
 import hashlib
+import io
+import json
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.json as pj
 import pyarrow.parquet as pq
 
+from millrace.codec import sendable
 from millrace.observe.files import files_in, make_folder, size_of
 from millrace.persist.run_reader import SAMPLES, RunReader
-from millrace.report.samples.rows import SCHEMA, Decode, Rows
-from millrace.types import PolicyVersion, Sample
+from millrace.types import PolicyVersion, Sample, Tokens, Trajectory, tokens_of
 from millrace.waits.stream import Event
+
+Decode = Callable[[Tokens], str]
+
+_SEGMENT = pa.struct(
+    [
+        ("version", pa.int32()),
+        ("author", pa.string()),
+        ("tokens", pa.int32()),
+        ("text", pa.string()),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("version", pa.int32()),
+        ("sample", pa.int64()),
+        ("trajectory", pa.int16()),
+        ("outcome", pa.string()),
+        ("data_source", pa.string()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("ground_truth", pa.string()),
+        ("reward", pa.float64()),
+        ("raw", pa.float64()),
+        ("components", pa.map_(pa.string(), pa.float64())),
+        ("answer", pa.string()),
+        ("prompt_tokens", pa.int32()),
+        ("tokens", pa.int32()),
+        ("stop", pa.string()),
+        ("ended", pa.string()),
+        ("threads", pa.int16()),
+        ("messages", pa.string()),
+        ("admitted_version", pa.int32()),
+        ("first", pa.int64()),
+        ("windows_before", pa.int32()),
+        ("segments", pa.list_(_SEGMENT)),
+    ]
+)
+"""The columns. `version` is the version that the row trained. A dropped row has the live version.
+
+`reward` is the value that training used, and `raw` the value before any shaping. `messages` is the
+conversation by author as JSON. `first` is the sample that began the response, and `windows_before`
+the number of its windows before this one: 0 if it is trained whole. A segment of the author
+"opening" begins each thread but the first, and has the thread's own opening.
+"""
 
 _OURS = re.compile(rf"(superseded-\d+-|\.writing-)?{SAMPLES.pattern}")
 
@@ -40,6 +89,91 @@ _BYTES_OF_TOKEN = 8
 
 Kept = tuple[Sample, PolicyVersion, str]
 """A sample, the version of its rows, and their outcome."""
+
+
+_PAIRS = pa.list_(pa.struct([pa.field("key", pa.string(), False), ("value", pa.float64())]))
+_LINES = pa.schema([(f.name, _PAIRS if f.name == "components" else f.type) for f in SCHEMA])
+"""The columns as lines of JSON, which pyarrow reads into everything but a map."""
+_encode = msgspec.json.Encoder().encode
+
+
+def rows_of(
+    sample: Sample, version: PolicyVersion, outcome: str, decode: Decode
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of every trajectory of a sample, with its components as pairs."""
+    prompt = sample.prompt
+    common = {
+        "version": version,
+        "sample": prompt.index,
+        "outcome": outcome,
+        "data_source": _clean(prompt.data_source),
+        "prompt": _clean(prompt.text),
+        "ground_truth": _text(prompt.ground_truth),
+        "prompt_tokens": len(prompt.tokens),
+        "admitted_version": sample.admitted_version,
+        "first": prompt.first,
+        "windows_before": prompt.continues.number if prompt.continues is not None else 0,
+    }
+    for i, trajectory in enumerate(sample.trajectories):
+        score, segments = trajectory.score, list(_segments(trajectory, decode))
+        # A character may begin in one segment and end in the next one.
+        whole = len(trajectory.segments) == 1
+        response = segments[-1]["text"] if whole else _clean(decode(trajectory.tokens))
+        yield common | {
+            "trajectory": i,
+            "response": response,
+            "reward": None if score is None else score.value,
+            "raw": None if score is None else score.unshaped,
+            "components": []
+            if score is None
+            else [{"key": _clean(k), "value": float(v)} for k, v in score.extra.items()],
+            "answer": None if score is None else _text(score.answer),
+            "tokens": trajectory.num_tokens,
+            "stop": str(trajectory.stop) if trajectory.stop else None,
+            "ended": trajectory.ended or None,
+            "threads": len(trajectory.threads),
+            "messages": _text(list(trajectory.messages)) if trajectory.messages else None,
+            "segments": segments,
+        }
+
+
+def table_of(rows: Sequence[bytes]) -> pa.Table:
+    """Return lines of JSON as a table. pyarrow would import pandas for a list, which takes half a second."""
+    if not rows:
+        return SCHEMA.empty_table()
+    data = b"\n".join(rows)
+    table = pj.read_json(
+        io.BytesIO(data),
+        pj.ReadOptions(use_threads=False, block_size=len(data) + 1),
+        pj.ParseOptions(explicit_schema=_LINES),
+    )
+    pairs = table["components"].combine_chunks()
+    ends, keys, values = pairs.offsets, pairs.values.field("key"), pairs.values.field("value")
+    place, column = SCHEMA.get_field_index("components"), SCHEMA.field("components")
+    return table.set_column(place, column, pa.MapArray.from_arrays(ends, keys, values))
+
+
+def _segments(trajectory: Trajectory, decode: Decode) -> Iterator[dict[str, Any]]:
+    for i, thread in enumerate(trajectory.threads):
+        parts = [(s.version, str(s.author), s.tokens) for s in thread.segments]
+        if i or thread.opening is not None:
+            opening = tokens_of() if thread.opening is None else thread.opening
+            parts.insert(0, (-1, "opening", opening))
+        for version, author, tokens in parts:
+            text = _clean(decode(tokens))
+            yield {"version": version, "author": author, "tokens": len(tokens), "text": text}
+
+
+def _clean(text: str) -> str:
+    return text if text.isascii() else sendable(text)
+
+
+def _text(value: Any) -> str | None:
+    """Return a value as text. Anything but a text is JSON."""
+    if value is None:
+        return None
+    is_text = isinstance(value, str)
+    return _clean(value if is_text else json.dumps(value, default=str, ensure_ascii=False))
 
 
 class SampleStore:
@@ -199,12 +333,13 @@ class SampleStore:
 def write(path: Path, kept: Sequence[Kept], decode: Decode) -> None:
     """Write a new file of samples."""
     with path.open("xb") as file, pq.ParquetWriter(file, SCHEMA, compression="zstd") as out:
-        rows = Rows(decode)
+        rows = list[bytes]()
         for sample, version, outcome in kept:
-            rows.add(sample, version, outcome)
+            rows += map(_encode, rows_of(sample, version, outcome, decode))
             if len(rows) >= _ROWS:
-                out.write_batch(rows.take())
-        out.write_batch(rows.take())
+                out.write_table(table_of(rows))
+                rows.clear()
+        out.write_table(table_of(rows))
 
 
 def path_of(run_dir: Path, version: PolicyVersion, attempt: int) -> Path:

@@ -16,7 +16,7 @@ from millrace.observe.files import CHUNK, files_in, open_regular
 from millrace.report.trace.writer import HEADER, NAME
 
 
-class Span(msgspec.Struct, frozen=True):
+class Span(msgspec.Struct):
     """A span of a track, or a moment with `start == end`.
 
     The begin's facts and the end's facts are together. A span without an end lasts until the last
@@ -71,19 +71,9 @@ def read(run_dir: Path) -> list[Span]:
             reader.read(path)
         if reader.header is not None:
             zero = reader.header.unix_s if zero is None else zero
-            spans += reader.spans(reader.header.unix_s - zero)
+            spans += reader.end(reader.header.unix_s - zero)
     spans.sort(key=lambda span: span.start)
     return spans
-
-
-class _Slice:
-    __slots__ = ("end", "facts", "key", "name", "pid", "start")
-
-    def __init__(self, line: _Line) -> None:
-        self.pid, self.name = line.pid, line.cat or line.name
-        self.key = line.name[len(line.cat) + 1 :] if line.cat else ""
-        self.start, self.end = line.ts, line.ts
-        self.facts = line.args
 
 
 class _Attempt:
@@ -92,10 +82,11 @@ class _Attempt:
     def __init__(self) -> None:
         self.header: _Header | None = None
         self._names: dict[int, str] = {}
-        self._slices: list[_Slice] = []
-        self._open: dict[int, _Slice] = {}
-        self._cut: dict[int, _Slice] = {}
-        """Slices that continue in the next file."""
+        self._spans: list[Span] = []
+        """In microseconds since the clock's zero."""
+        self._open: dict[int, Span] = {}
+        self._cut: dict[int, Span] = {}
+        """Spans that continue in the next file."""
         self._last = 0.0
 
     def read(self, path: Path) -> None:
@@ -135,8 +126,7 @@ class _Attempt:
             if line.args.get("continued") is True and line.tid in self._cut:
                 self._open[line.tid] = self._cut.pop(line.tid)
             else:
-                self._open[line.tid] = opened = _Slice(line)
-                self._slices.append(opened)
+                self._open[line.tid] = self._begin(line)
         elif phase == "E":
             closed = self._open.pop(line.tid, None)
             if closed is None:
@@ -148,34 +138,34 @@ class _Attempt:
                 if line.args:
                     closed.facts = closed.facts | line.args
         elif phase in "Xi":
-            whole = _Slice(line)
-            whole.end = line.ts + line.dur
-            self._slices.append(whole)
+            whole = self._begin(line)
             if line.name == "relabelled":
                 self._relabel(whole)
         self._last = max(self._last, line.ts + line.dur)
 
-    def _relabel(self, told: _Slice) -> None:
+    def _begin(self, line: _Line) -> Span:
+        name, attempt = line.cat or line.name, self.header.attempt if self.header else 0
+        key, end = line.name[len(line.cat) + 1 :] if line.cat else "", line.ts + line.dur
+        span = Span(attempt, self._names[line.pid], name, key, line.ts, end, line.args)
+        self._spans.append(span)
+        return span
+
+    def _relabel(self, about: Span) -> None:
         """Rename the waits that ended just before: their name was known only at their end."""
-        source, target, left = (told.facts.get(k) for k in ("source", "target", "seconds"))
+        source, target, left = (about.facts.get(k) for k in ("source", "target", "seconds"))
         if not isinstance(left, int | float):
             return
-        for one in islice(reversed(self._slices), 1, None):
+        for one in islice(reversed(self._spans), 1, None):
             if left <= 1e-5 or one.name == "step":
                 return
-            if one.pid == told.pid and one.name == source:
+            if one.track == about.track and one.name == source:
                 left -= (one.end - one.start) / 1e6
                 one.name = str(target)
 
-    def spans(self, shift: float) -> list[Span]:
-        """Return the spans, `shift` seconds later than in the files."""
+    def end(self, shift: float) -> list[Span]:
+        """Return the spans in seconds, `shift` seconds later than in the files."""
         for one in (*self._open.values(), *self._cut.values()):
             one.end, one.facts = max(one.start, self._last), one.facts | {"open": True}
-        attempt = self.header.attempt if self.header else 0
-        return [
-            Span(
-                *(attempt, self._names[one.pid], one.name, one.key),
-                *(one.start / 1e6 + shift, one.end / 1e6 + shift, one.facts),
-            )
-            for one in self._slices
-        ]
+        for one in self._spans:
+            one.start, one.end = one.start / 1e6 + shift, one.end / 1e6 + shift
+        return self._spans

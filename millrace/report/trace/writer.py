@@ -6,9 +6,11 @@
 A file is a JSON array with one event on each line. A killed run leaves it without its end, and
 Perfetto opens it all the same. `report/trace/chrome.py` says what is drawn where.
 
-The loop chooses the samples to be drawn, and appends events to a queue. A thread encodes and writes. If
+The loop appends events to a queue. A thread encodes and writes. If
 the disk is full, or too slow, the trace lacks events and the run loses nothing. If the thread takes more
-of a core than it may, fewer samples are drawn (`report/trace/choice.py`).
+of a core than it may, one sample in 2, 4, ... 64 is drawn: with its states, its requests and its
+scores, or not at all. Requests and scores of validations are chosen in the same way. The loop chooses,
+because an event that waits in a queue costs more than one that is thrown away.
 """
 
 from __future__ import annotations
@@ -21,13 +23,22 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import msgspec
 
 from millrace.observe.files import files_in, make_folder, size_of
-from millrace.report.trace.choice import CALLS, MOST_EVERY, SAMPLES, SampleChoice
-from millrace.report.trace.chrome import Translator
-from millrace.report.trace.lanes import OPEN, Line, as_json
+from millrace.report.accounts.tokens import VALIDATION
+from millrace.report.trace.chrome import (
+    CALLS,
+    ENDS,
+    OPEN,
+    SAMPLES,
+    STATES,
+    Line,
+    Translator,
+    as_json,
+)
 from millrace.waits.stream import Event
 
 NAME = re.compile(r"attempt-(\d{3,9})-(\d{3,9})\.json")
@@ -38,38 +49,89 @@ _BATCH = 256
 """Events that are encoded at once. A write releases the interpreter after each batch."""
 _WINDOW_S, _QUIET = 2.0, 5
 """The load of the thread is the mean over a window of seconds. After some quiet windows more is drawn."""
+MOST_EVERY = 64
+"""At least one sample in so many is drawn."""
+
+_ALL = 2**32 - 1
+"""The largest hash."""
 _SEPARATOR = b",\n"
 _END = b"\n]\n"
 
 
-class TraceSampler:
-    """Chooses how many samples are drawn from the load of the thread, the share of a core."""
+class SampleChoice:
+    """Chooses the samples that are drawn. All of it runs on the event loop, but `adapt`."""
 
-    def __init__(self, most: float) -> None:
+    def __init__(self, most: float = 1.0) -> None:
         """`most` is the load from which on fewer samples are drawn. 1 draws them all."""
         self._most, self._every, self._quiet = most, 1, 0
         self._since: tuple[float, float, int] | None = None
+        self.calls = 0
+        """All requests and scores so far."""
+        self._least = _ALL
+        """A sample is drawn if the hash of its number is not above this."""
+        self._samples: set[str] = set()
+        """The samples in slots that are drawn. One that has begun to be drawn is drawn to its end."""
+        self._running: dict[str, int] = {}
+        """How many calls of a key run and are drawn. Scores of one sample share a key."""
 
-    def choose(self, now: float, used: float, calls: int) -> int | None:
-        """Return the new number if it changes: one sample of so many is drawn.
+    def draw(self, every: int) -> None:
+        """Draw one sample in `every` from now on. A larger number draws some of the same samples."""
+        self._every, self._least = every, _ALL // every
 
-        `now` is a clock, `used` the processor time of the thread, both in seconds. `calls` is the
-        number of calls so far. A time without any, such as the trainer's turn, says nothing.
+    def adapt(self, now: float, used: float) -> int | None:
+        """Draw more or fewer samples by the load of the thread. Return the number if it changes.
+
+        `now` is a clock, `used` the processor time of the thread, both in seconds. A time without any
+        call, such as the trainer's turn, says nothing.
         """
-        since, before, counted = self._since or (now, used, calls)
-        if self._since is None or calls == counted:
-            self._since = now, used, calls
-        if now - since < _WINDOW_S or calls == counted or self._most >= 1:
+        since, before, counted = self._since or (now, used, self.calls)
+        if self._since is None or self.calls == counted:
+            self._since = now, used, self.calls
+        if now - since < _WINDOW_S or self.calls == counted or self._most >= 1:
             return None
         load, every = (used - before) / (now - since), self._every
-        self._since = now, used, calls
+        self._since = now, used, self.calls
         # Twice as many samples take at most twice the time.
         self._quiet = self._quiet + 1 if load < self._most / 4 else 0
         if load > self._most:
-            self._every = min(2 * every, MOST_EVERY)
+            self.draw(min(2 * every, MOST_EVERY))
         elif self._quiet >= _QUIET:
-            self._every, self._quiet = max(every // 2, 1), 0
+            self._quiet = 0
+            self.draw(max(every // 2, 1))
         return self._every if self._every != every else None
+
+    def moves(self, name: str, key: str) -> bool:
+        """Return whether an event of a sample is drawn."""
+        if key in self._samples:
+            if name in ENDS:
+                self._samples.remove(key)
+            return True
+        chosen = self._chosen(key)
+        if chosen and name in STATES:
+            self._samples.add(key)
+        return chosen
+
+    def calls_for(self, phase: str, key: str) -> bool:
+        """Return whether the begin or the end of a request or a score is drawn."""
+        running = self._running
+        if phase == "begin":
+            self.calls += 1
+            number = key[len(VALIDATION) :] if key.startswith(VALIDATION) else key
+            sample = number.partition("/")[0]
+            if sample not in self._samples and not self._chosen(sample):
+                return False
+            running[key] = running.get(key, 0) + 1
+            return True
+        if key not in running:
+            return False
+        running[key] -= 1
+        if not running[key]:
+            del running[key]
+        return True
+
+    def _chosen(self, number: str) -> bool:
+        # A remainder instead of a hash would be biased if every second row is easy.
+        return crc32(number.encode("utf-8", "replace")) <= self._least
 
 
 class TraceWriter:
@@ -106,7 +168,7 @@ class TraceWriter:
         self._translator, self._last = Translator(zero), zero
         self._limit, self._full = int(limit_mb * 2**20), int(file_mb * 2**20)
         self._most, self._every_s, self._close_s = most_events, every_s, close_s
-        self._pace, self._choice = TraceSampler(load), SampleChoice()
+        self._choice = SampleChoice(load)
         self._states = states
         self._events: deque[Event] = deque()
         self._lost, self._lost_since = 0, 0.0
@@ -216,10 +278,9 @@ class TraceWriter:
 
     def _thin(self) -> None:
         """Draw fewer samples if the thread takes too much, and more if it may."""
-        every = self._pace.choose(time.monotonic(), time.thread_time(), self._choice.calls)
+        every = self._choice.adapt(time.monotonic(), time.thread_time())
         if every is None or self._ended:
             return
-        self._choice.draw(every)
         self._translator.add(Event(self._last, "run", "thinned", "at", "", {"every": every}))
         self._write()
         if not (self._thinned or self._ended):
