@@ -289,18 +289,22 @@ class ServingEngine(ABC):
         """Record that running requests continue under the new version.
 
         Return the requests without a token. They must restart under the new salt, because their
-        prompts may use the KV cache of the old weights.
+        prompts may use the KV cache of the old weights. Until then, the new version may draw.
         """
         without_tokens = []
-        for request in self._active.values():
-            if drawn := self._count(request):
-                request.swapped(drawn, self.version, recompute=self._recompute)
-                if self._recompute:
-                    self._prefill_tokens += len(request.tokens) + drawn
-            else:
+        for request in filter(self._runs, self._active.values()):
+            drawn = self._count(request)
+            request.swapped(drawn, self.version, recompute=self._recompute)
+            if not drawn:
                 request.restart = True
                 without_tokens.append(request)
+            elif self._recompute:
+                self._prefill_tokens += len(request.tokens) + drawn
         return without_tokens
+
+    def _runs(self, request: ActiveRequest) -> bool:
+        """Return whether the paused engine has the request, and not only its result on the way."""
+        return True
 
     def _tick(self) -> None:
         """Add the time since the last `_tick` to the busy time of the running requests."""

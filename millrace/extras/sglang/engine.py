@@ -200,7 +200,7 @@ class SglangRolloutEngine(ServingEngine):
                 f"SGLang returned {len(tokens)} tokens and {len(log_probs)} log-probs of a response"
             )
         if tokens:
-            self._read(request, about["cached_tokens"])
+            self._read(request, about.get("cached_tokens", 0))
         if end:
             self._cancelled += len(tokens) - end
             tokens, log_probs, reason = tokens[:end], log_probs[:end], "string"
@@ -232,6 +232,9 @@ class SglangRolloutEngine(ServingEngine):
 
     def _count(self, request: ActiveRequest) -> int:
         return self._counts.get(request.id, 0)
+
+    def _runs(self, request: ActiveRequest) -> bool:
+        return request.id in self._counts
 
     def _drawn(self) -> int:
         return int(struct.unpack_from("q", self._counter)[0])
