@@ -17,6 +17,7 @@ import psutil
 from packaging.version import Version
 
 from millrace.errors import INSTALL
+from millrace.run.machine import versions_in
 
 State = Literal["good", "warning", "bad", "absent"]
 
@@ -79,9 +80,13 @@ Each has the oldest version, the command that installs it, and the key that need
 """
 
 
-def run() -> list[Check]:
-    """Return every check, in the order in which a run needs them."""
+def run(python: str = "") -> list[Check]:
+    """Return every check, in the order in which a run needs them.
+
+    `python` names another interpreter, for rollout.python.
+    """
     return [
+        *(_environment(python) if python else ()),
         _python(),
         *_packages(),
         _bytecode(),
@@ -103,6 +108,17 @@ def _python() -> Check:
         version,
         "" if sys.version_info >= (3, 11) else "use 3.11 or newer",
     )
+
+
+def _environment(python: str) -> list[Check]:
+    """Check the Python of an environment for replicas. Raises ConfigError if it is none."""
+    packages = ("millrace", "torch", "transformers", "sglang", "vllm")
+    found = versions_in(python, packages)
+    engines = [name for name in ("sglang", "vllm") if name in found]
+    ready = bool(engines) and "millrace" in found
+    has = ", ".join(f"{name} {version}" for name, version in found.items())
+    fix = "" if ready else INSTALL["sglang"]
+    return [Check("rollout.python", "good" if ready else "bad", has or "none of them", fix)]
 
 
 def _packages() -> list[Check]:

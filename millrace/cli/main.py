@@ -486,14 +486,19 @@ def recipes(
 
 
 @app.command()
-def doctor(json_: Json = False) -> None:
+def doctor(
+    python: Annotated[
+        str, typer.Option(metavar="PATH", help="Also check the Python of rollout.python")
+    ] = "",
+    json_: Json = False,
+) -> None:
     """Check versions, devices, ports, disk and memory. Name the fix of each problem.
 
-    Example: millrace doctor
+    Example: millrace doctor --python .venv-sglang/bin/python
     """
     from millrace.cli import doctor as checkup
 
-    checks = checkup.run()
+    checks = checkup.run(python)
     if json_:
         print_json(
             {

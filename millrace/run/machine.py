@@ -57,26 +57,35 @@ def _check_engine(rollout: RolloutConfig) -> None:
     if not rollout.python:
         needs = f"rollout.engine={engine} needs {label}, which is not installed here"
         raise MissingDependency(f"{needs}. Fix: {fix}")
-    if missing := missing_in(rollout.python, (engine, "millrace")):
+    found = versions_in(rollout.python, (engine, "millrace"))
+    if missing := [name for name in (engine, "millrace") if name not in found]:
         rule = f"rollout.engine={engine}: this Python cannot find {' and '.join(missing)}"
         raise bad_value("rollout.python", rollout.python, rule, fix)
 
 
-def missing_in(python: str, modules: Sequence[str]) -> list[str]:
-    """Return which modules another interpreter cannot find. Raise ConfigError if it fails."""
+def versions_in(python: str, packages: Sequence[str]) -> dict[str, str]:
+    """Return the versions of those packages that another interpreter finds, "?" if unknown.
+
+    Raise ConfigError if it is no Python.
+    """
     code = (
-        "import sys, importlib.util as u; print(*(m for m in sys.argv[1:] if not u.find_spec(m)))"
+        "import sys, importlib.util as u, importlib.metadata as m\n"
+        "for n in sys.argv[1:]:\n"
+        "    d = m.packages_distributions().get(n, [])\n"
+        "    if u.find_spec(n): print(n, m.version(d[0]) if d else '?')"
     )
+    key, fix = "rollout.python", "the path of a Python interpreter"
     try:
         found = subprocess.run(
-            [python, "-c", code, *modules], capture_output=True, text=True, timeout=_PYTHON_S
+            [python, "-c", code, *packages], capture_output=True, text=True, timeout=_PYTHON_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise bad_value("rollout.python", python, f"cannot be run: {error}", "a Python") from error
-    if found.returncode:
-        rule = f"is no Python that works: {found.stderr.strip()[-200:] or found.returncode}"
-        raise bad_value("rollout.python", python, rule, "the path of a Python interpreter")
-    return found.stdout.split()
+        raise bad_value(key, python, f"cannot be run: {error}", fix) from error
+    lines = [line.split() for line in found.stdout.splitlines()]
+    if found.returncode or any(len(line) != 2 for line in lines):
+        why = " ".join(found.stderr.split())[-200:]
+        raise bad_value(key, python, f"is no Python that works: {why}", fix)
+    return dict((line[0], line[1]) for line in lines)
 
 
 def check_shape(

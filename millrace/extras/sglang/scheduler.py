@@ -1,7 +1,7 @@
 """SGLang's scheduler process, with the calls of a weight sync and a seed for each request.
 
 `run` takes the place of SGLang's own entry of the process. It replaces five of SGLang's names, and
-`millrace.extras.sglang.release` says of which releases this was tested.
+`arguments.RELEASES` says of which releases.
 """
 
 from __future__ import annotations
