@@ -81,11 +81,11 @@ def versions_in(python: str, packages: Sequence[str]) -> dict[str, str]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise bad_value(key, python, f"cannot be run: {error}", fix) from error
-    lines = [line.split() for line in found.stdout.splitlines()]
+    lines = [tuple(line.split()) for line in found.stdout.splitlines()]
     if found.returncode or any(len(line) != 2 for line in lines):
         why = " ".join(found.stderr.split())[-200:]
         raise bad_value(key, python, f"is no Python that works: {why}", fix)
-    return dict((line[0], line[1]) for line in lines)
+    return dict(lines)
 
 
 def check_shape(

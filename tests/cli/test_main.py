@@ -402,7 +402,9 @@ def test_the_doctor_prints_commands_as_they_are_typed(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        checkup, "run", lambda: [checkup.Check("x", "absent", "missing [a]", "pip install 'y[z]'")]
+        checkup,
+        "run",
+        lambda _: [checkup.Check("x", "absent", "missing [a]", "pip install 'y[z]'")],
     )
     _, out, _ = run("doctor")
     assert "missing [a]" in out and "pip install 'y[z]'" in out

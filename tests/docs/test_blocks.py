@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for block in BLOCKS:
         if block.title:
             (folder / block.title).write_text(f"{block.text}\n")
+    python = folder / ".venv-sglang/bin/python"  # the one that `make sglang` makes
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
     before, patch = Path.cwd(), pytest.MonkeyPatch()
     os.chdir(folder)
     try:
