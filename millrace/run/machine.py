@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from millrace.config import (
     ActorConfig,
@@ -81,7 +82,7 @@ def versions_in(python: str, packages: Sequence[str]) -> dict[str, str]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise bad_value(key, python, f"cannot be run: {error}", fix) from error
-    lines = [tuple(line.split()) for line in found.stdout.splitlines()]
+    lines: list[Any] = [line.split() for line in found.stdout.splitlines()]
     if found.returncode or any(len(line) != 2 for line in lines):
         why = " ".join(found.stderr.split())[-200:]
         raise bad_value(key, python, f"is no Python that works: {why}", fix)
