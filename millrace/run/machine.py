@@ -65,7 +65,8 @@ def _check_engine(rollout: RolloutConfig) -> None:
 def missing_in(python: str, modules: Sequence[str]) -> list[str]:
     """Return which modules another interpreter cannot find. Raise ConfigError if it fails."""
     code = (
-        "import sys, importlib.util as u; print(*(m for m in sys.argv[1:] if not u.find_spec(m)))"
+        "import sys, importlib.util as u; "
+        "print('\\nmissing', *(m for m in sys.argv[1:] if not u.find_spec(m)))"
     )
     try:
         found = subprocess.run(
@@ -73,10 +74,11 @@ def missing_in(python: str, modules: Sequence[str]) -> list[str]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise bad_value("rollout.python", python, f"cannot be run: {error}", "a Python") from error
-    if found.returncode:
+    answer, *missing = (found.stdout.splitlines() or [""])[-1].split() or [""]
+    if found.returncode or answer != "missing":
         rule = f"is no Python that works: {found.stderr.strip()[-200:] or found.returncode}"
         raise bad_value("rollout.python", python, rule, "the path of a Python interpreter")
-    return found.stdout.split()
+    return missing
 
 
 def check_shape(
