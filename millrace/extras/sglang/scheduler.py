@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import mmap
+import multiprocessing
 import os
 import struct
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
-from millrace.process.death import ignore_stop_signals
+from millrace.process.death import die_with, ignore_stop_signals
 from millrace.serving.live_weights import LiveWeights
 from millrace.waits.registry import Start, began, take_starts
 
@@ -244,6 +245,8 @@ _from_batch = SamplingBatchInfo.from_schedule_batch
 
 def run(*args: Any, **kwargs: Any) -> None:
     """Be a scheduler process, until the host ends it."""
+    if host := multiprocessing.parent_process():
+        die_with(host.pid)  # SGLang does not see that its host died during the imports
     began("imports")
     Scheduler.handle_rpc_request = _answer
     Scheduler.abort_request = _abort
