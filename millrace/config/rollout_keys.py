@@ -76,8 +76,8 @@ class RolloutConfig(Section):
     torch decodes with the transformers model and needs nothing else. vllm decodes with vLLM
     (docs/vllm.md), and sglang with SGLang (docs/sglang.md).
     """
-    python: Annotated[str, NoEffectOnWeights()] = ""
-    """The Python interpreter of the replicas' processes. Empty means that of the run.
+    python: Annotated[str, NoEffectOnWeights(), _SERVING] = ""
+    """vllm, sglang: the Python interpreter of the replicas' processes. Empty means that of the run.
 
     SGLang and vLLM pin packages that do not fit together, nor with millrace's. `make sglang` makes
     an environment whose python goes here. The local runtime alone uses it.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from millrace.config import (
     ActorConfig,
@@ -70,23 +70,23 @@ def versions_in(python: str, packages: Sequence[str]) -> dict[str, str]:
     Raise ConfigError if it is no Python.
     """
     code = (
-        "import sys, importlib.util as u, importlib.metadata as m\n"
-        "for n in sys.argv[1:]:\n"
-        "    d = m.packages_distributions().get(n, [])\n"
-        "    if u.find_spec(n): print(n, m.version(d[0]) if d else '?')"
+        "import sys, json, importlib.util as u, importlib.metadata as m\n"
+        "given = {n: m.packages_distributions().get(n) for n in sys.argv[1:] if u.find_spec(n)}\n"
+        "print()\n"
+        "print(json.dumps({n: m.version(d[0]) if d else '?' for n, d in given.items()}))"
     )
     key, fix = "rollout.python", "the path of a Python interpreter"
     try:
-        found = subprocess.run(
+        done = subprocess.run(
             [python, "-c", code, *packages], capture_output=True, text=True, timeout=_PYTHON_S
         )
+        found = json.loads((done.stdout.splitlines() or [""])[-1])
     except (OSError, subprocess.TimeoutExpired) as error:
         raise bad_value(key, python, f"cannot be run: {error}", fix) from error
-    lines: list[Any] = [line.split() for line in found.stdout.splitlines()]
-    if found.returncode or any(len(line) != 2 for line in lines):
-        why = " ".join(found.stderr.split())[-200:]
-        raise bad_value(key, python, f"is no Python that works: {why}", fix)
-    return dict(lines)
+    except ValueError as error:
+        why = " ".join(done.stderr.split())[-200:] or f"it ends with {done.returncode}"
+        raise bad_value(key, python, f"is no Python that works: {why}", fix) from error
+    return {str(name): str(version) for name, version in found.items()}
 
 
 def check_shape(

@@ -182,7 +182,8 @@ class LocalRuntime:
         beat = {"MILLRACE_BEAT": f"{beats} {self._sides.rollout.heartbeat_s}"}
         command = ["-m", "millrace.runtime.host", str(calls), role, str(os.getpid())]
         variables = os.environ | variables | beat
-        python = self._sides.rollout.python if role == "rollout" else ""
+        rollout = self._sides.rollout
+        python = rollout.python if role == "rollout" and rollout.engine != "torch" else ""
         return spawn([python or sys.executable, *command], variables, output, fds=[calls, beats])
 
     @property

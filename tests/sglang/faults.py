@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
+from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
 from millrace.extras.sglang import scheduler
 from millrace.serving.live_weights import LiveWeights
@@ -44,6 +45,10 @@ class FaultyExtension(Faults, scheduler.SchedulerExtension):
                 self.log.setdefault(request.rid, []).extend([version] * new)
 
         scheduler.run_batch, scheduler.process_batch_result = run_batch, process_batch_result
+
+    def retract(self) -> None:
+        """Pause, and put all requests back into the queue, as a full KV cache does with some."""
+        self.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
 
     def take_log(self) -> dict[str, list[int]]:
         """Return the log and end it."""

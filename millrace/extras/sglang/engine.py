@@ -296,8 +296,11 @@ def build(sides: Sides, model: ModelConfig, model_folder: str) -> SglangRolloutE
         os.environ[scheduler.COUNTER] = file.name
         try:
             engine = _Engine(**arguments, custom_sigquit_handler=_leave_to_caller)
-        except (RuntimeError, EOFError) as error:
-            raise WorkerError(f"SGLang did not start: {log.last_error() or error}") from error
+        except Exception as error:  # also of arguments that SGLang does not expect
+            cause = log.last_error() or f"{type(error).__name__}: {error}"
+            given = rollout.engine_kwargs
+            hint = f". It has rollout.engine_kwargs = {given}" if given else ""
+            raise WorkerError(f"SGLang did not start: {cause}{hint}") from error
     return SglangRolloutEngine(
         engine,
         counter,

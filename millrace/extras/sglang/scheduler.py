@@ -1,6 +1,6 @@
 """SGLang's scheduler process, with the calls of a weight sync and a seed for each request.
 
-`run` takes the place of SGLang's own entry of the process. It replaces five of SGLang's names, and
+`run` takes the place of SGLang's own entry of the process. It replaces six of SGLang's names, and
 `arguments.RELEASES` says of which releases.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import mmap
+import multiprocessing
 import os
 import struct
 from collections.abc import Iterator
@@ -18,11 +19,12 @@ import torch
 from sglang.srt.layers import sampler
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.io_struct import PauseGenerationReqInput, RpcReqOutput
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
-from millrace.process.death import ignore_stop_signals
+from millrace.process.death import die_with, ignore_stop_signals
 from millrace.serving.live_weights import LiveWeights
 from millrace.waits.registry import Start, began, take_starts
 
@@ -146,6 +148,19 @@ def _answer(scheduler: Any, call: Any) -> RpcReqOutput:
     return RpcReqOutput(success=True, message=json.dumps((call.parameters["number"], reports)))
 
 
+def _abort(scheduler: Any, call: Any) -> None:
+    """Abort requests. Those that wait after a retraction return the tokens that they have.
+
+    SGLang forgets these tokens, or returns only the last one.
+    """
+    for request in list(scheduler.waiting_queue):
+        if request.output_ids and (call.abort_all or request.rid == call.rid):
+            scheduler.waiting_queue.remove(request)
+            request.finished_reason = FINISH_ABORT()
+            scheduler.output_streamer.stream_output([request], request.return_logprob)
+    _abort_request(scheduler, call)
+
+
 def _process_and_count(scheduler: Any, batch: Any, result: Any) -> None:
     """Process the result of a step, and add its tokens to the counter."""
     drawn = sum(draws(batch, request) for request in batch.reqs)
@@ -223,14 +238,18 @@ def _shifted(state: Tensor, bits: int) -> Tensor:
 
 
 _handle_rpc = Scheduler.handle_rpc_request
+_abort_request = Scheduler.abort_request
 _process = Scheduler.process_batch_result
 _from_batch = SamplingBatchInfo.from_schedule_batch
 
 
 def run(*args: Any, **kwargs: Any) -> None:
     """Be a scheduler process, until the host ends it."""
+    if (host := multiprocessing.parent_process()) and host.pid:
+        die_with(host.pid)  # SGLang does not see that its host died during the imports
     began("imports")
     Scheduler.handle_rpc_request = _answer
+    Scheduler.abort_request = _abort
     Scheduler.process_batch_result = _process_and_count
     SamplingBatchInfo.from_schedule_batch = staticmethod(_with_seeds)
     sampler.sampling_from_probs_torch = draw
