@@ -30,8 +30,8 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from millrace import errors
-from millrace.config import ModelConfig, Sides
-from millrace.errors import ReplicaLost, WorkerError
+from millrace.config import ModelConfig, RolloutConfig, Sides
+from millrace.errors import ConfigError, ReplicaLost, WorkerError, bad_value
 from millrace.extras.sglang import scheduler
 from millrace.extras.sglang.arguments import engine_arguments
 from millrace.models.model import folder_eos_ids
@@ -284,6 +284,18 @@ def _leave_to_caller(*_: Any) -> None:
     """Do nothing at SIGQUIT, which a scheduler sends if it does not start. `build` raises then."""
 
 
+def _small_cache(rollout: RolloutConfig, longest: int) -> ConfigError:
+    """Return the error of a KV cache that one sequence of max_len does not fit."""
+    key, value = "rollout.gpu_memory_utilization", rollout.gpu_memory_utilization
+    if tokens := rollout.engine_kwargs.get("max_total_tokens"):
+        key, value = "rollout.engine_kwargs.max_total_tokens", tokens
+    rule = (
+        f"SGLang's KV cache has room for {longest} tokens of a request, and one of this run may "
+        f"have {rollout.max_len - 1} before its last"
+    )
+    return bad_value(key, value, rule, "a larger value, or a smaller rollout.max_response_length")
+
+
 def build(sides: Sides, model: ModelConfig, model_folder: str) -> SglangRolloutEngine:
     """Build one replica's engine on this process's devices, with random weights until a sync."""
     arguments = engine_arguments(sides, model, model_folder)
@@ -301,6 +313,9 @@ def build(sides: Sides, model: ModelConfig, model_folder: str) -> SglangRolloutE
             given = rollout.engine_kwargs
             hint = f". It has rollout.engine_kwargs = {given}" if given else ""
             raise WorkerError(f"SGLang did not start: {cause}{hint}") from error
+    if (longest := engine.tokenizer_manager.max_req_input_len) < rollout.max_len - 1:
+        engine.shutdown()
+        raise _small_cache(rollout, longest)
     return SglangRolloutEngine(
         engine,
         counter,

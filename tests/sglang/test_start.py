@@ -1,0 +1,44 @@
+"""Starts that fail: SGLang's arguments, and its KV cache."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.config import Config
+from millrace.errors import ConfigError, MillraceError, WorkerError
+from millrace.extras.sglang.engine import build
+from millrace.models.model import write_shape
+from millrace.runtime.worker import _VARIABLES, _set_defaults
+from tests.serving.replica import SHAPE
+
+pytestmark = pytest.mark.xdist_group("engines")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ({"page_size": "x"}, WorkerError, "SGLang did not start: TypeError.*'page_size': 'x'"),
+        ({"max_total_tokens": 64}, ConfigError, "max_total_tokens = 64: SGLang's KV cache has"),
+    ],
+)
+def test_a_start_that_fails_names_the_argument(
+    tmp_path: Path,
+    runner: asyncio.Runner,
+    arguments: dict[str, Any],
+    kind: type[MillraceError],
+    text: str,
+) -> None:
+    write_shape(tmp_path, SHAPE, vocab_size=48, eos_token_id=1, pad_token_id=0)
+    _set_defaults(_VARIABLES["sglang"], str(tmp_path))
+    rollout = {"engine": "sglang", "max_num_seqs": 2, "engine_kwargs": arguments}
+    config = Config.model_validate({"model": {"path": str(tmp_path)}, "rollout": rollout})
+
+    async def main() -> None:
+        build(config.sides, config.model, str(tmp_path))
+
+    with pytest.raises(kind, match=text):
+        runner.run(main())
