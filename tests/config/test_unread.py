@@ -17,6 +17,7 @@ from millrace.errors import ConfigError
 
 ROWS = [(key, fact.choices_in(key.rpartition(".")[0])) for key, fact in facts(ReadWith)]
 OTHER: dict[str, Any] = {
+    "rollout.python": "python3",
     "rollout.session_kv_slots": 2,
     "critic.loss_fn_type": "huber",
     "algorithm.f_norm": "std",
