@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from millrace.extras.sglang import scheduler
-from tests.waiting import HANG_S
+from millrace.process.trees import lives
+from tests.waiting import HANG_S, until
 
 HOST = """
 import multiprocessing, os
@@ -44,7 +45,7 @@ def test_a_scheduler_ends_with_a_host_that_died_first(
     output.seek(0)
     process = psutil.Process(int(output.read().split()[0]))
     try:
-        process.wait(HANG_S)
+        until(lambda: not lives(process))  # nobody may reap it
     finally:
         if process.is_running():
             process.kill()
