@@ -29,7 +29,7 @@ def test_the_quickstart_learns_with_replicas_of_another_python(tmp_path: Path, m
     ]
     done = runs.millrace("train", "quickstart", *keys)
     assert done.code == 0, done.err
-    check_accounts(folder)
+    check_accounts(folder, 8)
     found = audit(folder)
     assert (found.trained, found.lost, found.trained_twice) == (1024, 0, 0)
     rows = [row for row in runs.rows(folder) if "reward/mean" in row]

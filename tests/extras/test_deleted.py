@@ -20,6 +20,7 @@ REFUSED = {
     "faults": ["simulate"],
     "megatron": ["train", "quickstart", "trainer.engine=megatron", "--dry-run"],
     "plan": ["plan", "quickstart", "--gpus", "2"],
+    "sglang": ["train", "quickstart", "rollout.engine=sglang", "--dry-run"],
     "verl": ["train", "quickstart", "actor_rollout_ref.rollout.n=4", "--dry-run"],
 }
 """A command that names each extra."""
