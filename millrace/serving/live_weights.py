@@ -247,9 +247,9 @@ class LiveWeights:
 
 
 def keep_nccl_settings() -> None:
-    """Note the user's NCCL settings, before an engine adds its own. A second call does nothing."""
+    """Note the user's NCCL settings, before an engine adds its own."""
     own = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
-    os.environ.setdefault(_NCCL, json.dumps(own))
+    os.environ[_NCCL] = json.dumps(own)
 
 
 def restore_nccl_settings() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.distributed import TCPStore
@@ -89,14 +90,18 @@ class Replica:
 
     async def start(self, patch: pytest.MonkeyPatch) -> None:
         _set_defaults(_VARIABLES[ENGINE], str(self.folder))
-        if ENGINE == "vllm":
-            from tests.vllm.faults import plant
-        else:
-            from tests.sglang.faults import plant
-        build = plant(patch)
+        # The engine's own processes must be the first to import some modules.
+        faults = importlib.import_module(f"tests.{ENGINE}.faults")
+        self.cores: Callable[[], list[psutil.Process]] = faults.cores
+        build = faults.plant(patch)
         self.engine = build(self.config.sides, self.config.model, str(self.folder))
         await self.engine.call_workers("set_nccl", {"NCCL_PROTO": "Simple", "NCCL_IB_HCA": "x"})
         await self.join()
+
+    def delay_outputs(self, seconds: float) -> Callable[[], None]:
+        """Let outputs arrive late. Return a function that ends this."""
+        faults = importlib.import_module(f"tests.{ENGINE}.faults")
+        return faults.delay_outputs(self.engine, seconds)  # type: ignore[no-any-return]
 
     async def join(self) -> None:
         """Connect the trainer and the engine, which may have had another trainer before."""

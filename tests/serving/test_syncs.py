@@ -19,13 +19,7 @@ from millrace.serving import receiver
 from millrace.serving.receiver import EngineReceiver
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, tokens_of
-from tests.serving.replica import ENGINE, PROMPT, Replica, gap
-from tests.sync.fleet import regroup
-
-if ENGINE == "vllm":
-    from tests.vllm.faults import cores, delay_outputs
-else:
-    from tests.sglang.faults import cores, delay_outputs
+from tests.serving.replica import PROMPT, Replica, gap
 
 pytestmark = pytest.mark.xdist_group("engines")
 
@@ -84,7 +78,7 @@ def test_a_swap_under_running_requests_knows_which_version_drew_which_token(
         ]
         await testing.rollouts._drawing(replica.engine, 300, RolloutCase())
         await replica.transfer(21, 2)
-        on_time = delay_outputs(replica.engine, 0.3)
+        on_time = replica.delay_outputs(0.3)
         await asyncio.sleep(0.1)
         await replica.receiver.activate(21)
         on_time()
@@ -320,7 +314,7 @@ def test_an_engine_that_stands_still_or_dies_fails_its_requests_and_its_sync(
 
     async def still(asked: str, stopped_after_s: float) -> None:
         """Stop the core while it stages a version that nobody sends. No request shows it."""
-        (core,) = cores()
+        (core,) = replica.cores()
         if not stopped_after_s:
             core.suspend()
         transfer = asyncio.create_task(replica.receiver.transfer(70))
@@ -337,7 +331,7 @@ def test_an_engine_that_stands_still_or_dies_fails_its_requests_and_its_sync(
         await still("stage_weights", 0.0)
         task = asyncio.create_task(replica.engine.generate(tokens_of(PROMPT), params, "s"))
         await testing.rollouts._drawing(replica.engine, 2, RolloutCase())
-        (core,) = cores()
+        (core,) = replica.cores()
         core.suspend()
         interrupt = asyncio.create_task(replica.engine.interrupt())
         await asyncio.sleep(0.2)
