@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -20,6 +20,7 @@ from millrace.serving.receiver import EngineReceiver
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, tokens_of
 from tests.serving.replica import PROMPT, Replica, gap
+from tests.sync.fleet import regroup
 
 pytestmark = pytest.mark.xdist_group("engines")
 
