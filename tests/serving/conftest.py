@@ -17,18 +17,19 @@ collect_ignore_glob = [] if ENGINE else ["test_*.py"]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run whole runs first, then what needs no shared engine, and test_syncs.py last.
 
-    It changes weights of that engine, and its last test kills it.
+    test_orphans.py looks at modules that an engine in this process would import. test_syncs.py
+    changes weights of that engine, and its last test kills it.
 
     Two processes of pytest-xdist then end at about the same time: one has the group `engines`,
     whose tests import the engine, and the other has test_e2e.py and test_ray.py.
     """
-    order = {"test_e2e": 0, "test_ray": 1, "test_signals": 2}
+    order = {"test_e2e": 0, "test_ray": 1, "test_orphans": 2, "test_signals": 3}
     here = Path(__file__).parent
 
     def key(item: pytest.Item) -> tuple[int, bool, str]:
         if item.path.parent not in (here, here.parent / ENGINE):
             return -1, False, ""
         shared = "replica" in getattr(item, "fixturenames", ())
-        return order.get(item.path.stem, 3), shared, item.path.stem if shared else ""
+        return order.get(item.path.stem, 4), shared, item.path.stem if shared else ""
 
     items.sort(key=key)

@@ -39,7 +39,7 @@ from millrace.models.tokenizer import text_of
 from millrace.process.death import ignore_stop_signals
 from millrace.process.trees import lives
 from millrace.serving.engine import ServingEngine
-from millrace.serving.live_weights import keep_nccl_settings
+from millrace.serving.live_weights import keep_nccl_settings, restore_nccl_settings
 from millrace.serving.log import WorkerLog
 from millrace.serving.requests import ActiveRequest, Drawn, Salt, stop_string_end
 from millrace.types import Floats, Tokens, floats_of, tokens_of
@@ -313,6 +313,8 @@ def build(sides: Sides, model: ModelConfig, model_folder: str) -> SglangRolloutE
             given = rollout.engine_kwargs
             hint = f". It has rollout.engine_kwargs = {given}" if given else ""
             raise WorkerError(f"SGLang did not start: {cause}{hint}") from error
+        finally:
+            restore_nccl_settings()  # SGLang adds its own to those of this process
     if (longest := engine.tokenizer_manager.max_req_input_len) < rollout.max_len - 1:
         engine.shutdown()
         raise _small_cache(rollout, longest)
