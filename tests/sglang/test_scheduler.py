@@ -51,6 +51,19 @@ def test_draws_have_the_distribution_and_depend_on_seed_and_position_alone() -> 
     assert float((pairs - torch.outer(probs, probs).view(-1)).abs().max()) < 0.005
 
 
+def test_a_request_draws_the_same_beside_one_with_a_top_p() -> None:
+    """A sum that is over 1, by rounding, cuts no tail."""
+    probs = torch.rand(2000, 50, generator=torch.Generator().manual_seed(2))
+    probs *= 1.2 / probs.sum(-1, keepdim=True)
+    seeds, positions = torch.arange(2000), torch.full((2000,), 7)
+    top_ps = torch.tensor([1.0, 0.5]).repeat(1000)
+    limits = torch.full((2000,), 1 << 30), top_ps
+    found = draw_truncated(probs, *limits, torch.zeros(2000), False, seeds, positions)
+    alone = draw(probs, seeds, positions)
+    assert torch.equal(found[::2], alone[::2])
+    assert not torch.equal(found[1::2], alone[1::2])
+
+
 @pytest.mark.parametrize(("top_k", "top_p"), [(1, 1.0), (3, 1.0), (50, 0.6), (4, 0.5), (50, 1.0)])
 def test_top_k_and_top_p_keep_what_a_reference_keeps(top_k: int, top_p: float) -> None:
     probs = torch.rand(2000, 50, generator=torch.Generator().manual_seed(1))

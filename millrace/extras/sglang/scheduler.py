@@ -214,7 +214,9 @@ def draw_truncated(
     SGLang draws from a sorted vocabulary, so what a seed draws depends on the other requests.
     """
     ranked, places = probs.sort(dim=-1, descending=True)
-    outside = ranked.double().cumsum(-1) - ranked > top_ps[:, None]
+    # The sum of a row may be a little over 1, and top-p 1 keeps all of it.
+    limits = top_ps.masked_fill(top_ps >= 1, torch.inf)[:, None]
+    outside = ranked.double().cumsum(-1) - ranked > limits
     outside |= torch.arange(probs.shape[1], device=probs.device) >= top_ks[:, None]
     kept = torch.zeros_like(probs).scatter_(-1, places, ranked.masked_fill_(outside, 0.0))
     return draw(kept, sampling_seed, positions)
