@@ -83,8 +83,8 @@ class LiveWeights:
             else join_inbox(*where, self.shard)
         )
 
-    def regroup(self, generation: int, members: list[int], turn: int) -> None:
-        """Exchange the groups in a thread, as `stage` works."""
+    def regroup_weights(self, generation: int, members: list[int], turn: int) -> None:
+        """Exchange the groups in a thread, as `stage_weights` works."""
 
         def work() -> int:
             self.inbox.regroup(generation, members)
@@ -92,7 +92,7 @@ class LiveWeights:
 
         self._in_thread(work, turn)
 
-    def stage(self, version: int, turn: int) -> None:
+    def stage_weights(self, version: int, turn: int) -> None:
         """Receive `version` in a thread. The thread stores its report under the key of `turn`.
 
         Over NCCL, the live weights are verified meanwhile. A change in these 50 ms is not seen.
@@ -169,7 +169,7 @@ class LiveWeights:
             self.inbox.version = None
             raise changed(self._replica, self._live, names)
 
-    def link(self, turn: int) -> None:
+    def measure_link(self, turn: int) -> None:
         """Run the receiving end of `Sender.link` in a thread."""
         self._in_thread(self.inbox.link, turn)
 
@@ -196,7 +196,9 @@ class LiveWeights:
             sys.setswitchinterval(interval)
         self._store.set(key, json.dumps(report))
 
-    def activate(self, version: int) -> tuple[dict[str, int], dict[str, int], dict[str, list[str]]]:
+    def activate_weights(
+        self, version: int
+    ) -> tuple[dict[str, int], dict[str, int], dict[str, list[str]]]:
         """Copy the staged version over the live weights. An IpcStaging has already written them.
 
         Return the bit sums of the staged weights, the bit sums of the live weights, and the names
@@ -214,7 +216,7 @@ class LiveWeights:
         self._live = version
         return live_names(self.inbox.bit_sums, self.live_sums), self.live_sums, self._fused
 
-    def discard(self) -> str:
+    def changed_weights(self) -> str:
         """Return what is wrong with the live weights, or nothing. The engine will discard them."""
         try:
             self.prove_unchanged()

@@ -57,26 +57,6 @@ class SchedulerExtension(LiveWeights):
         """Return whether the scheduler has processed all of its steps."""
         return bool(self.scheduler.is_fully_idle())
 
-    def regroup_weights(self, generation: int, members: list[int], turn: int) -> None:
-        """Start to join the groups of a new generation."""
-        self.regroup(generation, members, turn)
-
-    def stage_weights(self, version: int, turn: int) -> None:
-        """Start to receive `version` into staging memory."""
-        self.stage(version, turn)
-
-    def measure_link(self, turn: int) -> None:
-        """Start to receive as many bytes as a transfer has."""
-        self.link(turn)
-
-    def changed_weights(self) -> str:
-        """Return what is wrong with the live weights, or nothing. They will now be discarded."""
-        return self.discard()
-
-    def activate_weights(self, version: int) -> Any:
-        """Make the staged `version` live: LiveWeights.activate."""
-        return self.activate(version)
-
     def pause(self, extra_key: str | None) -> dict[str, int]:
         """Stop between two steps. Return how many tokens each request has drawn.
 

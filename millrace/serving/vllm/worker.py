@@ -80,7 +80,7 @@ class StagedWeights(LiveWeights, WeightTransferEngine[StagedInit, StagedUpdate])
         """Do nothing. Staged weights have the form of the live ones, over which they are copied."""
 
     def receive_weights(self, update_info: StagedUpdate) -> None:
-        self.report = self.activate(update_info.version)
+        self.report = self.activate_weights(update_info.version)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         with as_in_a_checkpoint(self.model):
@@ -110,24 +110,24 @@ class WorkerExtension:
 
     def regroup_weights(self, generation: int, members: list[int], turn: int) -> None:
         """Start to join the groups of a new generation."""
-        self.weight_transfer_engine.regroup(generation, members, turn)
+        self.weight_transfer_engine.regroup_weights(generation, members, turn)
 
     def stage_weights(self, version: int, turn: int) -> None:
         """Start to receive `version` into staging memory."""
-        self.weight_transfer_engine.stage(version, turn)
+        self.weight_transfer_engine.stage_weights(version, turn)
 
     def changed_weights(self) -> str:
         """Return what is wrong with the live weights, or nothing. vLLM will now discard them."""
-        return self.weight_transfer_engine.discard()
+        return self.weight_transfer_engine.changed_weights()
 
     def measure_link(self, turn: int) -> None:
         """Start to receive as many bytes as a transfer has."""
-        self.weight_transfer_engine.link(turn)
+        self.weight_transfer_engine.measure_link(turn)
 
     def activate_weights(
         self, version: int
     ) -> tuple[dict[str, int], dict[str, int], dict[str, list[str]]]:
-        """Make the staged `version` live through vLLM's own calls: LiveWeights.activate."""
+        """Make the staged `version` live through vLLM's own calls: LiveWeights.activate_weights."""
         self.start_weight_update()
         self.update_weights({"version": version})
         self.finish_weight_update()
