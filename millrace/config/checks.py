@@ -483,8 +483,11 @@ def _check_quantised(
 ) -> None:
     """Refuse rollouts in 8 bits whose difference from the trainer's policy nothing limits."""
     key, value = "rollout.quantization", rollout.quantization
-    if value is None or rollout.engine != "vllm":  # Other engines do not read the key.
+    if value is None:
         return
+    if (engine := rollout.engine) in ("torch", "sglang"):  # also where a layer chose the engine
+        rule = f"rollout.engine={engine} does not read it"
+        raise bad_value(key, value, rule, f"rollout.engine=vllm, or {key}=null")
     if model.dtype != "bfloat16":
         rule = f"its kernels multiply bfloat16 models, and model.dtype={model.dtype}"
         raise bad_value(key, value, rule, f"model.dtype=bfloat16, or {key}=null")
