@@ -33,9 +33,14 @@ def main() -> None:
     )
     parser.add_argument("--calibrate", required=True, help="folders, separated by commas")
     parser.add_argument("--predict", required=True, help="folders, separated by commas")
+    parser.add_argument(
+        "--gib", type=int, default=0, help="memory of a device of these runs; 0: not checked"
+    )
     parser.add_argument("--out", type=Path, help="add the rows to this file as JSON lines")
     options = parser.parse_args()
-    costs = calibrate([Path(p) for p in options.calibrate.split(",")], *machine_here())
+    costs = calibrate(
+        [Path(p) for p in options.calibrate.split(",")], machine_here()[0], options.gib << 30
+    )
     for name, term in costs.shares().items():
         print(f"{name}: {term.held_out:.0%} of {term.points} held-out versions in the interval")
     print("\n| run | measured samples/s | predicted | interval | error | inside |")

@@ -25,7 +25,7 @@ from millrace.config.sides import Sides
 from millrace.config.teacher_keys import DistillationConfig, TeacherConfig
 from millrace.config.trainer_keys import GuardConfig, SyncConfig, TrainerConfig
 from millrace.errors import bad_value
-from millrace.schedule.modes import ModeName, name_of, update_steps
+from millrace.schedule.modes import ModeName, name_of, overridden, update_steps
 from millrace.schedule.schedule import Schedule
 
 Work = Literal["train", "sft", "eval"]
@@ -102,7 +102,7 @@ class Config(Section):
     @property
     def notes(self) -> tuple[str, ...]:
         """Messages for the user about how the recipe was read."""
-        return self._notes
+        return (*filter(None, [self.mode_note]), *self._notes)
 
     @property
     def translated(self) -> tuple[str, ...]:
@@ -143,6 +143,14 @@ class Config(Section):
     def mode_name(self) -> str:
         """The name of the mode that the Schedule describes. Overrides may have changed `mode`."""
         return name_of(self.schedule, self.mode)
+
+    @property
+    def mode_note(self) -> str:
+        """Say which numbers of `mode` are overridden, and what the run is then. "" if none is."""
+        schedule = self.schedule
+        lost = overridden(schedule, self.mode) if self.mode else {}
+        changed = [f"{key}={getattr(schedule, key)} and not {lost[key]}" for key in lost]
+        return f"mode={self.mode} has {', '.join(changed)}: {self.mode_name}" if changed else ""
 
     @property
     def needs_reference(self) -> bool:

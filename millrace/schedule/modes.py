@@ -132,6 +132,12 @@ def name_of(schedule: Schedule, asked: str | None = None) -> str:
     return max(fitting, key=lambda name: len(MODES[name].fixed))
 
 
+def overridden(schedule: Schedule, asked: str) -> dict[str, Any]:
+    """Return the numbers of the mode `asked` that `schedule` does not keep."""
+    fixed = MODES[asked].fixed
+    return {key: value for key, value in fixed.items() if getattr(schedule, key) != value}
+
+
 def _fits(schedule: Schedule, mode: Mode) -> bool:
     stale = mode.default_staleness is None or schedule.staleness_threshold > 0
     return stale and all(getattr(schedule, key) == value for key, value in mode.fixed.items())

@@ -485,3 +485,24 @@ def test_any_text_is_a_recipe_or_refused(
         assert isinstance(recipe.load(path), Config)
     except ConfigError as error:
         assert "Fix: " in str(error)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([], ""),
+        (["mode=async_swap", "async_training.staleness_threshold=1"], ""),
+        (
+            ["mode=colocate_sync", "async_training.staleness_threshold=0.5"],
+            "mode=colocate_sync has staleness_threshold=0.5 and not 0.0: "
+            "custom (from colocate_sync)",
+        ),
+        (
+            ["mode=one_step_off", "async_training.staleness_threshold=0.5"],
+            "mode=one_step_off has staleness_threshold=0.5 and not 1.0: async_staleness",
+        ),
+    ],
+)
+def test_a_number_that_overrides_its_mode_is_said(given: list[str], told: str) -> None:
+    assert recipe.load(QUICKSTART, given).mode_note == told
+    assert (told in recipe.load(QUICKSTART, given).notes) is bool(told)
