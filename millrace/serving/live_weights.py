@@ -50,6 +50,8 @@ class LiveWeights:
     inbox: StagingBuffer | LoraStaging | ipc.IpcStaging
     live_sums: dict[str, int] | None = None
     """The bit sums of the live parameters by name. None before the first version."""
+    _staging: threading.Lock
+    """Held by the thread that stages a version."""
     _staged: dict[str, Tensor] | None = None
     """The staged tensors as they are loaded. None before the first version."""
     _copies: list[tuple[list[Tensor], list[Tensor]]] | None = None
@@ -66,7 +68,9 @@ class LiveWeights:
         restore_nccl_settings()
         if (inbox := self.__dict__.pop("inbox", None)) is not None:
             inbox.leave()  # the ranks of a lost trainer
-            inbox = self._staged = self._copies = None
+            with self._staging:
+                inbox = self._staged = self._copies = None
+        self._staging = threading.Lock()
         options = SyncOptions(**agreed)
         limit = timedelta(seconds=options.timeout_s)
         self._store = TCPStore(host, port, None, False, timeout=limit)
@@ -88,7 +92,8 @@ class LiveWeights:
 
         def work() -> int:
             self.inbox.regroup(generation, members)
-            return 0
+            with self._staging:  # A version that has arrived may not be quantised yet.
+                return 0
 
         self._in_thread(work, turn)
 
@@ -99,16 +104,17 @@ class LiveWeights:
         """
 
         def work() -> int:
-            if self._proof_stream is not None:
-                return self._receive_and_prove(version, self._proof_stream)
-            # An IpcInbox replaces the live weights while it receives.
-            if in_place := isinstance(self.inbox, ipc.IpcStaging):
-                self.prove_unchanged()
-            received = self.inbox.receive(version)
-            if not in_place:
-                self._quantise()
-                self.prove_unchanged()
-            return received
+            with self._staging:
+                if self._proof_stream is not None:
+                    return self._receive_and_prove(version, self._proof_stream)
+                # An IpcInbox replaces the live weights while it receives.
+                if in_place := isinstance(self.inbox, ipc.IpcStaging):
+                    self.prove_unchanged()
+                received = self.inbox.receive(version)
+                if not in_place:
+                    self._quantise()
+                    self.prove_unchanged()
+                return received
 
         self._in_thread(work, turn)
 

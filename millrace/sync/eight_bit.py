@@ -24,7 +24,8 @@ def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
     The largest number of a row becomes LARGEST. Numbers are rounded to the nearest, ties to even.
     """
     exact = rows.float()
-    scale = (exact.abs().amax(-1, keepdim=True) / LARGEST).clamp_(min=_LEAST)
+    largest = exact.new_full((), LARGEST)  # On a GPU, a number would become its rounded inverse.
+    scale = (exact.abs().amax(-1, keepdim=True) / largest).clamp_(min=_LEAST)
     return (exact / scale).clamp_(-LARGEST, LARGEST).to(DTYPE), scale
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,35 @@ class FaultyExtension(Faults, WorkerExtension):
         engine._in_eight_bits = wrong  # type: ignore[method-assign]
         if isinstance(engine.inbox, IpcStaging):
             engine.inbox._prepare = wrong
+
+    def exchange_scales(self, one: str, other: str) -> None:
+        """Give two staged weights of the same shape each other's scales. No sum sees it."""
+        engine = self.weights
+        right = engine._in_eight_bits
+
+        def wrong(weights: Any, into: Any = None) -> Any:
+            found = right(weights, into)
+            first, second = found[f"{one}_scale"], found[f"{other}_scale"]
+            kept = first.clone()
+            first.copy_(second)
+            second.copy_(kept)
+            return found
+
+        engine._in_eight_bits = wrong  # type: ignore[method-assign]
+
+    def hold_quantising(self) -> None:
+        """Let the thread that stages a version wait, once, before it quantises."""
+        engine, self.held = self.weights, threading.Event()
+
+        def waits(weights: Any, into: Any = None) -> Any:
+            self.held.wait(60)
+            del engine._in_eight_bits
+            return engine._in_eight_bits(weights, into)
+
+        engine._in_eight_bits = waits  # type: ignore[method-assign]
+
+    def go_on_quantising(self) -> None:
+        self.held.set()
 
     def live_weights(self) -> dict[str, tuple[str, list[float]]]:
         """Return the dtype and the first numbers of each live parameter."""

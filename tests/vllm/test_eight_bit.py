@@ -15,11 +15,13 @@ from millrace.config import Config
 from millrace.errors import SyncError
 from millrace.observe.gap import Verdict
 from millrace.serving.vllm import arguments
+from millrace.sync.eight_bit import quantise
 from millrace.train import reference
 from millrace.train.rows import rows_of_samples
 from millrace.types import Prompt, Sample, SamplingParams, Score, Segment, Trajectory, tokens_of
 from tests.proving import ChatPrompts, engines, small_model
 from tests.serving.replica import PROMPT, Replica
+from tests.sync.fleet import regroup
 from tests.vllm.processes import WORKER_IN_CORE
 
 pytestmark = pytest.mark.xdist_group("engines")
@@ -96,6 +98,42 @@ def test_a_load_that_changes_nothing_is_not_served(eight: Replica, runner: async
     with pytest.raises(SyncError, match="are not the trainer's"):
         runner.run(eight.publish(41, 3))
     runner.run(eight.publish(42, 3))
+
+
+def test_a_version_that_arrived_is_staged_once_it_is_quantised(
+    eight: Replica, runner: asyncio.Runner
+) -> None:
+    """A transfer breaks off elsewhere. The replica says that it has the version, and serves it."""
+
+    async def main() -> list[int | None]:
+        await eight.publish(50, 1)
+        await eight.engine.call_workers("hold_quantising")
+        eight.current = eight.models[2]
+        receiving = asyncio.ensure_future(eight.receiver.transfer(51))
+        await asyncio.to_thread(asyncio.run, eight.sender.transfer(51))
+        regrouping = asyncio.ensure_future(regroup([eight.sender], {0: eight.receiver}, 2))
+        await asyncio.wait([regrouping], timeout=3)
+        if not regrouping.done():
+            await eight.engine.call_workers("go_on_quantising")
+        staged = await regrouping
+        await eight.receiver.activate(51)
+        await receiving
+        return staged
+
+    assert runner.run(main()) == [51]
+    (live,) = runner.run(eight.engine.call_workers("live_weights"))
+    numbers, _ = quantise(eight.models[2].get_parameter(LAYER).detach())
+    assert live[LAYER][1] == numbers.float().flatten()[:8].tolist()
+
+
+def test_another_trainer_sends_to_the_same_replica(eight: Replica, runner: asyncio.Runner) -> None:
+    runner.run(eight.publish(60, 1))
+    runner.run(eight.join())
+    for version, seed in ((61, 2), (62, 3)):
+        runner.run(eight.publish(version, seed))
+    scales = quantise(eight.models[3].get_parameter(LAYER).detach())[1]
+    (live,) = runner.run(eight.engine.call_workers("live_weights"))
+    assert live[f"{LAYER}_scale"][1] == scales[:8, 0].tolist()
 
 
 def test_a_wrong_scale_is_not_served(eight: Replica, runner: asyncio.Runner) -> None:
