@@ -48,20 +48,17 @@ class FaultyExtension(Faults, WorkerExtension):
         if isinstance(engine.inbox, IpcStaging):
             engine.inbox._prepare = wrong
 
-    def exchange_scales(self, one: str, other: str) -> None:
-        """Give two staged weights of the same shape each other's scales. No sum sees it."""
-        engine = self.weights
-        right = engine._in_eight_bits
+    def load_scales_in_another_order(self, name: str) -> None:
+        """Let the next load exchange the scales of both parts of a fused weight."""
+        engine, right = self.weights, self.weights.load
 
-        def wrong(weights: Any, into: Any = None) -> Any:
-            found = right(weights, into)
-            first, second = found[f"{one}_scale"], found[f"{other}_scale"]
-            kept = first.clone()
-            first.copy_(second)
-            second.copy_(kept)
-            return found
+        def wrong() -> None:
+            del engine.load
+            right()
+            scale = dict(self.model_runner.model.named_parameters())[f"{name}_scale"].data
+            scale.copy_(scale.roll(len(scale) // 2, 0))
 
-        engine._in_eight_bits = wrong  # type: ignore[method-assign]
+        engine.load = wrong  # type: ignore[method-assign]
 
     def hold_quantising(self) -> None:
         """Let the thread that stages a version wait, once, before it quantises."""

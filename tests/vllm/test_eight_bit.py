@@ -27,6 +27,7 @@ from tests.vllm.processes import WORKER_IN_CORE
 pytestmark = pytest.mark.xdist_group("engines")
 PARAMS = SamplingParams(max_tokens=200, ignore_eos=True, seed=5)
 LAYER = "model.layers.0.mlp.down_proj.weight"
+FUSED = "model.layers.0.mlp.gate_up_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +137,15 @@ def test_another_trainer_sends_to_the_same_replica(eight: Replica, runner: async
     assert live[f"{LAYER}_scale"][1] == scales[:8, 0].tolist()
 
 
+def test_scales_that_change_places_are_not_served(eight: Replica, runner: asyncio.Runner) -> None:
+    """The bit sum of the scales is right. A loader that fuses parts in another order does this."""
+    runner.run(eight.join())
+    runner.run(eight.engine.call_workers("load_scales_in_another_order", FUSED))
+    with pytest.raises(SyncError, match=f"{FUSED}_pairs"):
+        runner.run(eight.publish(70, 1))
+    runner.run(eight.publish(71, 2))
+
+
 def test_a_wrong_scale_is_not_served(eight: Replica, runner: asyncio.Runner) -> None:
     """The next sync sees a scale that changes behind the replica's back. This test comes last."""
     runner.run(eight.publish(30, 1))
@@ -164,6 +174,7 @@ def test_the_proof_at_the_start_finds_a_wrong_scale(
                 "max_num_seqs": 12,
             },
             "actor": {"ppo_mini_batch_size": 8},
+            "guard": {"max_quantization_gap": 1.0},  # Its logits are sharp: 0.36 nats.
         }
     )
 
