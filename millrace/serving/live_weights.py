@@ -109,9 +109,11 @@ class LiveWeights:
             with self._staging:
                 if self._proof_stream is not None:
                     return self._receive_and_prove(version, self._proof_stream)
-                # An IpcInbox replaces the live weights while it receives.
+                # An IpcStaging replaces the live weights while it receives. If it breaks off, they
+                # are of two versions, and the next transfer replaces them all.
                 if in_place := isinstance(self.inbox, ipc.IpcStaging):
                     self.prove_unchanged()
+                    self.live_sums = None
                 received = self.inbox.receive(version)
                 if not in_place:
                     self._quantise()
