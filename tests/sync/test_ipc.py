@@ -201,7 +201,8 @@ def test_a_replica_takes_the_next_transfer_after_one_that_broke_off() -> None:
     """Its weights are then of two versions, and no fault changed them."""
     p, live = pair(), LiveWeights()
     live.model, live.inbox, live.shard, live.device = Model(), p.inbox, 0, CPU
-    live._store, live._key, live._replica = dist.HashStore(), "report", 3
+    live._store = dist.HashStore()  # type: ignore[assignment]
+    live._key, live._replica = "report", 3
     live._staging, live._paired = threading.Lock(), True
     live._stream = live._proof_stream = None
     p.inbox._load = live._load
