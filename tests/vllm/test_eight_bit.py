@@ -21,6 +21,7 @@ from millrace.train.rows import rows_of_samples
 from millrace.types import Prompt, Sample, SamplingParams, Score, Segment, Trajectory, tokens_of
 from tests.proving import ChatPrompts, engines, small_model
 from tests.serving.replica import PROMPT, Replica
+from tests.serving.test_adapters import Adapted
 from tests.sync.fleet import regroup
 from tests.vllm.processes import WORKER_IN_CORE
 
@@ -135,6 +136,21 @@ def test_another_trainer_sends_to_the_same_replica(eight: Replica, runner: async
     scales = quantise(eight.models[3].get_parameter(LAYER).detach())[1]
     (live,) = runner.run(eight.engine.call_workers("live_weights"))
     assert live[f"{LAYER}_scale"][1] == scales[:8, 0].tolist()
+
+
+def test_adapters_are_merged_before_weights_become_8_bits(
+    eight: Replica, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    adapted = Adapted(tmp_path, rollout={"quantization": "fp8"}, dtype="bfloat16")
+    adapted.engine = eight.engine
+    runner.run(adapted.join())
+    for version, seed in ((80, 1), (81, 2), (82, 3)):
+        runner.run(adapted.publish(version, seed))
+        (live,) = runner.run(adapted.engine.call_workers("live_weights"))
+        numbers, scales = quantise(adapted.models[seed].get_parameter(LAYER).detach())
+        assert live[f"{LAYER}_scale"][1] == scales[:8, 0].tolist()
+        assert live[LAYER][1] == numbers.float().flatten()[:8].tolist()
+    runner.run(eight.join())
 
 
 def test_scales_that_change_places_are_not_served(eight: Replica, runner: asyncio.Runner) -> None:
