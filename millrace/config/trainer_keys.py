@@ -328,9 +328,9 @@ class GuardConfig(Section):
     )
     """The largest gap, in nats, that 8 bits alone may make at the start. on_gap decides.
 
-    A loss clips tokens whose ratio to the policy that drew them is far from 1. At 0.1, about a tenth
-    of them is clipped before any training, and at 0.21 SmolLM2 hardly learned. Later versions may have
-    half as much more.
+    A loss clips tokens whose ratio to the policy that drew them is far from 1. At 0.1, that is about
+    one token in eight before any training. At 0.21, SmolLM2 hardly learned. Later versions may have
+    a half more.
     """
     equal_reward_versions: int = Field(3, ge=1)
     """Alarm equal_rewards: reward/std is 0 in this many consecutive versions."""

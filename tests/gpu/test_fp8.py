@@ -20,8 +20,7 @@ from millrace.config import Config, recipe
 from millrace.config.packaged import packaged
 from millrace.observe.gap import Verdict
 from millrace.runtime.worker import _VARIABLES, _set_defaults
-from millrace.sync.eight_bit import in_eight_bits, quantise
-from millrace.sync.proof import bit_sums
+from millrace.sync.eight_bit import in_eight_bits, quantise, sums_of
 from millrace.types import SamplingParams
 from tests import proving
 from tests.gpu.runs import gaps_of_a_run, train
@@ -109,7 +108,7 @@ def test_numbers_on_a_gpu_are_those_on_a_cpu() -> None:
     assert torch.equal(found[1].cpu(), exact[1])
     staged = in_eight_bits({"a.weight": rows.bfloat16()}, {"a.weight"}, torch.device("cuda"))
     live = {"a.weight": staged["a.weight"].T, "a.weight_scale": staged["a.weight_scale"]}
-    assert bit_sums(live) == bit_sums({"a.weight": exact[0], "a.weight_scale": exact[1]})
+    assert sums_of(live) == sums_of({"a.weight": exact[0], "a.weight_scale": exact[1]})
 
 
 @needs_model
