@@ -113,10 +113,15 @@ class Proof:
         if self.limits.gap is not None or self.floor is None:
             return self.limits.gap
         limit = gaps.limit_of(self.floor, self.limits.least, gaps.LATER_FACTOR)
-        most = self.limits.quantization
+        most = self._most_bits(1)
         if most is None or self.floor > most:  # a run that trains in spite of it
             return limit
-        return min(limit, most * gaps.LATER_FACTOR / gaps.FACTOR)
+        return min(limit, most)
+
+    def _most_bits(self, version: PolicyVersion) -> float | None:
+        """Return the largest gap that 8 bits alone may make, which is larger once a policy trained."""
+        most = self.limits.quantization
+        return most * gaps.LATER_FACTOR / gaps.FACTOR if most and version else most
 
     # -- the start of a run
 
@@ -139,7 +144,7 @@ class Proof:
             if self._workers() == before:
                 break
         if self._workers() != before or not verdict.gap.tokens:
-            assumed, most = gaps.ASSUMED[self.limits.dtype], self.limits.quantization
+            assumed, most = gaps.ASSUMED[self.limits.dtype], self._most_bits(version)
             self.floor = assumed if most is None else min(assumed, most)
             why = (
                 "workers were lost meanwhile" if self._workers() != before else "no token was drawn"
@@ -156,7 +161,7 @@ class Proof:
             return verdict
         sizes = f"1 to {max(self._sizes, default=0)} requests at once"
         unread = "" if verdict.explained else ", assumed: no room for an independent model"
-        most, bits = self.limits.quantization, verdict.bits
+        most, bits = self._most_bits(version), verdict.bits
         alone = "" if bits is None else f"8 bits alone {bits:.2g} (limit {most:g}), "
         self._note(
             f"engines proven: {self.draws.tokens.total():,} tokens in {clock() - since:.1f} s "
@@ -203,7 +208,7 @@ class Proof:
         rounds = {gaps.TRUE: true, gaps.DISPLACED: displaced}
         rounds = {name: d for name, d in rounds.items() if len(d.engine)}
         options: dict[str, Any] = {"dtype": self.limits.dtype, "least": self.limits.least}
-        options["most_bits"] = self.limits.quantization
+        options["most_bits"] = self._most_bits(version)
         verdict = gaps.judge(rounds, **options)
         if verdict.findings and live:
             verdict = gaps.judge(rounds, **options, alone=await self._alone(live[0], version))

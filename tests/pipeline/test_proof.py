@@ -272,9 +272,22 @@ def test_rollouts_in_8_bits_that_are_too_far_end_the_run_before_training() -> No
 
 
 def test_with_warn_rollouts_in_8_bits_that_are_too_far_train() -> None:
-    one, verdict = run(lambda: eight_bits(0.13, stops=False), lambda one: one.proof.run(0))
+    one, verdict = run(lambda: eight_bits(0.2, stops=False), lambda one: one.proof.run(0))
     assert verdict.error() is not None and one.notes[0].startswith("warning: ")
-    assert one.proof.limit == pytest.approx(3 * 0.13)
+    assert one.proof.limit == pytest.approx(3 * 0.2)
+
+
+def test_a_resumed_run_in_8_bits_has_the_limit_of_a_later_version() -> None:
+    """Otherwise a resume would refuse what the run trained with."""
+
+    async def act(one: World) -> Verdict | None:
+        for engine in one.engines:
+            await engine.swap(4)
+        return await one.proof.run(4)
+
+    one, verdict = run(lambda: eight_bits(0.13), act)
+    assert verdict.error() is None and one.proof.limit == pytest.approx(0.15)
+    assert "8 bits alone 0.13 (limit 0.15)" in one.notes[0]
 
 
 def test_a_probe_without_a_proof_limits_the_gap_of_8_bits_too() -> None:

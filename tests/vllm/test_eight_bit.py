@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,24 @@ LAYER = "model.layers.0.mlp.down_proj.weight"
 FUSED = "model.layers.0.mlp.gate_up_proj.weight"
 
 
-@pytest.fixture(scope="module")
-def eight(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+@contextmanager
+def replica_in_eight_bits(
+    runner: asyncio.Runner, folder: Path, **rollout: Any
+) -> Iterator[Replica]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        rollout = {"quantization": "fp8"}
-        made = Replica(tmp_path_factory.mktemp("eight"), rollout=rollout, dtype="bfloat16")
+        rollout["quantization"] = "fp8"
+        made = Replica(folder, rollout=rollout, dtype="bfloat16")
         runner.run(made.start(patch))
         runner.run(made.publish(0, 1))
         yield made
         runner.run(made.engine.close())
+
+
+@pytest.fixture(scope="module")
+def eight(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+    with replica_in_eight_bits(runner, tmp_path_factory.mktemp("eight")) as made:
+        yield made
 
 
 def expected(replica: Replica, seed: int, segments: tuple[Segment, ...], *, eight_bit: bool) -> Any:
@@ -55,18 +64,22 @@ def expected(replica: Replica, seed: int, segments: tuple[Segment, ...], *, eigh
     return found[0, :-1].numpy()
 
 
+def check_served(replica: Replica, runner: asyncio.Runner, version: int, seed: int) -> None:
+    """Publish a version. Log-probs are those of its model in 8 bits, and not of that in 16."""
+    runner.run(replica.publish(version, seed))
+    segments = runner.run(replica.engine.generate(tokens_of(PROMPT), PARAMS, "s"))
+    assert [s.version for s in segments] == [version]
+    drawn = np.array([x for s in segments for x in s.log_probs])
+    exact = expected(replica, seed, segments, eight_bit=False)
+    change = expected(replica, seed, segments, eight_bit=True) - exact
+    part = ((drawn - exact) @ change) / (change @ change)
+    # Of the change that 8 bits make. Activations in bfloat16 round in part to other numbers.
+    assert 0.3 < part < 1.3, part
+
+
 def test_every_sync_changes_what_is_served(eight: Replica, runner: asyncio.Runner) -> None:
-    """Log-probs are those of the version's model in 8 bits, and not of the model in 16."""
     for version, seed in ((1, 1), (2, 2), (3, 1), (4, 3)):
-        runner.run(eight.publish(version, seed))
-        segments = runner.run(eight.engine.generate(tokens_of(PROMPT), PARAMS, "s"))
-        assert [s.version for s in segments] == [version]
-        drawn = np.array([x for s in segments for x in s.log_probs])
-        exact = expected(eight, seed, segments, eight_bit=False)
-        change = expected(eight, seed, segments, eight_bit=True) - exact
-        part = ((drawn - exact) @ change) / (change @ change)
-        # Of the change that 8 bits make. Activations in bfloat16 round in part to other numbers.
-        assert 0.3 < part < 1.3, part
+        check_served(eight, runner, version, seed)
 
 
 def test_live_weights_are_the_bits_of_the_rule(eight: Replica, runner: asyncio.Runner) -> None:
@@ -160,6 +173,17 @@ def test_scales_that_change_places_are_not_served(eight: Replica, runner: asynci
     with pytest.raises(SyncError, match=f"{FUSED}_pairs"):
         runner.run(eight.publish(70, 1))
     runner.run(eight.publish(71, 2))
+
+
+def test_two_devices_of_a_replica_have_their_parts(runner: asyncio.Runner, tmp_path: Path) -> None:
+    """Rows of a weight, or columns, whose scales are then on both devices."""
+    two = {"tensor_model_parallel_size": 2, "n_gpus_per_node": 2}
+    with replica_in_eight_bits(runner, tmp_path, **two) as replica:
+        for version, seed in ((1, 2), (2, 1)):
+            check_served(replica, runner, version, seed)
+        runner.run(replica.engine.call_workers("double_scale", LAYER))
+        with pytest.raises(SyncError, match=f"{LAYER}_scale changed"):
+            runner.run(replica.transfer(3, 2))
 
 
 def test_a_wrong_scale_is_not_served(eight: Replica, runner: asyncio.Runner) -> None:
