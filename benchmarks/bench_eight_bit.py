@@ -2,10 +2,13 @@
 
     python benchmarks/bench_eight_bit.py decode MODEL [--quantization fp8] [--requests 64 256]
     python benchmarks/bench_eight_bit.py table OUT
+    python benchmarks/bench_eight_bit.py gap MODEL
 
 `decode` prints a line of JSON for each number of requests. MODEL is a folder, or 7b for a random shape.
 The weights are vLLM's random ones, with millrace's arguments and scheduler. A step counts if all
 requests draw in it and none reads its prompt. `table` reads the runs of benchmarks/eight_bit.sh.
+`gap` draws sums with transformers' own model in 8 bits, on a CPU, and prints what a trainer in float32
+thinks of the tokens: the gap, and statistics that may say whether learning dies.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
 import statistics
 import sys
@@ -41,6 +45,11 @@ def main() -> None:
     table = parts.add_parser("table")
     table.add_argument("out", type=Path)
     table.set_defaults(run=lambda options: print("\n".join(rows_of(options.out))))
+    gap = parts.add_parser("gap")
+    gap.add_argument("model")
+    gap.add_argument("--requests", type=int, default=48)
+    gap.add_argument("--tokens", type=int, default=96)
+    gap.set_defaults(run=compare)
     options = parser.parse_args()
     options.run(options)
 
@@ -145,6 +154,77 @@ def rows_of(out: Path) -> Iterator[str]:
         ]
         cells = " | ".join(f"{x:.4g}" for x in figures)
         yield f"| {name} | {cells} | {proof[0][:160] if proof else 'none'} |"
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Print a line of JSON for each kind of rollouts."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from millrace.sync.eight_bit import rounded
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+
+    def model(dtype: torch.dtype = torch.float32) -> Any:
+        return AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).to(dtype)
+
+    def in_eight_bits(*, inputs: bool = True, layers: int = 1) -> Any:
+        """Return a model with 8 bits in the first of each group of so many layers."""
+        made = model()
+        for layer in made.model.layers[::layers]:
+            for linear in (m for m in layer.modules() if isinstance(m, torch.nn.Linear)):
+                linear.weight.data = rounded(linear.weight.data)
+                if inputs:
+                    linear.register_forward_pre_hook(lambda _, read: (rounded(read[0]),))
+        return made
+
+    dice = random.Random(0)
+    texts = [
+        f"What is {dice.randint(10, 98)} + {dice.randint(10, 98)}?" for _ in range(options.requests)
+    ]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+    ids = torch.tensor([p for p in prompts if len(p) == len(prompts[0])])
+    trainer = model()
+    torch.manual_seed(0)
+    kinds = {
+        "bfloat16": lambda: model(torch.bfloat16),
+        "8 bits, a third of the layers": lambda: in_eight_bits(layers=3),
+        "8 bits, half of the layers": lambda: in_eight_bits(layers=2),
+        "8 bits, weights alone": lambda: in_eight_bits(inputs=False),
+        "8 bits": in_eight_bits,
+    }
+    for kind, build in kinds.items():
+        engine = build()
+        with torch.no_grad():
+            drawn = engine.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0,
+                temperature=1.0, max_new_tokens=options.tokens, pad_token_id=tokenizer.eos_token_id,
+            )  # fmt: skip
+            response = drawn[:, ids.shape[1] :]
+            ended = (response == tokenizer.eos_token_id).cumsum(1)
+            mask = ended - (response == tokenizer.eos_token_id).long() == 0
+            own, true = (
+                one(drawn[:, :-1])
+                .logits[:, ids.shape[1] - 1 :]
+                .double()
+                .log_softmax(-1)
+                .gather(2, response[..., None])[..., 0]
+                for one in (engine, trainer)
+            )
+        change = torch.where(mask, true - own, 0.0)
+        delta, ratio = change[mask], change[mask].exp()
+        whole = change.sum(1).exp()
+        row = {
+            "drawn in": kind,
+            "tokens": len(delta),
+            "gap": float(delta.abs().mean()),
+            "k3": float((ratio - 1 - delta).mean()),
+            "beyond 0.8 to 1.28": float(((ratio < 0.8) | (ratio > 1.28)).double().mean()),
+            "ess of tokens": float(ratio.sum() ** 2 / (ratio**2).sum() / len(ratio)),
+            "ess of responses": float(whole.sum() ** 2 / (whole**2).sum() / len(whole)),
+        }
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

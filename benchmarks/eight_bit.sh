@@ -57,7 +57,7 @@ for part in "${@:-decode runs}"; do
         else
             for seed in $SEEDS; do
                 run bf16 "$seed"
-                run fp8 "$seed" rollout.quantization=fp8
+                run fp8 "$seed" rollout.quantization=fp8 guard.max_quantization_gap=1
             done
             cat "$OUT/table.md"
         fi

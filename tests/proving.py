@@ -78,6 +78,8 @@ class Engines:
         schedule = c.schedule
         if self.rollout._recompute:
             schedule = replace(schedule, on_sync=OnSync.SWAP)
+        most = c.guard.max_quantization_gap if rollout.quantization else None
+        limits = Limits(dtype, least, *sizes, quantization=most)
         params = SamplingParams(rollout.max_response_length, rollout.temperature)
 
         def refuse(error: Exception) -> None:
@@ -85,7 +87,7 @@ class Engines:
 
         proof = Proof(
             *(self.train, pool, self.sync, turns_of(False, pool, self.train)),
-            *(Shifted(self.prompts, 1000 * seed), params, schedule, Limits(dtype, least, *sizes)),
+            *(Shifted(self.prompts, 1000 * seed), params, schedule, limits),
             note=note, refuse=refuse, stops=False, budget_s=budget_s, seed=100_000 * seed,
         )  # fmt: skip
         verdict = await proof.run(0)

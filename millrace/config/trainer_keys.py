@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from millrace.config.facts import STREAM, Fixed, NoEffectOnWeights, Switch
+from millrace.config.facts import STREAM, Fixed, NoEffectOnWeights, ReadWith, Switch
 from millrace.config.megatron_keys import MegatronConfig
 from millrace.config.plugins import Named
 from millrace.config.section import Home, Section
@@ -322,6 +322,15 @@ class GuardConfig(Section):
 
     Unset, it is three times the gap that the dtype explains: that of the trainer to an independent
     model in a wider dtype, measured at the start.
+    """
+    max_quantization_gap: Annotated[float, ReadWith({"rollout.quantization": ("fp8",)})] = Field(
+        0.1, gt=0
+    )
+    """The largest gap, in nats, that 8 bits alone may make at the start. on_gap decides.
+
+    A loss clips tokens whose ratio to the policy that drew them is far from 1. At 0.1, that is about
+    one token in eight before any training. At 0.21, SmolLM2 hardly learned. Later versions may have
+    a half more.
     """
     equal_reward_versions: int = Field(3, ge=1)
     """Alarm equal_rewards: reward/std is 0 in this many consecutive versions."""

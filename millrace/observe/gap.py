@@ -45,6 +45,8 @@ ROUNDED = 1.5
 Both round activations, in part to other numbers. Two roundings with nothing in common would differ
 by the root of 2.
 """
+_CLIP = 0.2
+"""PPO's clip: beyond it, a ratio to the policy that drew loses its gradient."""
 RANK_SHIFT = 0.02
 """The shift of the mean rank of drawn tokens that a dtype may make, without its noise.
 
@@ -190,6 +192,8 @@ class Verdict:
     explained: bool = True
     """Whether the floor was measured."""
     floor_k3: float = 0.0
+    bits: float | None = None
+    """The gap that 8 bits alone make, in a run that draws with them."""
 
     def error(self) -> GapError | None:
         """Return the error of engines that disagree. None if they agree."""
@@ -219,9 +223,18 @@ def limit_of_few(limit: float, tokens: float, noise: float = 4.0) -> float:
 
 
 def judge(
-    rounds: Mapping[str, Drawn], *, dtype: str, least: float, alone: float | None = None
+    rounds: Mapping[str, Drawn],
+    *,
+    dtype: str,
+    least: float,
+    most_bits: float | None = None,
+    alone: float | None = None,
 ) -> Verdict:
-    """Judge the rounds of a proof. `alone` is the gap of a request without company, if known."""
+    """Judge the rounds of a proof.
+
+    `most_bits` is the largest gap that 8 bits alone may make, in a run that draws with them. `alone` is
+    the gap of a request without company, if known.
+    """
     if not rounds:
         return Verdict(Gap(), ASSUMED[dtype], limit_of(ASSUMED[dtype], least), explained=False)
     every = list(rounds.values())
@@ -244,6 +257,14 @@ def judge(
             findings.append(Finding(name, _MISSING, abs(part), most))
         missing = max(missing, abs(part))
     findings += _of_ranks(rounds)
+    bits = None
+    if most_bits is not None and (true := rounds.get(TRUE)) is not None:
+        # Displaced weights are not those of the run. Without the model in 8 bits, all of it counts.
+        alike = true.floor()
+        alike = alike if alike.tokens else gap(true.engine, true.trainer)
+        bits, most = alike.mean, limit_of_few(most_bits, alike.tokens)
+        if bits > most:
+            findings.append(Finding(TRUE, _BITS, bits, most))
     return Verdict(
         gap(whole.engine, whole.trainer),
         floor.mean,
@@ -254,6 +275,7 @@ def judge(
         missing,
         bool(own.tokens),
         floor.k3,
+        bits,
     )
 
 
@@ -262,6 +284,7 @@ _TRAINER = "the trainer's own gap to an independent model"
 _MISSING = "the share of a change of weights that engines lack"
 _ROUNDED = "the mean gap to an independent model in 8 bits"
 _RANKS = "the shift of the mean rank of drawn tokens"
+_BITS = "the mean gap that 8 bits alone make"
 
 
 def _of_ranks(rounds: Mapping[str, Drawn]) -> list[Finding]:
@@ -325,10 +348,26 @@ def causes(
             "top-k, top-p, a penalty or another temperature: remove it from "
             "rollout.engine_kwargs. rollout.engine=torch shows which engine is wrong"
         )
-    if all(f.kind in (_RANKS, _TRAINER) for f in findings):
-        return found
     true, displaced = rounds.get(TRUE), rounds.get(DISPLACED)
-    first = true if any(f.where == TRUE for f in findings) else displaced
+    if true is not None and any(f.kind == _BITS for f in findings):
+        with np.errstate(over="ignore", invalid="ignore"):
+            outside = float((np.abs(np.expm1(true.trainer - true.engine)) > _CLIP).mean())
+        found.append(
+            f"8 bits are too coarse for this model: before any training, {outside:.0%} of its tokens "
+            f"leave a clip of {_CLIP:g}. SmolLM2-135M learned nearly nothing at 0.21 nats. "
+            "rollout.quantization=null, or another model; or a larger guard.max_quantization_gap, "
+            "with async_training.use_rollout_log_probs=false "
+            "algorithm.rollout_correction.rollout_is=token, which clips no token for it"
+        )
+    if any(f.kind == _ROUNDED for f in findings):
+        found.append(
+            "the engine computes in 8 bits, but not as they should be: a wrong scale, or other "
+            "kernels. rollout.quantization=null shows it"
+        )
+    findings = [f for f in findings if f.kind not in (_RANKS, _TRAINER, _BITS)]
+    if not findings:
+        return found
+    first = displaced if all(f.where == DISPLACED for f in findings) else true or displaced
     if first is None:
         return found
 

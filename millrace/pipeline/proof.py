@@ -67,6 +67,8 @@ class Limits:
     """The largest number of trajectories that the run draws at once."""
     gap: float | None = None
     """The limit that a user set."""
+    quantization: float | None = None
+    """The largest gap that 8 bits alone may make, if rollouts draw with them."""
 
 
 class Proof:
@@ -110,7 +112,16 @@ class Proof:
         """Return the limit of a version's gap, once it is known."""
         if self.limits.gap is not None or self.floor is None:
             return self.limits.gap
-        return gaps.limit_of(self.floor, self.limits.least, gaps.LATER_FACTOR)
+        limit = gaps.limit_of(self.floor, self.limits.least, gaps.LATER_FACTOR)
+        most = self._most_bits(1)
+        if most is None or self.floor > most:  # a run that trains in spite of it
+            return limit
+        return min(limit, most)
+
+    def _most_bits(self, version: PolicyVersion) -> float | None:
+        """Return the largest gap that 8 bits alone may make, which is larger once a policy trained."""
+        most = self.limits.quantization
+        return most * gaps.LATER_FACTOR / gaps.FACTOR if most and version else most
 
     # -- the start of a run
 
@@ -133,7 +144,8 @@ class Proof:
             if self._workers() == before:
                 break
         if self._workers() != before or not verdict.gap.tokens:
-            self.floor = gaps.ASSUMED[self.limits.dtype]
+            assumed, most = gaps.ASSUMED[self.limits.dtype], self._most_bits(version)
+            self.floor = assumed if most is None else min(assumed, most)
             why = (
                 "workers were lost meanwhile" if self._workers() != before else "no token was drawn"
             )
@@ -148,10 +160,12 @@ class Proof:
             self._note(f"warning: {error}")
             return verdict
         sizes = f"1 to {max(self._sizes, default=0)} requests at once"
-        assumed = "" if verdict.explained else ", assumed: no room for an independent model"
+        unread = "" if verdict.explained else ", assumed: no room for an independent model"
+        most, bits = self._most_bits(version), verdict.bits
+        alone = "" if bits is None else f"8 bits alone {bits:.2g} (limit {most:g}), "
         self._note(
             f"engines proven: {self.draws.tokens.total():,} tokens in {clock() - since:.1f} s "
-            f"({sizes}), gap {verdict.gap.mean:.2g} (limit {verdict.limit:.2g}{assumed}), "
+            f"({sizes}), gap {verdict.gap.mean:.2g} (limit {verdict.limit:.2g}{unread}), {alone}"
             f"worst token {verdict.gap.worst:.2g}"
         )
         return verdict
@@ -194,6 +208,7 @@ class Proof:
         rounds = {gaps.TRUE: true, gaps.DISPLACED: displaced}
         rounds = {name: d for name, d in rounds.items() if len(d.engine)}
         options: dict[str, Any] = {"dtype": self.limits.dtype, "least": self.limits.least}
+        options["most_bits"] = self._most_bits(version)
         verdict = gaps.judge(rounds, **options)
         if verdict.findings and live:
             verdict = gaps.judge(rounds, **options, alone=await self._alone(live[0], version))

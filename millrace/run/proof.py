@@ -21,6 +21,7 @@ def make_proof(s: Session, rollouter: Rollouter, stop: StopRequest) -> Proof:
         c.rollout.max_len,
         c.schedule.capacity * replicas.num_responses,
         c.guard.max_log_prob_gap,
+        c.guard.max_quantization_gap if c.rollout.quantization else None,
     )
     return Proof(
         *(engines.train, engines.pool, engines.sync, engines.turns, s.problems.train),
@@ -40,9 +41,11 @@ def least_limit(device: str, dtype: str) -> float:
     return gap.LEAST_TF32 if on_gpu and dtype == "float32" else gap.LEAST[dtype]
 
 
-def of_version(figures: str) -> GapError:
+def of_version(figures: str, quantization: str | None) -> GapError:
     """Return the error of a version whose engines disagree."""
+    coarse = f"rollout.quantization={quantization} is too coarse for what the policy became"
     causes = [
+        *([coarse] if quantization else []),
         "a jump since the proof: old KV, graphs or kernels",
         CAUSES["log_prob_gap"].rstrip("."),
     ]

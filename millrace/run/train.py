@@ -189,7 +189,9 @@ async def run_training(
                     **trackers.dropped(outside),
                 },
                 tokens=recorder.counts,
-                on_gap=lambda figures: refuse(s, stop, of_version(figures)),
+                on_gap=lambda figures: refuse(
+                    s, stop, of_version(figures, s.config.rollout.quantization)
+                ),
                 on_row=called.see,
             )
             watchers: list[Watcher] = [

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from millrace.errors import BrokenTransfer, SyncError
 from millrace.sync import ipc
 from millrace.sync.adapters import LoraStaging, join_inbox
-from millrace.sync.eight_bit import in_eight_bits, quantised_names
+from millrace.sync.eight_bit import PAIRS, in_eight_bits, pair_sums, quantised_names, sums_of
 from millrace.sync.options import SyncOptions
 from millrace.sync.proof import bit_sums, changed, start_bit_sums
 from millrace.sync.staging import StagingBuffer, wire_device
@@ -50,6 +50,10 @@ class LiveWeights:
     inbox: StagingBuffer | LoraStaging | ipc.IpcStaging
     live_sums: dict[str, int] | None = None
     """The bit sums of the live parameters by name. None before the first version."""
+    _staging: threading.Lock
+    """Held by the thread that stages a version."""
+    _paired: bool
+    """Whether sums have proven that each row has its scale. Each load puts it in the same place."""
     _staged: dict[str, Tensor] | None = None
     """The staged tensors as they are loaded. None before the first version."""
     _copies: list[tuple[list[Tensor], list[Tensor]]] | None = None
@@ -66,7 +70,9 @@ class LiveWeights:
         restore_nccl_settings()
         if (inbox := self.__dict__.pop("inbox", None)) is not None:
             inbox.leave()  # the ranks of a lost trainer
-            inbox = self._staged = self._copies = None
+            with self._staging:
+                inbox = self._staged = self._copies = None
+        self._staging, self._paired = threading.Lock(), False
         options = SyncOptions(**agreed)
         limit = timedelta(seconds=options.timeout_s)
         self._store = TCPStore(host, port, None, False, timeout=limit)
@@ -88,7 +94,8 @@ class LiveWeights:
 
         def work() -> int:
             self.inbox.regroup(generation, members)
-            return 0
+            with self._staging:  # A version that has arrived may not be quantised yet.
+                return 0
 
         self._in_thread(work, turn)
 
@@ -99,16 +106,19 @@ class LiveWeights:
         """
 
         def work() -> int:
-            if self._proof_stream is not None:
-                return self._receive_and_prove(version, self._proof_stream)
-            # An IpcInbox replaces the live weights while it receives.
-            if in_place := isinstance(self.inbox, ipc.IpcStaging):
-                self.prove_unchanged()
-            received = self.inbox.receive(version)
-            if not in_place:
-                self._quantise()
-                self.prove_unchanged()
-            return received
+            with self._staging:
+                if self._proof_stream is not None:
+                    return self._receive_and_prove(version, self._proof_stream)
+                # An IpcStaging replaces the live weights while it receives. If it breaks off, they
+                # are of two versions, and the next transfer replaces them all.
+                if in_place := isinstance(self.inbox, ipc.IpcStaging):
+                    self.prove_unchanged()
+                    self.live_sums = None
+                received = self.inbox.receive(version)
+                if not in_place:
+                    self._quantise()
+                    self.prove_unchanged()
+                return received
 
         self._in_thread(work, turn)
 
@@ -155,7 +165,7 @@ class LiveWeights:
         assert not isinstance(self.inbox, ipc.IpcStaging)  # It loads each bucket as it arrives.
         received = self.inbox.staged
         self._staged = self._in_eight_bits(received, self._staged)
-        self.inbox.bit_sums |= bit_sums(ipc.replaced(self._staged, received))
+        self.inbox.bit_sums |= sums_of(ipc.replaced(self._staged, received))
 
     @property
     def _fused(self) -> dict[str, list[str]]:
@@ -213,8 +223,12 @@ class LiveWeights:
             if not isinstance(self.inbox, ipc.IpcStaging):
                 self.load()
             self.live_sums = bit_sums(self._parameters())
-        self._live = version
-        return live_names(self.inbox.bit_sums, self.live_sums), self.live_sums, self._fused
+            pairs = {} if self._paired else pair_sums(self._parameters())
+        sent, self._live = self.inbox.bit_sums, version
+        if self._paired:
+            sent = {name: value for name, value in sent.items() if not name.endswith(PAIRS)}
+        self._paired = True
+        return live_names(sent, self.live_sums), self.live_sums | pairs, self._fused
 
     def changed_weights(self) -> str:
         """Return what is wrong with the live weights, or nothing. The engine will discard them."""

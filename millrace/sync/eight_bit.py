@@ -7,13 +7,15 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from millrace.sync.proof import unfused
+from millrace.sync.proof import bit_sums, integers, unfused
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest number of DTYPE."""
 SCALE = "_scale"
 """A weight's name with this is the name of its scales."""
+PAIRS = "_pairs"
+"""A weight's name with this is the name of its sum of pairs."""
 _LEAST = torch.finfo(torch.float32).tiny
 """The smallest scale: a channel of zeros stays zero, and no channel becomes NaN."""
 
@@ -24,7 +26,8 @@ def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
     The largest number of a row becomes LARGEST. Numbers are rounded to the nearest, ties to even.
     """
     exact = rows.float()
-    scale = (exact.abs().amax(-1, keepdim=True) / LARGEST).clamp_(min=_LEAST)
+    largest = exact.new_full((), LARGEST)  # On a GPU, a number would become its rounded inverse.
+    scale = (exact.abs().amax(-1, keepdim=True) / largest).clamp_(min=_LEAST)
     return (exact / scale).clamp_(-LARGEST, LARGEST).to(DTYPE), scale
 
 
@@ -61,3 +64,22 @@ def in_eight_bits(
             for key, part in zip((name, name + SCALE), quantise(tensor.to(device)), strict=True):
                 result[key] = part if into is None else into[key].copy_(part)
     return result
+
+
+def pair_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the sum over the rows of each weight in 8 bits: its numbers' bits times its scale's.
+
+    Scales that change places have the same bit sum, and another one of pairs. As bit sums do, it
+    adds up over the parts of a fused weight, and over devices that have rows or columns of it.
+    """
+    found = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        if (scale := tensors.get(name + SCALE)) is not None:
+            rows = integers(tensor).sum(-1, dtype=torch.int64)
+            found[name + PAIRS] = (rows * integers(scale).flatten()).sum()
+    return dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True)) if found else {}
+
+
+def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return all sums that prove these tensors live."""
+    return bit_sums(tensors) | pair_sums(tensors)

@@ -25,10 +25,10 @@ from millrace.errors import BrokenTransfer, SyncError
 from millrace.ports import TransferReport, WeightSource
 from millrace.sync.background import abandonable
 from millrace.sync.buckets import Bucket, Spec, plan
+from millrace.sync.eight_bit import sums_of
 from millrace.sync.groups import Group, finish_send, receive, start_send, wait_for_device
 from millrace.sync.membership import Membership, rank_name, replica_name
 from millrace.sync.options import SyncOptions
-from millrace.sync.proof import bit_sums
 from millrace.sync.table import tell
 from millrace.types import PolicyVersion
 
@@ -319,7 +319,7 @@ class IpcStaging:
             tensors = self._prepare(views)
             self._load(iter(tensors.items()))
             self.bit_sums |= zip(views, sums[:, 2].tolist(), strict=True)
-            self.bit_sums |= bit_sums(replaced(tensors, views))
+            self.bit_sums |= sums_of(replaced(tensors, views))
             wait_for_device(buffer.device)
             word = torch.zeros(1)
             loaded.append((start_send(pair, word, 0), word))

@@ -25,10 +25,10 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
     The result is an int64 scalar on the tensor's device.
     """
-    return _integers(tensor).sum(dtype=torch.int64)
+    return integers(tensor).sum(dtype=torch.int64)
 
 
-def _integers(tensor: Tensor) -> Tensor:
+def integers(tensor: Tensor) -> Tensor:
     """Return the elements' bits as integers, contiguous, in the order of the memory if possible.
 
     A transposed matrix, as kernels for 8 bits need it, would otherwise be copied.
@@ -54,7 +54,7 @@ def start_bit_sums(tensors: Mapping[str, Tensor]) -> Tensor:
     if next(iter(tensors.values())).is_cuda:
         from millrace.sync import kernels
 
-        return kernels.sums([_integers(t) for t in tensors.values()])
+        return kernels.sums([integers(t) for t in tensors.values()])
     return torch.stack([bit_sum(t) for t in tensors.values()])
 
 

@@ -37,6 +37,7 @@ OTHER: dict[str, Any] = {
 NEEDED: dict[str, dict[str, Any]] = {
     "distillation.task_loss_coef": {"distillation.use_task_rewards": False},
     "distillation.max_log_ratio": {"distillation.loss_mode": "forward_kl_topk"},
+    "guard.max_quantization_gap": {"rollout.engine": "vllm"},
     "algorithm.gdpo_reward_weights": {"algorithm.gdpo_reward_keys": ["a"]},
     "trainer.megatron.sequence_parallel": {"trainer.megatron.tensor_model_parallel_size": 2},
     "trainer.megatron.overlap_param_gather": {"trainer.megatron.overlap_grad_reduce": True},

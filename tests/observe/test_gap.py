@@ -80,6 +80,43 @@ def test_an_engine_in_8_bits_stays_near_a_model_in_8_bits(error: float) -> None:
     }
 
 
+def test_an_engine_that_is_far_from_a_model_in_8_bits_with_all_weights_names_its_scales() -> None:
+    rounds = {name: eight_bits(error=0.17) for name in (gaps.TRUE, gaps.DISPLACED)}
+    verdict = judge(rounds, dtype="fp8", least=gaps.LEAST["fp8"])
+    assert [f.where for f in verdict.findings] == ["any weights"]
+    assert "a wrong scale" in verdict.causes[0]
+    assert not any("only new weights" in cause for cause in verdict.causes)
+
+
+@pytest.mark.parametrize(("noise", "stops"), [(0.05, False), (0.1, False), (0.15, True)])
+def test_8_bits_alone_may_not_move_the_policy_too_far(noise: float, stops: bool) -> None:
+    """The engine does what it should. The mean of normal noise is 0.8 times its deviation."""
+    rounds = {gaps.TRUE: eight_bits(noise=noise)}
+    verdict = judge(rounds, dtype="fp8", least=gaps.LEAST["fp8"], most_bits=0.1)
+    assert verdict.bits == pytest.approx(0.8 * np.hypot(noise, 0.02), rel=0.1)
+    assert [f.kind for f in verdict.findings] == ["the mean gap that 8 bits alone make"] * stops
+    assert judge(rounds, dtype="fp8", least=gaps.LEAST["fp8"]).error() is None
+    if stops:
+        (cause,) = verdict.causes
+        assert "rollout.quantization=null" in cause and "guard.max_quantization_gap" in cause
+        ratio = np.exp(rounds[gaps.TRUE].trainer - rounds[gaps.TRUE].engine)
+        assert f"{np.mean((ratio < 0.8) | (ratio > 1.2)):.0%} of its tokens" in cause
+
+
+@pytest.mark.parametrize(("noise", "stops"), [(0.05, False), (0.2, True)])
+def test_without_a_model_in_8_bits_the_whole_gap_counts(noise: float, stops: bool) -> None:
+    """Whatever the assumed floor is, a run that is near enough goes on."""
+    one, nothing = eight_bits(noise=noise), np.full(K, np.nan)
+    blind = replace(one, reference=nothing, quantised=nothing)
+    verdict = judge({gaps.TRUE: blind}, dtype="fp8", least=gaps.LEAST["fp8"], most_bits=0.1)
+    assert not verdict.explained and bool(verdict.findings) == stops
+
+
+def test_displaced_weights_do_not_say_how_far_8_bits_move_those_of_the_run() -> None:
+    rounds = {gaps.TRUE: eight_bits(noise=0.05), gaps.DISPLACED: eight_bits(noise=0.3)}
+    assert not judge(rounds, dtype="fp8", least=gaps.LEAST["fp8"], most_bits=0.1).findings
+
+
 def test_what_8_bits_change_is_no_part_of_a_displacement() -> None:
     one = eight_bits()
     unchanged = one.reference + 0.3 * np.random.default_rng(2).standard_normal(K)

@@ -40,7 +40,7 @@ class Displaced(SimTrainEngine):
 
     def __init__(self) -> None:
         super().__init__(COST)
-        self.away = False
+        self.away, self.bits = False, 0.0
         self.changes: list[bool] = []
 
     async def displace(self, away: bool) -> None:
@@ -50,6 +50,12 @@ class Displaced(SimTrainEngine):
     async def log_probs(self, samples: tuple[Sample, ...]) -> list[list[float]]:
         value = -0.7 if self.away else -0.5
         return [[value] * t.num_policy_tokens for s in samples for t in s.trajectories]
+
+    async def reference_log_probs(
+        self, samples: tuple[Sample, ...], seconds: float, eight_bit: bool = False
+    ) -> list[list[list[float]]]:
+        exact, moved = await super().reference_log_probs(samples, seconds), self.bits * eight_bit
+        return [[[x - moved for x in own], ranks] for own, ranks in exact]
 
 
 @dataclass
@@ -118,6 +124,7 @@ def world(
     *,
     kind: type[Engine] = Engine,
     params: SamplingParams = SamplingParams(64),  # noqa: B008 - immutable
+    limits: Limits = Limits("float32", 1e-5, 128, 48),  # noqa: B008 - immutable
     **options: Any,
 ) -> World:
     train = Displaced()
@@ -133,7 +140,7 @@ def world(
         LongTail(),
         params,
         schedule,
-        Limits("float32", 1e-5, 128, 48),
+        limits,
         note=notes.append,
         refuse=refused.append,
         **options,
@@ -234,6 +241,73 @@ def test_with_warn_the_run_says_it_and_goes_on() -> None:
 
     one, verdict = run(lambda: world(schedule_of("async_partial"), stops=False), act)
     assert verdict.error() is not None and one.notes[0].startswith("warning: ")
+
+
+def eight_bits(bits: float, **options: Any) -> World:
+    """Return a world whose engines draw in 8 bits, as they should."""
+    limits = Limits("fp8", 1e-3, 128, 48, quantization=0.1)
+    one = world(schedule_of("async_partial"), limits=limits, **options)
+    one.train.bits = bits
+    for engine in one.engines:
+        engine.wrong = lambda version: -bits
+    return one
+
+
+def test_rollouts_in_8_bits_that_are_near_enough_train() -> None:
+    one, verdict = run(lambda: eight_bits(0.08), lambda one: one.proof.run(0))
+    assert verdict.error() is None
+    assert "8 bits alone 0.08 (limit 0.1)" in one.notes[0]
+    assert one.proof.limit == pytest.approx(0.15)  # not three floors
+
+
+def test_rollouts_in_8_bits_that_are_too_far_end_the_run_before_training() -> None:
+    async def act(one: World) -> GapError:
+        with pytest.raises(GapError) as caught:
+            await one.proof.run(0)
+        return caught.value
+
+    one, error = run(lambda: eight_bits(0.13), act)
+    assert all(key in str(error) for key in ("guard.max_quantization_gap", "guard.on_gap=warn"))
+    assert one.train.changes == [True, False] and "engines proven" not in str(one.notes)
+
+
+def test_with_warn_rollouts_in_8_bits_that_are_too_far_train() -> None:
+    one, verdict = run(lambda: eight_bits(0.2, stops=False), lambda one: one.proof.run(0))
+    assert verdict.error() is not None and one.notes[0].startswith("warning: ")
+    assert one.proof.limit == pytest.approx(3 * 0.2)
+
+
+def test_a_resumed_run_in_8_bits_has_the_limit_of_a_later_version() -> None:
+    """Otherwise a resume would refuse what the run trained with."""
+
+    async def act(one: World) -> Verdict | None:
+        for engine in one.engines:
+            await engine.swap(4)
+        return await one.proof.run(4)
+
+    one, verdict = run(lambda: eight_bits(0.13), act)
+    assert verdict.error() is None and one.proof.limit == pytest.approx(0.15)
+    assert "8 bits alone 0.13 (limit 0.15)" in one.notes[0]
+
+
+def test_a_probe_without_a_proof_limits_the_gap_of_8_bits_too() -> None:
+    """Assumed floors would allow 0.6 nats."""
+
+    async def act(one: World) -> None:
+        for replica in (0, 1):
+            one.pool.roster.lose(replica, 0, "it died")
+        await one.proof.run(0)
+        one.pool.roster.restarted(0)
+        one.pool.roster.proven(0, 1)
+        await one.proof.probe(0, one.proof.draws.pause)
+
+    def few() -> World:
+        one = eight_bits(0.3)
+        one.pool.roster.max_restarts = 10**9
+        return one
+
+    one, _ = run(few, act)
+    assert len(one.refused) == 1
 
 
 def test_a_replica_that_is_lost_meanwhile_does_not_end_the_proof() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,8 @@ RANK = 4
 class Adapted(Replica):
     """A replica whose trainer has one base model, and different adapters for each seed."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, **keys: Any) -> None:
+        super().__init__(folder, **keys)
         tree = self.config.model_dump(mode="json")
         tree["model"] |= {"lora_rank": RANK, "lora_alpha": 8.0}
         self.config = Config.model_validate(tree)
@@ -34,7 +35,7 @@ class Adapted(Replica):
                 added = (
                     2.0 * ends[0] @ ends[1] if ends[0] is not None and ends[1] is not None else 0.0
                 )
-                p.data = self.base[name] + added
+                p.data = (self.base[name].float() + added).to(p.dtype)
 
     def draw(self, seed: int) -> dict[str, torch.Tensor]:
         noise, tensors = torch.Generator().manual_seed(seed), {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from millrace.sync.eight_bit import (
     LARGEST,
@@ -12,6 +13,7 @@ from millrace.sync.eight_bit import (
     quantise,
     quantised_names,
     rounded,
+    sums_of,
 )
 from millrace.sync.proof import bit_sums, not_live
 
@@ -98,6 +100,27 @@ def test_sums_prove_fused_and_transposed_weights() -> None:
     assert not not_live(bit_sums(staged), [live()], FUSED)
     assert not_live(bit_sums(staged), [live(2.0)], FUSED) == ["a.qkv_proj.weight_scale"]
     assert not_live(bit_sums(sent), [live()], FUSED)
+
+
+def test_sums_of_pairs_see_scales_that_change_places() -> None:
+    """As a loader may stack parts of a fused weight. Devices may have rows or columns of it."""
+    parts = {f"a.{n}_proj.weight": weights(16)[:, k : k + 16] for k, n in enumerate("qkv")}
+    staged = in_eight_bits(parts, parts, CPU)
+    sent = sums_of(staged)
+    whole = {end: torch.cat([staged[name + end] for name in parts]) for end in ("", SCALE)}
+
+    def wrong(*devices: tuple[Tensor, Tensor]) -> list[str]:
+        name = "a.qkv_proj.weight"
+        live = [sums_of({name: w.contiguous().T, name + SCALE: s}) for w, s in devices]
+        return not_live(sent, live, FUSED)
+
+    numbers, scale = whole[""], whole[SCALE]
+    assert not wrong((numbers, scale))
+    rows, columns = slice(0, 24), slice(24, 48)
+    assert not wrong((numbers[rows], scale[rows]), (numbers[columns], scale[columns]))
+    assert not wrong((numbers[:, :8], scale), (numbers[:, 8:], scale))
+    for order in (scale.roll(16, 0), scale[[1, 0, *range(2, 48)]]):
+        assert wrong((numbers, order)) == ["a.qkv_proj.weight_pairs"]
 
 
 def test_a_later_version_takes_the_memory_of_the_first() -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,13 +24,15 @@ from torch import Tensor
 
 from millrace import codec
 from millrace.config import Config
-from millrace.errors import SyncError
+from millrace.errors import BrokenTransfer, SyncError
 from millrace.run.engines import sync_options
+from millrace.serving.live_weights import LiveWeights
 from millrace.sync import ipc
 from millrace.sync.buckets import plan, specs_of
+from millrace.sync.eight_bit import in_eight_bits, sums_of
 from millrace.sync.ipc import IpcSender, IpcStaging, fits
 from millrace.sync.membership import Membership
-from millrace.sync.proof import bit_sums
+from millrace.sync.proof import bit_sums, not_live
 from millrace.sync.table import Shards
 from tests.waiting import HANG_S
 
@@ -72,7 +76,10 @@ class Pair:
         return received
 
 
-def pair(on_load: Callable[[Pair, str, Tensor], None] = lambda p, name, tensor: None) -> Pair:
+def pair(
+    on_load: Callable[[Pair, str, Tensor], None] = lambda p, name, tensor: None,
+    prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+) -> Pair:
     source = Source(model(1))
     buckets = plan(specs_of(source.tensors), 1 << 14)
     assert len(buckets) == 5
@@ -88,7 +95,7 @@ def pair(on_load: Callable[[Pair, str, Tensor], None] = lambda p, name, tensor: 
     second = Membership(store, agreed, CPU, [0], "replica 3")
     made = Pair(
         IpcSender(source, first, 0, buckets, slots, lambda members: "replica 3"),  # type: ignore[arg-type]
-        IpcStaging(second, 0, buckets, slots, load, 3),
+        IpcStaging(second, 0, buckets, slots, load, 3, prepare),
         source,
         slots,
     )
@@ -115,6 +122,18 @@ def test_what_is_loaded_is_what_the_trainer_has_version_after_version() -> None:
         assert p.live.keys() == p.source.tensors.keys()
         assert all(torch.equal(p.live[name], tensor) for name, tensor in p.source.tensors.items())
         assert p.inbox.bit_sums == bit_sums(p.source.tensors)
+
+
+def test_weights_in_8_bits_are_those_of_the_version_bucket_by_bucket() -> None:
+    names = {"layer.1", "layer.4", "layer.8"}
+    p = pair(prepare=lambda weights: in_eight_bits(weights, names, CPU))
+    for version in (0, 1):
+        p.source.tensors = model(10 + version)
+        asyncio.run(p.hand_over(version))
+        want = in_eight_bits(p.source.tensors, names, CPU)
+        assert p.live.keys() == want.keys()
+        assert bit_sums(p.live) == bit_sums(want)
+        assert p.inbox.bit_sums == sums_of(want)
 
 
 def test_a_slot_is_not_written_before_it_was_loaded() -> None:
@@ -158,6 +177,58 @@ def test_a_bucket_that_is_not_what_was_sent_is_refused(monkeypatch: pytest.Monke
             await sending
 
     asyncio.run(main())
+
+
+class Model(torch.nn.Module):
+    """A served model. A transfer may break off when it has replaced half of the layers."""
+
+    config = SimpleNamespace(model_type="llama")
+    breaks = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        zeros = (torch.zeros_like(t) for t in model(0).values())
+        self.layer = torch.nn.ParameterList(torch.nn.Parameter(z, False) for z in zeros)
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            if self.breaks and name == "layer.5":
+                raise BrokenTransfer("a rank was lost")
+            self.get_parameter(name).copy_(tensor)
+
+
+def test_a_replica_takes_the_next_transfer_after_one_that_broke_off() -> None:
+    """Its weights are then of two versions, and no fault changed them."""
+    p, live = pair(), LiveWeights()
+    live.model, live.inbox, live.shard, live.device = Model(), p.inbox, 0, CPU
+    live._store = dist.HashStore()  # type: ignore[assignment]
+    live._key, live._replica = "report", 3
+    live._staging, live._paired = threading.Lock(), True
+    live._stream = live._proof_stream = None
+    p.inbox._load = live._load
+
+    async def take(version: int) -> dict[str, Any]:
+        p.source.tensors = model(10 + version)
+        transfer = p.sender.transfer(version)
+        sent = asyncio.ensure_future(asyncio.to_thread(asyncio.run, transfer))  # type: ignore[arg-type]
+        live.stage_weights(version, version)
+        await asyncio.to_thread(live._store.wait, [f"report/{version}"])
+        found: dict[str, Any] = json.loads(live._store.get(f"report/{version}"))
+        receiving = asyncio.to_thread(p.inbox.regroup, version, [3])
+        await asyncio.gather(p.sender.regroup(version, [3]), receiving)
+        await asyncio.gather(sent, return_exceptions=True)
+        return found
+
+    assert asyncio.run(take(2))["version"] == 2
+    live.activate_weights(2)
+    live.model.breaks = True
+    assert asyncio.run(take(3))["broken"]
+    live.model.breaks = False
+    assert asyncio.run(take(4))["version"] == 4
+    sent, served, fused = live.activate_weights(4)
+    assert not not_live(sent, [served], fused)
+    live.model.layer[2].view(-1)[0] += 1
+    assert "layer.2 changed after the sync" in asyncio.run(take(5))["error"]
 
 
 def test_it_is_for_vllm_on_shared_gpus() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,32 @@ class FaultyExtension(Faults, WorkerExtension):
         engine._in_eight_bits = wrong  # type: ignore[method-assign]
         if isinstance(engine.inbox, IpcStaging):
             engine.inbox._prepare = wrong
+
+    def load_scales_in_another_order(self, name: str) -> None:
+        """Let the next load exchange the scales of both parts of a fused weight."""
+        engine, right = self.weights, self.weights.load
+
+        def wrong() -> None:
+            del engine.load
+            right()
+            scale = dict(self.model_runner.model.named_parameters())[f"{name}_scale"].data
+            scale.copy_(scale.roll(len(scale) // 2, 0))
+
+        engine.load = wrong  # type: ignore[method-assign]
+
+    def hold_quantising(self) -> None:
+        """Let the thread that stages a version wait, once, before it quantises."""
+        engine, self.held = self.weights, threading.Event()
+
+        def waits(weights: Any, into: Any = None) -> Any:
+            self.held.wait(60)
+            del engine._in_eight_bits
+            return engine._in_eight_bits(weights, into)
+
+        engine._in_eight_bits = waits  # type: ignore[method-assign]
+
+    def go_on_quantising(self) -> None:
+        self.held.set()
 
     def live_weights(self) -> dict[str, tuple[str, list[float]]]:
         """Return the dtype and the first numbers of each live parameter."""
