@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import sglang
 
-from millrace.extras.sglang.arguments import RELEASES
+from millrace.config.serving_checks import SGLANG_RELEASES
 
 NAMES = {
     "srt/managers/scheduler.py": {
@@ -60,7 +60,7 @@ ATTRIBUTES = {
 }
 
 
-@pytest.fixture(params=RELEASES)
+@pytest.fixture(params=SGLANG_RELEASES)
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """The folder of a release's source."""
     if request.param == version("sglang"):

@@ -1,7 +1,7 @@
 """SGLang's scheduler process, with the calls of a weight sync and a seed for each request.
 
-`run` takes the place of SGLang's own entry of the process. It replaces six of SGLang's names, and
-`arguments.RELEASES` says of which releases.
+`run` takes the place of SGLang's own entry of the process. It replaces seven of SGLang's names, and
+`serving_checks.SGLANG_RELEASES` says of which releases.
 """
 
 from __future__ import annotations
@@ -225,6 +225,10 @@ _process = Scheduler.process_batch_result
 _from_batch = SamplingBatchInfo.from_schedule_batch
 
 
+def _no_snapshots(*_: Any, **__: Any) -> None:
+    """Write no load of this scheduler to a file in /dev/shm, which nothing reads or removes."""
+
+
 def run(*args: Any, **kwargs: Any) -> None:
     """Be a scheduler process, until the host ends it."""
     if (host := multiprocessing.parent_process()) and host.pid:
@@ -234,6 +238,7 @@ def run(*args: Any, **kwargs: Any) -> None:
     Scheduler.abort_request = _abort
     Scheduler.process_batch_result = _process_and_count
     SamplingBatchInfo.from_schedule_batch = staticmethod(_with_seeds)
+    sglang_scheduler.create_load_snapshot_writer = _no_snapshots
     sampler.sampling_from_probs_torch = draw
     sampler.top_k_top_p_min_p_sampling_from_probs_torch = draw_truncated
     _counter()  # its file is deleted once SGLang has started
