@@ -26,6 +26,9 @@ NAMES = {
         "Scheduler.is_fully_idle": ["self"],
         "run_scheduler_process": ["server_args", "port_args"],
     },
+    "srt/managers/load_snapshot.py": {
+        "create_load_snapshot_writer": ["server_args", "port_args"],
+    },
     "srt/managers/tokenizer_manager.py": {
         "TokenizerManager._send_one_request": ["self"],
         "TokenizerManager.abort_request": ["self", "rid"],
