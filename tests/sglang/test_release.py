@@ -27,7 +27,7 @@ NAMES = {
         "run_scheduler_process": ["server_args", "port_args"],
     },
     "srt/managers/load_snapshot.py": {
-        "create_load_snapshot_writer": ["server_args", "port_args"],
+        "create_load_snapshot_writer": [],
     },
     "srt/managers/tokenizer_manager.py": {
         "TokenizerManager._send_one_request": ["self"],
