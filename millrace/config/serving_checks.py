@@ -98,6 +98,7 @@ ARGUMENTS = {
             "enable_lora": "adapters are merged into the weights that arrive",
             "lora_paths": "adapters are merged into the weights that arrive",
             "disaggregation_mode": "a replica reads prompts and draws",
+            "enable_dp_attention": "a replica is one data-parallel rank",
         },
     ),
 }

@@ -18,7 +18,7 @@ import sglang
 
 from millrace.config.serving_checks import SGLANG_RELEASES
 
-NAMES = {
+NAMES: dict[str, dict[str, list[str]]] = {
     "srt/managers/scheduler.py": {
         "Scheduler.handle_rpc_request": ["self", "recv_req"],
         "Scheduler.process_batch_result": ["self", "batch", "result"],

@@ -8,6 +8,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from sglang.srt.managers.load_snapshot import shm_path_for
 
@@ -17,6 +18,7 @@ from millrace.errors import ConfigError, MillraceError, WorkerError
 from millrace.extras.sglang.engine import build
 from millrace.models.model import write_shape
 from millrace.runtime.worker import _VARIABLES, _set_defaults
+from tests.listening import listeners, outside, unix_sockets
 from tests.serving.replica import SHAPE
 
 pytestmark = pytest.mark.xdist_group("engines")
@@ -48,7 +50,7 @@ def test_a_start_that_fails_names_the_argument(
         runner.run(main())
 
 
-def test_an_engine_leaves_no_file_but_in_the_folder_of_the_run(
+def test_an_engine_has_its_files_in_the_folder_of_the_run_and_listens_on_loopback(
     tmp_path: Path, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_shape(tmp_path, SHAPE, vocab_size=48, eos_token_id=1, pad_token_id=0)
@@ -66,6 +68,11 @@ def test_an_engine_leaves_no_file_but_in_the_folder_of_the_run(
         assert len(addresses) >= 5
         assert all(address.startswith(f"ipc://{scratch}/") for address in addresses)
         assert not Path(shm_path_for(ports.instance_id)).exists()
+        me = psutil.Process()
+        every = [me, *me.children(recursive=True)]
+        assert listeners(every) and not outside(listeners(every))
+        sockets = unix_sockets(every)
+        assert sockets and not any(path.stat().st_mode & 0o077 for path in sockets)
         await engine.close()
 
     runner.run(main())

@@ -313,6 +313,7 @@ def build(sides: Sides, model: ModelConfig, model_folder: str) -> SglangRolloutE
     arguments = engine_arguments(sides, model, model_folder)
     rollout, log = sides.rollout, WorkerLog()
     keep_nccl_settings()
+    os.umask(0o077)  # SGLang's sockets carry pickles, so they are the user's alone
     with _files_in(os.environ.get(SCRATCH)), tempfile.NamedTemporaryFile() as file:
         file.write(bytes(8))
         file.flush()

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import mmap
 import multiprocessing
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from millrace.process.death import die_with, ignore_stop_signals
 from millrace.serving.live_weights import LiveWeights
+from millrace.sync.store import bound_store
 from millrace.waits.registry import Start, began, take_starts
 
 METHOD = "millrace"
@@ -239,6 +241,10 @@ def run(*args: Any, **kwargs: Any) -> None:
     Scheduler.process_batch_result = _process_and_count
     SamplingBatchInfo.from_schedule_batch = staticmethod(_with_seeds)
     sglang_scheduler.create_load_snapshot_writer = _no_snapshots
+    # SGLang's schedulers find each other through this store. torch's own store would listen on every
+    # interface.
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    setattr(rendezvous, "TCPStore", bound_store)  # noqa: B010
     sampler.sampling_from_probs_torch = draw
     sampler.top_k_top_p_min_p_sampling_from_probs_torch = draw_truncated
     _counter()  # its file is deleted once SGLang has started
