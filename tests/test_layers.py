@@ -300,7 +300,7 @@ BUDGETS = {
     "algorithms": 3370,
     "api": 760,
     "cli": 1980,
-    "config": 4780,
+    "config": 4800,
     "data": 3200,
     "decode": 1600,
     "environments": 980,
