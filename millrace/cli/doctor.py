@@ -16,8 +16,8 @@ from typing import Literal
 import psutil
 from packaging.version import Version
 
-from millrace.errors import INSTALL
-from millrace.run.machine import versions_in
+from millrace.errors import INSTALL, ConfigError
+from millrace.run.machine import check_versions, versions_in
 
 State = Literal["good", "warning", "bad", "absent"]
 
@@ -113,11 +113,15 @@ def _python() -> Check:
 def _environment(python: str) -> list[Check]:
     """Check the Python of an environment for replicas. Raises ConfigError if it is none."""
     packages = ("millrace", "torch", "transformers", "sglang", "vllm")
-    found = versions_in(python, packages)
+    found = versions_in(os.path.expanduser(python), packages)
     engines = [name for name in ("sglang", "vllm") if name in found]
     ready = bool(engines) and "millrace" in found
     has = ", ".join(f"{name} {version}" for name, version in found.items())
     fix = "" if ready else INSTALL["sglang"]
+    try:
+        check_versions(python, found)
+    except ConfigError as error:
+        ready, fix = False, str(error)
     return [Check("rollout.python", "good" if ready else "bad", has or "none of them", fix)]
 
 

@@ -148,7 +148,9 @@ def _valid(key: str, value: object, field: Any) -> str:
     if kind == "str" and isinstance(value, bool | int | float):
         return f'{key}: "{value}" in a recipe, with quotes around the text as it is written'
     if " | " in kind or typing.get_origin(field.annotation) is typing.Literal:
-        near = difflib.get_close_matches(str(value), kind.split(" | "), 1, 0.5)
+        names, given = kind.split(" | "), str(value)
+        near = [n for n in names if n.lower() == given.lower()]
+        near = near or difflib.get_close_matches(given, names, 1, 0.5)
         return f"{key}={near[0] if near else default}, one of {kind}"
     return f"{key}=<{kind}>" + (f", for example {default}" if default not in ("null", '""') else "")
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from millrace.config.facts import Fixed, NoEffectOnWeights, ReadWith, Switch
 from millrace.config.plugins import Named
-from millrace.config.section import Section
+from millrace.config.section import Home, Section
 from millrace.errors import bad_value
 
 SERVING = ("vllm", "sglang")
@@ -76,7 +76,7 @@ class RolloutConfig(Section):
     torch decodes with the transformers model and needs nothing else. vllm decodes with vLLM
     (docs/vllm.md), and sglang with SGLang (docs/sglang.md).
     """
-    python: Annotated[str, NoEffectOnWeights(), _SERVING] = ""
+    python: Annotated[str, Home, NoEffectOnWeights(), _SERVING] = ""
     """vllm, sglang: the Python interpreter of the replicas' processes. Empty means that of the run.
 
     SGLang and vLLM pin packages that do not fit together, nor with millrace's. `make sglang` makes

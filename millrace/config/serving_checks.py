@@ -89,12 +89,24 @@ ARGUMENTS = {
             "nnodes": "a replica is on one node",
             "custom_sigquit_handler": "millrace reports an engine that died",
             "skip_server_warmup": "the engine has no weights before the first sync",
+            "tokenizer_path": "millrace sends and receives tokens",
+            "incremental_streaming_output": "millrace reads all tokens of a response at once",
+            "preferred_sampling_params": "the keys of the run say how a token is drawn",
+            "speculative_algorithm": "millrace has no speculative decoding with SGLang",
+            "quantization": "millrace has no rollouts in 8 bits with SGLang",
+            "torchao_config": "millrace has no rollouts in 8 bits with SGLang",
+            "enable_lora": "adapters are merged into the weights that arrive",
+            "lora_paths": "adapters are merged into the weights that arrive",
+            "disaggregation_mode": "a replica reads prompts and draws",
+            "enable_dp_attention": "a replica is one data-parallel rank",
         },
     ),
 }
 """The arguments of each serving engine: of AsyncEngineArgs and of ServerArgs."""
-
-
+SGLANG_RELEASES = ("0.5.17", "0.5.23")
+"""The releases whose names millrace replaces. Engines of the first alone were run."""
+SCRATCH = "MILLRACE_SCRATCH"
+"""Environment variable: the folder for the files of an engine, which the driver removes."""
 HOST_PID = "MILLRACE_VLLM_HOST"
 """Environment variable of vLLM's processes: the process that started them. They end with it."""
 
@@ -151,12 +163,27 @@ def check_serving(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
 
 def _check_python(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
     """Raise ConfigError unless the replicas' interpreter can be started."""
-    key, path = "rollout.python", rollout.python
     if trainer.runtime == "ray":
         rule = "Ray starts the replicas in its own environment"
-        raise bad_value(key, path, rule, "trainer.runtime=local, or remove the key")
-    if shutil.which(path) is None:
-        rule = "there is no such program, or it cannot be run"
-        raise bad_value(
-            key, path, rule, "the python of an environment, such as `make sglang` makes"
-        )
+        fix = "trainer.runtime=local, or remove the key"
+        raise bad_value("rollout.python", rollout.python, rule, fix)
+    check_program(rollout.python)
+
+
+def check_program(path: str) -> None:
+    """Raise ConfigError unless the path, which rollout.python has, is that of a program."""
+    if shutil.which(path):
+        return
+    rule = "there is no such program, or it cannot be run"
+    fix, inside = "the python of an environment, such as `make sglang` makes", f"{path}/bin/python"
+    if shutil.which(inside):
+        rule, fix = "is the folder of an environment", inside
+    raise bad_value("rollout.python", path, rule, fix)
+
+
+def check_sglang(found: str) -> None:
+    """Raise ConfigError if millrace is not made for this release of SGLang."""
+    if found not in SGLANG_RELEASES:
+        right = SGLANG_RELEASES[0]
+        rule = f"its environment has SGLang {found}, and millrace is made for {right}"
+        raise bad_value("rollout.engine", "sglang", rule, f"pip install sglang=={right} there")

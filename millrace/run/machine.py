@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from millrace import __version__
 from millrace.config import (
     ActorConfig,
     Config,
@@ -16,12 +17,30 @@ from millrace.config import (
     TrainerConfig,
     plugins,
 )
-from millrace.config.serving_checks import ARGUMENTS
+from millrace.config.serving_checks import ARGUMENTS, check_program, check_sglang
 from millrace.config.unused_keys import ENGINES
 from millrace.errors import INSTALL, MissingDependency, bad_value
 
 _PYTHON_S = 60.0
 """Time limit for a question to another Python interpreter, in seconds."""
+_VERSIONS = """
+import sys
+if sys.version_info < (3, 11):
+    sys.exit("it is Python " + sys.version.split()[0] + ", and millrace needs 3.11")
+import json, importlib.util as u, importlib.metadata as m
+there = [n for n in sys.argv[1:] if getattr(u.find_spec(n), 'origin', None)]
+given = m.packages_distributions()
+found = {n: m.version(given[n][0]) for n in there if n in given}
+if "millrace" in there:
+    import millrace
+    found["millrace"] = millrace.__version__
+print()
+print(json.dumps(found))
+"""
+"""A program that prints the versions of packages. A folder of a package's name is none.
+
+millrace may be there without an installation, by PYTHONPATH. So its source has its version.
+"""
 NVIDIA = Path("/dev/nvidiactl")
 """A file of every machine with an NVIDIA GPU."""
 
@@ -62,23 +81,29 @@ def _check_engine(rollout: RolloutConfig) -> None:
     if missing := [name for name in (engine, "millrace") if name not in found]:
         rule = f"rollout.engine={engine}: this Python cannot find {' and '.join(missing)}"
         raise bad_value("rollout.python", rollout.python, rule, fix)
+    check_versions(rollout.python, found)
+
+
+def check_versions(python: str, found: Mapping[str, str]) -> None:
+    """Raise ConfigError if another interpreter's packages do not fit this millrace."""
+    if (theirs := found.get("millrace", __version__)) != __version__:
+        rule = f"this Python has millrace {theirs}, and the run has {__version__}"
+        fix = f"{python} -m pip install --no-deps FOLDER, with the folder of this run's millrace"
+        raise bad_value("rollout.python", python, rule, fix)
+    if "sglang" in found:
+        check_sglang(found["sglang"])
 
 
 def versions_in(python: str, packages: Sequence[str]) -> dict[str, str]:
-    """Return the versions of those packages that another interpreter finds, "?" if unknown.
+    """Return the versions of those packages that another interpreter finds.
 
-    Raise ConfigError if it is no Python.
+    Raise ConfigError if it is no Python, or too old.
     """
-    code = (
-        "import sys, json, importlib.util as u, importlib.metadata as m\n"
-        "given = {n: m.packages_distributions().get(n) for n in sys.argv[1:] if u.find_spec(n)}\n"
-        "print()\n"
-        "print(json.dumps({n: m.version(d[0]) if d else '?' for n, d in given.items()}))"
-    )
     key, fix = "rollout.python", "the path of a Python interpreter"
+    check_program(python)
     try:
         done = subprocess.run(
-            [python, "-c", code, *packages], capture_output=True, text=True, timeout=_PYTHON_S
+            [python, "-c", _VERSIONS, *packages], capture_output=True, text=True, timeout=_PYTHON_S
         )
         found = json.loads((done.stdout.splitlines() or [""])[-1])
     except (OSError, subprocess.TimeoutExpired) as error:

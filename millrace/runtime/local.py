@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections import deque
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from pathlib import Path
 import psutil
 
 from millrace.config import Sides
+from millrace.config.serving_checks import SCRATCH
 from millrace.errors import bad_value
 from millrace.process.channel import payloads_of, write_frame
 from millrace.process.rpc import Limit, Peer
@@ -123,6 +125,8 @@ class LocalRuntime:
         """Whether workers are forked. CUDA and vLLM are set up by variables before their import."""
         self._servers: list[ForkServer] = []
         """The last one forks new workers. An earlier one has ended, or no longer answers."""
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        """The files of serving engines, which do not remove them if they are killed."""
         self._workers: list[_Worker] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -183,6 +187,9 @@ class LocalRuntime:
         command = ["-m", "millrace.runtime.host", str(calls), role, str(os.getpid())]
         variables = os.environ | variables | beat
         rollout = self._sides.rollout
+        if role == "rollout" and rollout.serves:
+            self._scratch = self._scratch or tempfile.TemporaryDirectory(prefix="millrace-")
+            variables[SCRATCH] = self._scratch.name
         python = rollout.python if role == "rollout" and rollout.engine != "torch" else ""
         return spawn([python or sys.executable, *command], variables, output, fds=[calls, beats])
 
@@ -277,6 +284,8 @@ class LocalRuntime:
             await wait_until(lambda: _over(servers), KILLED_S)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=GOODBYE_S)
+        if self._scratch:
+            self._scratch.cleanup()
         for worker in self._workers:
             _unwatch_heartbeat(worker)
         self._workers.clear()

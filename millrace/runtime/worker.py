@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from millrace.config import Config, ModelConfig, Sides, TrainerConfig, plugins
+from millrace.config.serving_checks import SCRATCH
 from millrace.runtime.caches import keep_compiled_code
 from millrace.sync.options import SyncOptions
 from millrace.waits.kernel import cpu_s
@@ -236,6 +238,7 @@ _VARIABLES = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",  # all processes of a replica are on one node
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_RPC_BASE_PATH": os.environ.get(SCRATCH) or tempfile.gettempdir(),
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, used on CPUs alone
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer uses the same cores
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,15 @@ def test_numbers_are_numbers_however_they_are_spelled(
 )
 def test_overrides_are_read_as_yaml(write: Callable[..., Any], item: Any, read: Any) -> None:
     assert read(recipe.load(write("name: r"), [item]))
+
+
+def test_the_python_of_replicas_may_be_in_the_users_home(
+    write: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "python").symlink_to(sys.executable)
+    config = recipe.load(write("name: r"), ["rollout.engine=sglang", "rollout.python=~/python"])
+    assert config.rollout.python == str(tmp_path / "python")
 
 
 # -- dump

@@ -9,6 +9,10 @@ LISTENERS = "tests/e2e/test_hsdp.py::test_copies_train_as_one_model_and_send_it_
 VLLM = (
     "tests/vllm/test_signals.py::test_vllm_listens_on_loopback_and_a_signal_to_every_process_saves"
 )
+SGLANG = (
+    "tests/sglang/test_start.py::"
+    "test_an_engine_has_its_files_in_the_folder_of_the_run_and_listens_on_loopback"
+)
 MEETING = "tests/runtime/test_meeting.py::"
 INTERFACE = MEETING + "test_the_environment_names_the_interface_of_the_address"
 STORE = MEETING + "test_the_store_is_reached_at_the_address_in_use_alone"
@@ -191,8 +195,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "millrace's stores": (LISTENERS, STORE),
     "gloo": (LISTENERS, INTERFACE),
     "NCCL": (INTERFACE,),
-    "vLLM: the meeting of its workers": (VLLM,),
-    "vLLM: calls and replies": (VLLM,),
+    "vLLM, SGLang: the meeting of their workers": (VLLM, SGLANG),
+    "vLLM, SGLang: calls and replies": (VLLM, SGLANG),
     "wandb's own processes": (TRACKERS + "test_wandb_has_every_row_and_the_version_as_its_axis",),
     "answers to `millrace why`": (MODE + "test_only_the_user_reaches_the_sockets_of_a_run",),
     "`trainer.logger=[prometheus]`": (

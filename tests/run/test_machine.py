@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config
 
+from millrace import __version__
 from millrace.config import Config
 from millrace.errors import ConfigError, MissingDependency
 from millrace.run import machine
@@ -80,3 +83,33 @@ def test_a_model_without_routers_is_refused_before_a_worker_starts(
     config = Config(model={"router_replay": replay}, actor={"router_aux_loss_coef": coef})
     with pytest.raises(ConfigError, match=f"{key}.*mixtral.*of type qwen2.*Fix: {key}="):
         machine.check_shape(config.model, config.actor, config.trainer, str(tmp_path))
+
+
+@pytest.mark.parametrize("release", ["0.5.16", "0.5.17"])
+def test_another_release_of_sglang_is_refused_before_a_worker_starts(
+    release: str, tmp_path: Path
+) -> None:
+    for name in ("sglang", "millrace"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"__version__ = {__version__!r}\n")
+    about = tmp_path / "sglang.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {release}\n")
+    (about / "top_level.txt").write_text("sglang\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    config = Config(rollout={"engine": "sglang", "python": str(python)})
+    if release == "0.5.17":
+        machine.check_machine(config)
+        return
+    with pytest.raises(
+        ConfigError, match=r"has SGLang 0\.5\.16.*Fix: pip install sglang==0\.5\.17"
+    ):
+        machine.check_machine(config)
+
+
+def test_an_old_python_can_say_that_it_is_old() -> None:
+    lines = machine._VERSIONS.strip().splitlines()
+    assert lines[1].startswith("if sys.version_info < (3, 11)")
+    ast.parse(machine._VERSIONS, feature_version=(3, 6))

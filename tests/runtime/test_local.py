@@ -11,11 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from millrace.config.serving_checks import SCRATCH
 from millrace.errors import WorkerError
 from millrace.process.rpc import Peer, all_of
 from millrace.runtime import local
@@ -57,6 +59,24 @@ def test_a_worker_killed_in_a_call_is_named_with_its_signal_and_its_log(tmp_path
         assert not workers_of(), "nothing is left after close"
 
     asyncio.run(main())
+
+
+def test_the_files_of_a_killed_serving_engine_go_with_the_runtime(tmp_path: Path) -> None:
+    sides = without_engine()
+    rollout = sides.rollout.model_copy(update={"engine": "sglang"})
+
+    async def main() -> Path:
+        workers = LocalRuntime(tmp_path, replace(sides, rollout=rollout), gpus=[])
+        try:
+            peer = await workers.start("rollout-0", "rollout", 0)
+            folder = Path(workers_of()["rollout-0"].environ()[SCRATCH])
+            (folder / "socket").touch()
+            await workers.end(peer)
+        finally:
+            await workers.close()
+        return folder
+
+    assert not asyncio.run(main()).exists()
 
 
 def test_after_close_no_worker_is_left_not_even_a_stopped_one(

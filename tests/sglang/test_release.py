@@ -16,15 +16,18 @@ from pathlib import Path
 import pytest
 import sglang
 
-from millrace.extras.sglang.arguments import RELEASES
+from millrace.config.serving_checks import SGLANG_RELEASES
 
-NAMES = {
+NAMES: dict[str, dict[str, list[str]]] = {
     "srt/managers/scheduler.py": {
         "Scheduler.handle_rpc_request": ["self", "recv_req"],
         "Scheduler.process_batch_result": ["self", "batch", "result"],
         "Scheduler.pause_generation": ["self", "recv_req"],
         "Scheduler.is_fully_idle": ["self"],
         "run_scheduler_process": ["server_args", "port_args"],
+    },
+    "srt/managers/load_snapshot.py": {
+        "create_load_snapshot_writer": [],
     },
     "srt/managers/tokenizer_manager.py": {
         "TokenizerManager._send_one_request": ["self"],
@@ -60,7 +63,7 @@ ATTRIBUTES = {
 }
 
 
-@pytest.fixture(params=RELEASES)
+@pytest.fixture(params=SGLANG_RELEASES)
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """The folder of a release's source."""
     if request.param == version("sglang"):

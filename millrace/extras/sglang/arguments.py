@@ -11,11 +11,10 @@ import torch
 from sglang.srt.server_args import ServerArgs
 
 from millrace.config import ModelConfig, Sides
+from millrace.config.serving_checks import check_sglang
 from millrace.errors import bad_value
 from millrace.serving.vllm.caches import graph_sizes
 
-RELEASES = ("0.5.17", "0.5.23")
-"""The releases whose names millrace replaces. Engines of the first alone were run."""
 _CPU_KV_TOKENS = 65536
 _ROOM = 8
 """SGLang reserves six tokens of the context, and the engine's own limits are exact."""
@@ -27,9 +26,7 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
     Raise ConfigError for settings that the installed SGLang does not support.
     """
     trainer, rollout = sides.trainer, sides.rollout
-    if (found := version("sglang")) not in RELEASES:
-        rule = f"this environment has SGLang {found}, and millrace is made for {RELEASES[0]}"
-        raise bad_value("rollout.engine", "sglang", rule, f"pip install sglang=={RELEASES[0]}")
+    check_sglang(version("sglang"))
     on_gpu = torch.cuda.is_available() and trainer.device != "cpu"
     context = rollout.max_len + _ROOM
     sleeps = on_gpu and sides.colocated and rollout.free_cache_engine

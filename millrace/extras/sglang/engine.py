@@ -13,6 +13,7 @@ import os
 import signal
 import struct
 import tempfile
+from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
 
@@ -31,6 +32,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from millrace import errors
 from millrace.config import ModelConfig, RolloutConfig, Sides
+from millrace.config.serving_checks import SCRATCH
 from millrace.errors import ConfigError, ReplicaLost, WorkerError, bad_value
 from millrace.extras.sglang import scheduler
 from millrace.extras.sglang.arguments import engine_arguments
@@ -296,12 +298,23 @@ def _small_cache(rollout: RolloutConfig, longest: int) -> ConfigError:
     return bad_value(key, value, rule, "a larger value, or a smaller rollout.max_response_length")
 
 
+@contextlib.contextmanager
+def _files_in(folder: str | None) -> Iterator[None]:
+    """Let SGLang make its sockets in this folder. It leaves them behind."""
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
 def build(sides: Sides, model: ModelConfig, model_folder: str) -> SglangRolloutEngine:
     """Build one replica's engine on this process's devices, with random weights until a sync."""
     arguments = engine_arguments(sides, model, model_folder)
     rollout, log = sides.rollout, WorkerLog()
     keep_nccl_settings()
-    with tempfile.NamedTemporaryFile() as file:
+    os.umask(0o077)  # SGLang's sockets carry pickles, so they are the user's alone
+    with _files_in(os.environ.get(SCRATCH)), tempfile.NamedTemporaryFile() as file:
         file.write(bytes(8))
         file.flush()
         counter = mmap.mmap(file.fileno(), 8)

@@ -1,12 +1,13 @@
 """SGLang's scheduler process, with the calls of a weight sync and a seed for each request.
 
-`run` takes the place of SGLang's own entry of the process. It replaces six of SGLang's names, and
-`arguments.RELEASES` says of which releases.
+`run` takes the place of SGLang's own entry of the process. It replaces seven of SGLang's names, and
+`serving_checks.SGLANG_RELEASES` says of which releases.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import mmap
 import multiprocessing
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from millrace.process.death import die_with, ignore_stop_signals
 from millrace.serving.live_weights import LiveWeights
+from millrace.sync.store import bound_store
 from millrace.waits.registry import Start, began, take_starts
 
 METHOD = "millrace"
@@ -225,6 +227,10 @@ _process = Scheduler.process_batch_result
 _from_batch = SamplingBatchInfo.from_schedule_batch
 
 
+def _no_snapshots(*_: Any, **__: Any) -> None:
+    """Write no load of this scheduler to a file in /dev/shm, which nothing reads or removes."""
+
+
 def run(*args: Any, **kwargs: Any) -> None:
     """Be a scheduler process, until the host ends it."""
     if (host := multiprocessing.parent_process()) and host.pid:
@@ -234,6 +240,11 @@ def run(*args: Any, **kwargs: Any) -> None:
     Scheduler.abort_request = _abort
     Scheduler.process_batch_result = _process_and_count
     SamplingBatchInfo.from_schedule_batch = staticmethod(_with_seeds)
+    sglang_scheduler.create_load_snapshot_writer = _no_snapshots
+    # SGLang's schedulers find each other through this store. torch's own store would listen on every
+    # interface.
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    setattr(rendezvous, "TCPStore", bound_store)  # noqa: B010
     sampler.sampling_from_probs_torch = draw
     sampler.top_k_top_p_min_p_sampling_from_probs_torch = draw_truncated
     _counter()  # its file is deleted once SGLang has started
