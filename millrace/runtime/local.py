@@ -42,6 +42,8 @@ GOODBYE_S = 5.0
 KILLED_S = 30.0
 """Seconds in which a killed process ends, also on a busy machine. A failed GPU may keep it."""
 _POLL_S = 0.01
+_LONGEST_TMPDIR = 48
+"""Characters of a TMPDIR that leave enough of a path to the sockets of engines."""
 
 
 def visible_gpus() -> list[str]:
@@ -188,7 +190,7 @@ class LocalRuntime:
         variables = os.environ | variables | beat
         rollout = self._sides.rollout
         if role == "rollout" and rollout.serves:
-            self._scratch = self._scratch or tempfile.TemporaryDirectory(prefix="millrace-")
+            self._scratch = self._scratch or _folder_of_sockets()
             variables[SCRATCH] = self._scratch.name
         python = rollout.python if role == "rollout" and rollout.engine != "torch" else ""
         return spawn([python or sys.executable, *command], variables, output, fds=[calls, beats])
@@ -303,6 +305,12 @@ def _unwatch_heartbeat(worker: _Worker) -> None:
     """Stop reading heartbeats."""
     asyncio.get_running_loop().remove_reader(worker.beats)
     os.close(worker.beats)
+
+
+def _folder_of_sockets() -> tempfile.TemporaryDirectory[str]:
+    """Make a folder for the sockets of serving engines. Linux allows 107 characters for a path."""
+    short = len(tempfile.gettempdir()) <= _LONGEST_TMPDIR
+    return tempfile.TemporaryDirectory(prefix="millrace-", dir=None if short else "/tmp")
 
 
 def _over(started: Sequence[_Process], others: Sequence[psutil.Process] = ()) -> bool:

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -205,3 +206,16 @@ def test_a_worker_that_ends_by_itself_is_told_with_its_exit_code_and_last_words(
         assert any("KeyError: 'nobody'" in line for line in last_words)
 
     asyncio.run(main())
+
+
+def test_a_long_tmpdir_leaves_room_for_the_sockets_of_engines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    long = tmp_path / ("x" * 60)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with local._folder_of_sockets() as folder:
+        assert folder.startswith("/tmp/millrace-")
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    with local._folder_of_sockets() as folder:
+        assert Path(folder).parent == Path("/tmp")
