@@ -1,0 +1,209 @@
+"""Advice on a run: its neighbours, simulated over the costs of its own accounts.
+
+A gain is the ratio of two simulations over the same costs, so most errors of the costs cancel. Its
+interval holds what the accounts leave open, the seconds that the simulation of the run lacks, and the
+noise between two equal runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from millrace.config import Config
+from millrace.errors import bad_value
+from millrace.extras.plan.costs import Costs
+from millrace.extras.plan.fit import WALL, calibrate, steady
+from millrace.extras.plan.search import DEVICES, Choice, Plan, Search
+from millrace.extras.plan.simulation import simulate
+from millrace.persist.run_reader import RunReader
+from millrace.report.advice import Advice, none
+from millrace.schedule.modes import MODES
+
+Rows = Sequence[Mapping[str, float]]
+
+NEWEST = 60
+"""Versions that count. Earlier ones had other lengths."""
+CASES = 10
+"""Simulations of a search. The intervals take a few more."""
+SENTENCES = 3
+NOISE, NOISE_OF_CORES = 0.06, 0.1
+"""Standard deviation of the logarithm of the speed of equal runs, on GPUs and on shared cores."""
+WIDTH = 1.645 * math.sqrt(2)
+"""Standard deviations of one run that hold the ratio of two runs nine times in ten."""
+LARGEST = 8_000
+"""Requests of a simulation. With more, ten of them take too long at the end of a run."""
+UNLIKE = 1.35
+"""Largest ratio between the seconds of the run and of its simulation."""
+LEAST_SHARE = 0.05
+AIM, RARER = 0.01, 10
+"""The share of the time that a rarer part should take, and the most by which it gets rarer."""
+ALWAYS = 0.9
+"""Share of the time from which on reward workers are busy all the time."""
+
+
+def advise(run: RunReader) -> list[Advice]:
+    """Return the advice on a run, or one sentence without overrides that says why there is none.
+
+    Raises ConfigError if its accounts show no costs, or if the simulation does not know its kind.
+    """
+    costs = calibrate([run], newest=NEWEST)  # it refuses a run without a configuration
+    assert run.config is not None
+    rows = steady(run)[-NEWEST:]
+    if not rows:
+        return none("the run has no version in which nothing fills or drains")
+    found = list(_of_shares(run, run.config, rows))
+    predicted = _simulated(run, run.config, costs, rows)
+    return [*found, *(one for one in predicted if one.overrides or not found)][:SENTENCES]
+
+
+def _share(rows: Rows, *parts: str) -> float:
+    """Return the share of the time that parts of the trainer's time take."""
+    spent = sum(row.get(f"timing_s/{part}", 0.0) for row in rows for part in parts)
+    return spent / sum(row[WALL] for row in rows)
+
+
+def _of_shares(run: RunReader, config: Config, rows: Rows) -> Iterator[Advice]:
+    """Yield the advice that needs no simulation, because the accounts have the share of its cause."""
+    trainer = config.trainer
+    test = "trainer.test_freq" if trainer.test_freq else "rollout.test_freq"
+    for part, cause, key, freq in (
+        ("wait_validation", "Syncs wait for validations", test, config.test_freq),
+        (
+            "save_checkpoint",
+            "The trainer saves checkpoints",
+            "trainer.save_freq",
+            trainer.save_freq,
+        ),
+    ):
+        if freq and (share := _share(rows, part)) >= LEAST_SHARE:
+            line = f"{key}={freq * min(RARER, math.ceil(share / AIM))}"
+            yield Advice(f"{cause} {share:.0%} of the time. {line} makes it rarer", (line,))
+    last, parts = run.attempt[-1], list(config.reward.parts.values())
+    workers = parts[0].num_workers if len(parts) == 1 and parts[0].kind == "function" else 0
+    calls = last.scores.seconds / max(last.seconds, 1e-9)
+    if 0 < workers <= calls and last.scores.busy >= ALWAYS * last.seconds:
+        line = f"reward.num_workers={math.ceil(1.1 * calls)}"
+        busy = f"All {workers} reward workers are busy, and {calls - workers:.0f} responses wait"
+        yield Advice(f"{busy}. {line} would keep up", (line,))
+
+
+def _simulated(run: RunReader, config: Config, costs: Costs, rows: Rows) -> list[Advice]:
+    """Return the advice of a search around the setting of the run."""
+    if run.mode not in MODES:
+        rule = "is no mode of the table, and the search changes modes"
+        raise bad_value("mode", run.mode, rule, f"one of {', '.join(MODES)}")
+    trainer, rollout, schedule = config.trainer, config.rollout, config.schedule
+    devices = trainer.ranks + (0 if schedule.colocated else rollout.devices)
+    search = Search(str(run.path / "config.yaml"), [], costs, devices)
+    share_cores = run.attempt[-1].share_cores
+    if share_cores or trainer.nnodes > 1 or rollout.nnodes > 1:
+        search.pinned |= dict.fromkeys(DEVICES)  # no other split
+    own = Choice(
+        run.mode,
+        trainer.ranks,
+        rollout.devices,
+        rollout.max_num_seqs,
+        schedule.staleness_threshold,
+        schedule.require_batches,
+        schedule.trigger_parameter_sync_step,
+        schedule.lookahead,
+    )
+    search.own = search.lines(own)
+    case, *_ = search.case_of()
+    small = case.smaller()
+    if (size := small.schedule.window * small.n * small.whole_versions) > LARGEST:
+        return none(
+            f"its simulation has {size:,} requests, and {LARGEST:,} are the most: millrace plan"
+        )
+    seen, base = dict[Choice, Plan](), Plan(own, (), schedule, simulate(case), {})
+    seen[own] = best = base
+    actual = sum(row[WALL] for row in rows) / len(rows)
+    actual *= 1 - _share(rows, "wait_validation", "save_checkpoint")
+    if abs(math.log(base.outcome.seconds / actual)) > math.log(UNLIKE):
+        unlike = (
+            f"a version took {actual:.3g} s, and {base.outcome.seconds:.3g} s in its simulation"
+        )
+        return none(unlike)
+    noise = math.exp(WIDTH * (NOISE_OF_CORES if share_cores else NOISE))
+    waits = base.outcome.wait_s / base.outcome.seconds
+    while waits > 1 - 1 / noise or len(search.splits(own.mode)) > 1:
+        for choice in dict.fromkeys(_near(search, best.choice)):
+            if choice in seen or len(seen) >= CASES or (one := search.case(choice)) is None:
+                continue
+            seen[choice] = Plan(choice, one[1], one[0].schedule, simulate(one[0]), {})
+        before, best = best, search.ranked(seen.values())[0]
+        if best is before or len(seen) >= CASES:
+            break
+    ranked = [plan for plan in search.ranked(seen.values()) if base.gpu_s / plan.gpu_s > noise]
+    return _sentences(run, search, base, ranked, actual, noise)
+
+
+def _near(search: Search, c: Choice) -> Iterator[Choice]:
+    """Yield the choices with the same placement that may be faster.
+
+    If requests that wait cost an engine time, no run shows what more of its slots would do.
+    """
+    base, decode = search.base, search.costs.of(search.costs.decode, MODES[c.mode].colocated)
+    more_slots = not decode.values.get("queue")
+    if more_slots:
+        needed = base.schedule.capacity * base.rollout.n / base.rollout.replicas
+        yield replace(
+            c, slots=c.slots * 2 ** math.ceil(math.log2(min(8, max(2, needed / c.slots))))
+        )
+    for name, mode in MODES.items():
+        if mode.default_staleness and mode.placement is MODES[c.mode].placement and name != c.mode:
+            if c.staleness:
+                yield replace(c, mode=name)
+            else:  # a window trains while the next step is drawn
+                both = max(mode.default_staleness, 1 / c.trigger)
+                yield replace(c, mode=name, staleness=both, lookahead=0)
+    for one in search.near(c):
+        slower = one.slots < c.slots or one.staleness < c.staleness
+        if (
+            not slower
+            and (more_slots or one.slots == c.slots)
+            and bool(one.lookahead) >= bool(c.lookahead)
+        ):
+            yield one
+
+
+def _sentences(
+    run: RunReader, search: Search, base: Plan, ranked: Sequence[Plan], actual: float, noise: float
+) -> list[Advice]:
+    """Return sentences on different keys, with gains whose intervals are above 0."""
+    found, used, unsure = list[Advice](), set[str](), ""
+    ends = [calibrate([run], newest=NEWEST, likely=end) for end in (-1, 1)] if ranked else []
+    for plan in ranked:
+        keys = {line.partition("=")[0] for line in plan.overrides}
+        if keys & used:
+            continue
+        used |= keys
+        ratios = _ratios(base.outcome.seconds, plan.outcome.seconds, actual)
+        gain = sum(ratios) / 2 - 1
+        for search.costs in ends:
+            before, after = (simulate(search.case_of(p.overrides)[0]) for p in (base, plan))
+            ratios += _ratios(before.seconds, after.seconds, actual)
+        low, high = min(ratios) / noise - 1, max(ratios) * noise - 1
+        lines = " ".join(plan.overrides)
+        memory = (
+            ", if the memory of an engine allows it"
+            if plan.choice.slots > base.choice.slots
+            else ""
+        )
+        text = f"Bound by {base.constraint}. {lines} is faster{memory}"
+        if low > 0:
+            found.append(Advice(text, plan.overrides, gain, low, high))
+        else:
+            unsure = unsure or f"{lines} gains from {low:+.0%} to {high:+.0%}, which may be nothing"
+    why = (
+        unsure or f"no setting near this one gains more than {noise - 1:.0%}, the noise of two runs"
+    )
+    return found or none(f"{why}. The run is bound by {base.constraint}")
+
+
+def _ratios(before: float, after: float, actual: float) -> list[float]:
+    """Return the gain if the seconds that the simulation lacks scale, and if they stay."""
+    lacks = max(actual - before, -after / 2)
+    return [before / after, (before + lacks) / (after + lacks)]
