@@ -27,13 +27,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from millrace.report.advice import Advice, advise
 from rich.console import Console
 
 from millrace.config import recipe
 from millrace.extras.bench import modes
 from millrace.observe.progress import Lines, Progress
 from millrace.persist.run_reader import RunReader
+from millrace.report.advice import Advice, advise
 from millrace.run.folder import open_run_dir
 from millrace.run.session import Session, open_session
 
