@@ -245,7 +245,7 @@ def test_damaged_accounts_are_counted_and_named_where_advice_is_missing(tmp_path
     note = f"accounts.jsonl: {len(whole) - 1} lines are not readable"
     assert note in folder.notes and len(folder.accounts) == 1
     page, _ = of_run(folder)
-    assert f"No advice, perhaps because of damaged files: {note}" in json.dumps(page["sections"])
+    assert f"Files are damaged: {note}" in json.dumps(page["sections"])
 
 
 def test_a_file_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:

@@ -7,11 +7,12 @@ noise between two equal runs.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean, stdev
 
-from millrace.config import Config
 from millrace.errors import bad_value
 from millrace.extras.plan.costs import Costs
 from millrace.extras.plan.fit import WALL, calibrate, steady
@@ -29,7 +30,7 @@ CASES = 10
 """Simulations of a search. The intervals take a few more."""
 SENTENCES = 3
 NOISE, NOISE_OF_CORES = 0.06, 0.1
-"""Standard deviation of the logarithm of the speed of equal runs, on GPUs and on shared cores."""
+"""Least standard deviation of the logarithm of the speed of equal runs: GPUs, and shared cores."""
 WIDTH = 1.645 * math.sqrt(2)
 """Standard deviations of one run that hold the ratio of two runs nine times in ten."""
 LARGEST = 8_000
@@ -49,12 +50,11 @@ def advise(run: RunReader) -> list[Advice]:
     Raises ConfigError if its accounts show no costs, or if the simulation does not know its kind.
     """
     costs = calibrate([run], newest=NEWEST)  # it refuses a run without a configuration
-    assert run.config is not None
     rows = steady(run)[-NEWEST:]
     if not rows:
         return none("the run has no version in which nothing fills or drains")
-    found = list(_of_shares(run, run.config, rows))
-    predicted = _simulated(run, run.config, costs, rows)
+    found = list(_of_shares(run, rows))
+    predicted = _simulated(run, costs, rows)
     return [*found, *(one for one in predicted if one.overrides or not found)][:SENTENCES]
 
 
@@ -64,8 +64,9 @@ def _share(rows: Rows, *parts: str) -> float:
     return spent / sum(row[WALL] for row in rows)
 
 
-def _of_shares(run: RunReader, config: Config, rows: Rows) -> Iterator[Advice]:
+def _of_shares(run: RunReader, rows: Rows) -> Iterator[Advice]:
     """Yield the advice that needs no simulation, because the accounts have the share of its cause."""
+    assert (config := run.config) is not None
     trainer = config.trainer
     test = "trainer.test_freq" if trainer.test_freq else "rollout.test_freq"
     for part, cause, key, freq in (
@@ -89,11 +90,12 @@ def _of_shares(run: RunReader, config: Config, rows: Rows) -> Iterator[Advice]:
         yield Advice(f"{busy}. {line} would keep up", (line,))
 
 
-def _simulated(run: RunReader, config: Config, costs: Costs, rows: Rows) -> list[Advice]:
+def _simulated(run: RunReader, costs: Costs, rows: Rows) -> list[Advice]:
     """Return the advice of a search around the setting of the run."""
     if run.mode not in MODES:
         rule = "is no mode of the table, and the search changes modes"
         raise bad_value("mode", run.mode, rule, f"one of {', '.join(MODES)}")
+    assert (config := run.config) is not None
     trainer, rollout, schedule = config.trainer, config.rollout, config.schedule
     devices = trainer.ranks + (0 if schedule.colocated else rollout.devices)
     search = Search(str(run.path / "config.yaml"), [], costs, devices)
@@ -126,7 +128,7 @@ def _simulated(run: RunReader, config: Config, costs: Costs, rows: Rows) -> list
             f"a version took {actual:.3g} s, and {base.outcome.seconds:.3g} s in its simulation"
         )
         return none(unlike)
-    noise = math.exp(WIDTH * (NOISE_OF_CORES if share_cores else NOISE))
+    noise = _noise(rows, NOISE_OF_CORES if share_cores else NOISE)
     waits = base.outcome.wait_s / base.outcome.seconds
     while waits > 1 - 1 / noise or len(search.splits(own.mode)) > 1:
         for choice in dict.fromkeys(_near(search, best.choice)):
@@ -138,6 +140,14 @@ def _simulated(run: RunReader, config: Config, costs: Costs, rows: Rows) -> list
             break
     ranked = [plan for plan in search.ranked(seen.values()) if base.gpu_s / plan.gpu_s > noise]
     return _sentences(run, search, base, ranked, actual, noise)
+
+
+def _noise(rows: Rows, least: float) -> float:
+    """Return the ratio that two equal runs exceed once in ten times, from the quarters of a run."""
+    cuts = [len(rows) * k // 4 for k in range(5)]
+    parts = [[row[WALL] for row in rows[a:b]] for a, b in itertools.pairwise(cuts)]
+    spread = stdev(math.log(fmean(part)) for part in parts if part) if len(rows) > 3 else 0.0
+    return math.exp(WIDTH * max(least, spread / 2))
 
 
 def _near(search: Search, c: Choice) -> Iterator[Choice]:
