@@ -66,7 +66,8 @@ def _share(rows: Rows, *parts: str) -> float:
 
 def _of_shares(run: RunReader, rows: Rows) -> Iterator[Advice]:
     """Yield the advice that needs no simulation, because the accounts have the share of its cause."""
-    assert (config := run.config) is not None
+    config = run.config
+    assert config is not None
     trainer = config.trainer
     test = "trainer.test_freq" if trainer.test_freq else "rollout.test_freq"
     for part, cause, key, freq in (
@@ -95,7 +96,8 @@ def _simulated(run: RunReader, costs: Costs, rows: Rows) -> list[Advice]:
     if run.mode not in MODES:
         rule = "is no mode of the table, and the search changes modes"
         raise bad_value("mode", run.mode, rule, f"one of {', '.join(MODES)}")
-    assert (config := run.config) is not None
+    config = run.config
+    assert config is not None
     trainer, rollout, schedule = config.trainer, config.rollout, config.schedule
     devices = trainer.ranks + (0 if schedule.colocated else rollout.devices)
     search = Search(str(run.path / "config.yaml"), [], costs, devices)
@@ -183,33 +185,34 @@ def _sentences(
     run: RunReader, search: Search, base: Plan, ranked: Sequence[Plan], actual: float, noise: float
 ) -> list[Advice]:
     """Return sentences on different keys, with gains whose intervals are above 0."""
-    found, used, unsure = list[Advice](), set[str](), ""
     ends = [calibrate([run], newest=NEWEST, likely=end) for end in (-1, 1)] if ranked else []
+
+    def seconds(plan: Plan) -> list[float]:
+        found = [plan.outcome.seconds]
+        for search.costs in ends:
+            found.append(simulate(search.case_of(plan.overrides)[0]).seconds)
+        return found
+
+    found, used, unsure = list[Advice](), set[str](), ""
+    before = seconds(base)
     for plan in ranked:
         keys = {line.partition("=")[0] for line in plan.overrides}
-        if keys & used:
+        if keys & used or len(found) == SENTENCES:
             continue
         used |= keys
-        ratios = _ratios(base.outcome.seconds, plan.outcome.seconds, actual)
-        gain = sum(ratios) / 2 - 1
-        for search.costs in ends:
-            before, after = (simulate(search.case_of(p.overrides)[0]) for p in (base, plan))
-            ratios += _ratios(before.seconds, after.seconds, actual)
+        ratios = [
+            r for b, a in zip(before, seconds(plan), strict=True) for r in _ratios(b, a, actual)
+        ]
         low, high = min(ratios) / noise - 1, max(ratios) * noise - 1
         lines = " ".join(plan.overrides)
-        memory = (
-            ", if the memory of an engine allows it"
-            if plan.choice.slots > base.choice.slots
-            else ""
-        )
-        text = f"Bound by {base.constraint}. {lines} is faster{memory}"
+        memory = plan.choice.slots > base.choice.slots
+        text = f"Bound by {base.constraint}. {lines} is faster"
+        text += ", if the memory of an engine allows it" if memory else ""
         if low > 0:
-            found.append(Advice(text, plan.overrides, gain, low, high))
+            found.append(Advice(text, plan.overrides, sum(ratios[:2]) / 2 - 1, low, high))
         else:
             unsure = unsure or f"{lines} gains from {low:+.0%} to {high:+.0%}, which may be nothing"
-    why = (
-        unsure or f"no setting near this one gains more than {noise - 1:.0%}, the noise of two runs"
-    )
+    why = unsure or f"no setting near this one gains over {noise - 1:.0%}, the noise of two runs"
     return found or none(f"{why}. The run is bound by {base.constraint}")
 
 

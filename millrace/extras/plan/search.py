@@ -225,6 +225,8 @@ class Search:
         if fixed.lookahead is None and c.lookahead and c.staleness:
             numbers[LOOKAHEAD] = c.lookahead
         lines = tuple(f"{key}={value}" for key, value in numbers.items())
+        if self.own and lines[0] not in self.own:  # another mode resets the lookahead
+            return tuple(k for k in lines if k not in self.own or k.startswith(LOOKAHEAD))
         return tuple(line for line in lines if line not in self.own)
 
     # -- cases
