@@ -21,6 +21,7 @@ from millrace.extras.plan.simulation import simulate
 from millrace.persist.run_reader import RunReader
 from millrace.report.advice import Advice, none
 from millrace.schedule.modes import MODES
+from millrace.schedule.schedule import OnSync
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -31,6 +32,8 @@ CASES = 10
 SENTENCES = 3
 NOISE, NOISE_OF_CORES = 0.06, 0.1
 """Least standard deviation of the logarithm of the speed of equal runs: GPUs, and shared cores."""
+KEPT_ON_CORES = 0.5
+"""Exponent of a gain that sides on shared cores keep, from eight pairs of runs: docs/planning.md."""
 WIDTH = 1.645 * math.sqrt(2)
 """Standard deviations of one run that hold the ratio of two runs nine times in ten."""
 LARGEST = 8_000
@@ -131,8 +134,10 @@ def _simulated(run: RunReader, costs: Costs, rows: Rows) -> list[Advice]:
         )
         return none(unlike)
     noise = _noise(rows, NOISE_OF_CORES if share_cores else NOISE)
+    kept = KEPT_ON_CORES if share_cores else 1.0
+    least = noise ** (1 / kept)
     waits = base.outcome.wait_s / base.outcome.seconds
-    while waits > 1 - 1 / noise or len(search.splits(own.mode)) > 1:
+    while waits > 1 - 1 / least or len(search.splits(own.mode)) > 1:
         for choice in dict.fromkeys(_near(search, best.choice)):
             if choice in seen or len(seen) >= CASES or (one := search.case(choice)) is None:
                 continue
@@ -140,8 +145,8 @@ def _simulated(run: RunReader, costs: Costs, rows: Rows) -> list[Advice]:
         before, best = best, search.ranked(seen.values())[0]
         if best is before or len(seen) >= CASES:
             break
-    ranked = [plan for plan in search.ranked(seen.values()) if base.gpu_s / plan.gpu_s > noise]
-    return _sentences(run, search, base, ranked, actual, noise)
+    ranked = [plan for plan in search.ranked(seen.values()) if base.gpu_s / plan.gpu_s > least]
+    return _sentences(run, search, [base, *ranked], actual, noise, kept)
 
 
 def _noise(rows: Rows, least: float) -> float:
@@ -165,12 +170,12 @@ def _near(search: Search, c: Choice) -> Iterator[Choice]:
             c, slots=c.slots * 2 ** math.ceil(math.log2(min(8, max(2, needed / c.slots))))
         )
     for name, mode in MODES.items():
-        if mode.default_staleness and mode.placement is MODES[c.mode].placement and name != c.mode:
-            if c.staleness:
-                yield replace(c, mode=name)
-            else:  # a window trains while the next step is drawn
-                both = max(mode.default_staleness, 1 / c.trigger)
-                yield replace(c, mode=name, staleness=both, lookahead=0)
+        alike = mode.default_staleness and mode.placement is MODES[c.mode].placement
+        if alike and (name == c.mode or mode.on_sync is not OnSync.DRAIN):
+            # With this staleness, a window trains while the next step is drawn.
+            both = max(c.staleness, mode.default_staleness or 0.0, 1 / c.trigger)
+            ahead = c.lookahead if c.staleness else 0
+            yield replace(c, mode=name, staleness=both, lookahead=ahead)
     for one in search.near(c):
         slower = one.slots < c.slots or one.staleness < c.staleness
         if (
@@ -182,9 +187,10 @@ def _near(search: Search, c: Choice) -> Iterator[Choice]:
 
 
 def _sentences(
-    run: RunReader, search: Search, base: Plan, ranked: Sequence[Plan], actual: float, noise: float
+    run: RunReader, search: Search, plans: Sequence[Plan], actual: float, noise: float, kept: float
 ) -> list[Advice]:
-    """Return sentences on different keys, with gains whose intervals are above 0."""
+    """Return sentences on different keys, with gains over the first plan whose intervals are above 0."""
+    base, *ranked = plans
     ends = [calibrate([run], newest=NEWEST, likely=end) for end in (-1, 1)] if ranked else []
 
     def seconds(plan: Plan) -> list[float]:
@@ -203,16 +209,20 @@ def _sentences(
         ratios = [
             r for b, a in zip(before, seconds(plan), strict=True) for r in _ratios(b, a, actual)
         ]
-        low, high = min(ratios) / noise - 1, max(ratios) * noise - 1
-        lines = " ".join(plan.overrides)
+        low, high = min(ratios) ** kept / noise - 1, max(ratios) * noise - 1
+        lines, gain = " ".join(plan.overrides), (ratios[0] * ratios[1]) ** (kept / 2) - 1
         memory = plan.choice.slots > base.choice.slots
         text = f"Bound by {base.constraint}. {lines} is faster"
         text += ", if the memory of an engine allows it" if memory else ""
         if low > 0:
-            found.append(Advice(text, plan.overrides, sum(ratios[:2]) / 2 - 1, low, high))
+            found.append(Advice(text, plan.overrides, gain, low, high))
         else:
             unsure = unsure or f"{lines} gains from {low:+.0%} to {high:+.0%}, which may be nothing"
-    why = unsure or f"no setting near this one gains over {noise - 1:.0%}, the noise of two runs"
+    least = noise ** (1 / kept) - 1
+    why = (
+        unsure
+        or f"no simulated setting near this one gains over {least:.0%}, which the noise needs"
+    )
     return found or none(f"{why}. The run is bound by {base.constraint}")
 
 
