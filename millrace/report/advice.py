@@ -35,6 +35,10 @@ class Advice:
     high: float = 0.0
     """The interval of the gain."""
 
+    @property
+    def keys(self) -> set[str]:
+        return {line.partition("=")[0] for line in self.overrides}
+
     def __str__(self) -> str:
         if self.gain is None:
             return self.text

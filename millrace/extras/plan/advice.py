@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, stdev
 
-from millrace.errors import bad_value
+from millrace.errors import ConfigError, bad_value
 from millrace.extras.plan.costs import Costs
 from millrace.extras.plan.fit import WALL, calibrate, steady
-from millrace.extras.plan.search import DEVICES, Choice, Plan, Search
+from millrace.extras.plan.search import DEVICES, SLOTS, Choice, Plan, Search
 from millrace.extras.plan.simulation import simulate
 from millrace.persist.run_reader import RunReader
+from millrace.report.accounts.pace import WAIT
 from millrace.report.advice import Advice, none
 from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync
@@ -44,21 +45,28 @@ LEAST_SHARE = 0.05
 AIM, RARER = 0.01, 10
 """The share of the time that a rarer part should take, and the most by which it gets rarer."""
 ALWAYS = 0.9
-"""Share of the time from which on reward workers are busy all the time."""
+"""Share of the time from which on something is busy all the time."""
+LEAST_WAIT, MOST_SLOTS = 0.2, 8
+"""The share of the time that the trainer waits, and the most by which decode slots grow."""
 
 
 def advise(run: RunReader) -> list[Advice]:
     """Return the advice on a run, or one sentence without overrides that says why there is none.
 
-    Raises ConfigError if its accounts show no costs, or if the simulation does not know its kind.
+    Raises ConfigError if its accounts show no costs.
     """
     costs = calibrate([run], newest=NEWEST)  # it refuses a run without a configuration
     rows = steady(run)[-NEWEST:]
     if not rows:
         return none("the run has no version in which nothing fills or drains")
-    found = list(_of_shares(run, rows))
-    predicted = _simulated(run, costs, rows)
-    return [*found, *(one for one in predicted if one.overrides or not found)][:SENTENCES]
+    found = list(_of_shares(run, rows, any(t.values["queue"] for t in costs.decode.values())))
+    try:
+        predicted = _simulated(run, costs, rows)
+    except ConfigError as error:
+        predicted = none(str(error))
+    used = {key for one in found for key in one.keys}
+    found += [one for one in predicted if one.overrides and not used & one.keys]
+    return found[:SENTENCES] or predicted
 
 
 def _share(rows: Rows, *parts: str) -> float:
@@ -67,8 +75,11 @@ def _share(rows: Rows, *parts: str) -> float:
     return spent / sum(row[WALL] for row in rows)
 
 
-def _of_shares(run: RunReader, rows: Rows) -> Iterator[Advice]:
-    """Yield the advice that needs no simulation, because the accounts have the share of its cause."""
+def _of_shares(run: RunReader, rows: Rows, queue: bool) -> Iterator[Advice]:
+    """Yield the advice that needs no simulation, because the accounts have the share of its cause.
+
+    `queue` is whether requests that wait cost an engine time.
+    """
     config = run.config
     assert config is not None
     trainer = config.trainer
@@ -92,6 +103,15 @@ def _of_shares(run: RunReader, rows: Rows) -> Iterator[Advice]:
         line = f"reward.num_workers={math.ceil(1.1 * calls)}"
         busy = f"All {workers} reward workers are busy, and {calls - workers:.0f} responses wait"
         yield Advice(f"{busy}. {line} would keep up", (line,))
+    rollout, drawing = config.rollout, sum(seconds for seconds, _ in last.loads.values())
+    full = last.loads.get(WAIT, (0.0, 0.0))[0] / max(drawing, 1e-9)
+    waits, slots = _share(rows, "wait_samples", "wait_prev_gen"), rollout.max_num_seqs
+    if not queue and full >= ALWAYS and waits >= LEAST_WAIT:
+        needed = math.ceil(config.schedule.capacity * rollout.n / rollout.replicas)
+        line = f"{SLOTS}={min(MOST_SLOTS * slots, needed)}"
+        why = f"Requests wait for a decode slot {full:.0%} of the time, and the trainer {waits:.0%}"
+        more = "gives them one, if the memory of an engine allows it; the run cannot show the gain"
+        yield Advice(f"{why}. {line} {more}", (line,))
 
 
 def _simulated(run: RunReader, costs: Costs, rows: Rows) -> list[Advice]:
@@ -167,7 +187,7 @@ def _near(search: Search, c: Choice) -> Iterator[Choice]:
     if more_slots:
         needed = base.schedule.capacity * base.rollout.n / base.rollout.replicas
         yield replace(
-            c, slots=c.slots * 2 ** math.ceil(math.log2(min(8, max(2, needed / c.slots))))
+            c, slots=c.slots * 2 ** math.ceil(math.log2(min(MOST_SLOTS, max(2, needed / c.slots))))
         )
     for name, mode in MODES.items():
         alike = mode.default_staleness and mode.placement is MODES[c.mode].placement
