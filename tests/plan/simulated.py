@@ -30,13 +30,13 @@ from millrace.types import Completion, Prompt, SamplingParams, Score, tokens_of
 from millrace.waits.registry import current
 
 COST = CostModel(
-    token_s=0.01, request_s=1e-9, train_token_s=5e-5, step_s=0.1, transfer_s=0.05, pause_s=0.02
+    token_s=0.01, request_s=1e-9, train_token_s=2e-4, step_s=0.1, transfer_s=0.05, pause_s=0.02
 )
 """A decode step takes 10 ms for any number of requests, and training is cheap."""
 KEYS = (
-    *("mode=async_partial", "actor.ppo_mini_batch_size=16", "rollout.n=8", "rollout.test_freq=0"),
+    *("mode=async_partial", "actor.ppo_mini_batch_size=8", "rollout.n=4", "rollout.test_freq=0"),
     *("async_training.trigger_parameter_sync_step=1", "async_training.staleness_threshold=2"),
-    *("rollout.max_num_seqs=64", "rollout.max_response_length=1024", "trainer.save_freq=0"),
+    *("rollout.max_num_seqs=16", "rollout.max_response_length=1024", "trainer.save_freq=0"),
     *("rollout.drawn_lengths.enable=true", "rollout.drawn_lengths.median=250"),
     "rollout.drawn_lengths.sigma=0.8",
 )

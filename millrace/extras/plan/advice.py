@@ -59,13 +59,14 @@ def advise(run: RunReader) -> list[Advice]:
     rows = steady(run)[-NEWEST:]
     if not rows:
         return none("the run has no version in which nothing fills or drains")
-    found = list(_of_shares(run, rows, any(t.values["queue"] for t in costs.decode.values())))
     try:
         predicted = _simulated(run, costs, rows)
     except ConfigError as error:
         predicted = none(str(error))
+    found = [one for one in predicted if one.overrides]
     used = {key for one in found for key in one.keys}
-    found += [one for one in predicted if one.overrides and not used & one.keys]
+    (flat,) = calibrate([run], newest=NEWEST, likely=-1).decode.values()
+    found += [one for one in _of_shares(run, rows, flat.values) if not used & one.keys]
     return found[:SENTENCES] or predicted
 
 
@@ -75,10 +76,10 @@ def _share(rows: Rows, *parts: str) -> float:
     return spent / sum(row[WALL] for row in rows)
 
 
-def _of_shares(run: RunReader, rows: Rows, queue: bool) -> Iterator[Advice]:
+def _of_shares(run: RunReader, rows: Rows, flat: Mapping[str, float]) -> Iterator[Advice]:
     """Yield the advice that needs no simulation, because the accounts have the share of its cause.
 
-    `queue` is whether requests that wait cost an engine time.
+    `flat` has the costs of the engine's step that grows least with its requests, of the likely ones.
     """
     config = run.config
     assert config is not None
@@ -106,7 +107,8 @@ def _of_shares(run: RunReader, rows: Rows, queue: bool) -> Iterator[Advice]:
     rollout, drawing = config.rollout, sum(seconds for seconds, _ in last.loads.values())
     full = last.loads.get(WAIT, (0.0, 0.0))[0] / max(drawing, 1e-9)
     waits, slots = _share(rows, "wait_samples", "wait_prev_gen"), rollout.max_num_seqs
-    if not queue and full >= ALWAYS and waits >= LEAST_WAIT:
+    gains = flat["step_s"] >= flat["request_s"] * slots and not flat["queue"]
+    if gains and full >= ALWAYS and waits >= LEAST_WAIT:
         needed = math.ceil(config.schedule.capacity * rollout.n / rollout.replicas)
         line = f"{SLOTS}={min(MOST_SLOTS * slots, needed)}"
         why = f"Requests wait for a decode slot {full:.0%} of the time, and the trainer {waits:.0%}"
