@@ -86,7 +86,7 @@ def test_the_sum_of_scattered_versions_is_kept() -> None:
     """Relative errors alone would prefer the small ones, and promise steps that are too fast."""
     x = DRAW.uniform(1, 50, (400, 1))
     y = x[:, 0] * DRAW.lognormal(0, 0.6, 400)
-    assert (x * fit(["a"], x, y).values["a"]).sum() == pytest.approx(y.sum())
+    assert (x * fit(["a"], x, y, True).values["a"]).sum() == pytest.approx(y.sum())
 
 
 def test_lengths_follow_the_quantiles() -> None:

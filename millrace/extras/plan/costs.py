@@ -161,15 +161,17 @@ def held_out(count: int, ratios_of: Callable[[Array], Array]) -> tuple[Array, fl
     return ratios, inside / count
 
 
-def fit(names: Sequence[str], x: Array, y: Array) -> Term:
+def fit(names: Sequence[str], x: Array, y: Array, keep_sum: bool = False) -> Term:
     """Return the least squares of y over the columns of x, with the interval of held-out rows.
 
-    They are scaled to the sum of y, because relative errors prefer the small ones.
+    With `keep_sum`, they are scaled to the sum of y: relative errors of rows that scatter prefer the
+    small ones.
     """
 
     def solve(rows: Array) -> Array:
         found = non_negative(x[rows], y[rows])
-        return found * (y[rows].sum() / max(1e-12, (x[rows] @ found).sum()))
+        scale = y[rows].sum() / max(1e-12, (x[rows] @ found).sum()) if keep_sum else 1.0
+        return found * scale
 
     ratios, share = held_out(len(y), lambda rows: y / np.maximum(x @ solve(rows), 1e-12))
     values = dict(zip(names, map(float, solve(np.ones(len(y), bool))), strict=True))

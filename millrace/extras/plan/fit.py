@@ -196,7 +196,7 @@ def _loads(before: Line, after: Line) -> list[tuple[float, float, bool]]:
 def _train(versions: Sequence[_Version], likely: int) -> Term:
     seconds = [v.row["timing_s/train"] + v.row.get("timing_s/other", 0.0) for v in versions]
     shown = {-1: (1, 1, 0, 1), 0: (1, 1, 1, 1), 1: (0, 1, 1, 0)}[likely]
-    return fit(TRAINS, np.array([v.train for v in versions]) * shown, np.array(seconds))
+    return fit(TRAINS, np.array([v.train for v in versions]) * shown, np.array(seconds), True)
 
 
 def _part(versions: Sequence[_Version], name: str, times: int = 1) -> Term:
