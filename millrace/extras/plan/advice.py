@@ -193,7 +193,7 @@ def _near(search: Search, c: Choice) -> Iterator[Choice]:
         )
     for name, mode in MODES.items():
         alike = mode.default_staleness and mode.placement is MODES[c.mode].placement
-        if alike and (name == c.mode or mode.on_sync is not OnSync.DRAIN):
+        if alike and (name == c.mode or mode.on_sync is OnSync.INTERRUPT):
             # With this staleness, a window trains while the next step is drawn.
             both = max(c.staleness, mode.default_staleness or 0.0, 1 / c.trigger)
             ahead = c.lookahead if c.staleness else 0
