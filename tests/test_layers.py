@@ -305,7 +305,7 @@ BUDGETS = {
     "decode": 1600,
     "environments": 980,
     "errors": 250,
-    "extras": 11700,
+    "extras": 11800,
     "models": 730,
     "observe": 2350,
     "persist": 750,
