@@ -1,7 +1,7 @@
 """Follow the advice of a run, and compare the gain with the prediction.
 
     python benchmarks/advice_case.py [--out DIR] [--steps 2] [--turns 1] [--limit-s 500]
-        [--samples 640] [--recipe NAME] [--simulate] [key=value ...]
+        [--samples 640] [--recipe NAME] [key=value ...]
 
 The default case needs two GPUs and vLLM: 1.5B with random weights, one trainer and one engine of
 256 decode slots, windows of 32 x 8, log-normal lengths (median 250, sigma 0.8, cut at 1,024),
@@ -12,9 +12,6 @@ Each further run also has those of the first advice that needs no other engines.
 does the same runs once more, so that a slow change of the machine does not look like a gain. No
 further run starts if it would end after `--limit-s` seconds. DIR/advice_case.json has the figures,
 also of the runs before a failure.
-
-`--simulate` follows the same advice on the virtual clock first, with the costs of such an engine:
-22k tokens a second from 256 requests, 13.8k from 64.
 """
 
 from __future__ import annotations
@@ -24,10 +21,9 @@ import asyncio
 import itertools
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +33,10 @@ from millrace.config import recipe
 from millrace.extras.bench import modes
 from millrace.observe.progress import Lines, Progress
 from millrace.persist.run_reader import RunReader
-from millrace.report.advice.balance import Advice
+from millrace.report.advice import Advice, advise
 from millrace.run.folder import open_run_dir
 from millrace.run.session import Session, open_session
 
-ROOT = Path(__file__).parent.parent
 CASE = [
     "rollout.max_num_seqs=256",
     "async_training.staleness_threshold=2",
@@ -65,14 +60,10 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=500.0)
     parser.add_argument("--samples", type=int, default=640, help="samples of each run")
     parser.add_argument("--recipe", default="shapes/qwen2_1.5b")
-    parser.add_argument("--simulate", action="store_true")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"runs": []}
-    if options.simulate:
-        result["simulated"] = simulated(options.steps)
-        print(table(result["simulated"], "simulated"))
     overrides = [
         *ASYNC,
         *(CASE if options.recipe.startswith("shapes/") else ()),
@@ -122,9 +113,6 @@ async def one(
     s: Session, name: str, overrides: Sequence[str], folder: Path, samples: int
 ) -> dict[str, Any]:
     """Return the figures of one run on the engines of `s`, and all of its advice."""
-    from millrace.report.advice.advise import advise
-    from millrace.report.advice.measure import measure
-
     fixed = [
         *modes.QUIET,
         f"trainer.run_dir={folder}",
@@ -135,56 +123,20 @@ async def one(
     run.model.symlink_to(s.run.model.resolve())
     session = replace(s, config=config, run=run)
     figures = await modes.run_once(session, SKIP)
-    measured = measure(RunReader(session.run.path).read())
-    advice = advise(measured) if measured else []
-    figures["all_advice"] = [said(one) for one in advice]
-    figures["step_cost"] = measured.step_cost if measured else None
-    return figures
+    return figures | {"all_advice": list(map(said, advise(RunReader(session.run.path).read())))}
 
 
 def same_engines(advice: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the first advice whose overrides change only the Schedule."""
     for one in advice:
-        if one["overrides"] and all(key.startswith(OF_SCHEDULE) for key in one["overrides"]):
+        if one["gain"] is not None and all(key.startswith(OF_SCHEDULE) for key in one["overrides"]):
             return dict(one)
     return None
 
 
-def simulated(steps: int) -> list[dict[str, Any]]:
-    """Return the figures of the case and of its advice on the virtual clock."""
-    sys.path.insert(0, str(ROOT))
-    from millrace.report.advice.advise import advise
-    from tests.report.simulated import run
-    from tests.report.test_advice import MEASURED, followed
-
-    case, runs = MEASURED.but(versions=20), []
-    for _ in range(steps + 1):
-        measured = run(case)
-        advice = advise(measured)
-        runs.append(
-            {
-                "overrides": [f"staleness {case.staleness:g}"],
-                "samples_per_s": measured.rate,
-                "drawn_tokens_per_s": measured.drawn_tokens / measured.seconds,
-                "trainer_idle": measured.trainer_idle,
-                "rollouter_idle": measured.rollouts_idle,
-                "stock_share": measured.stock_share,
-                "advice": [str(one) for one in advice],
-            }
-        )
-        all_advice = [said(one) for one in advice]
-        chosen = same_engines(all_advice)
-        if chosen is None:
-            break
-        runs[-1]["followed"] = chosen
-        case = followed(case, next(a for a in advice if list(a.overrides) == chosen["overrides"]))
-    return runs
-
-
 def said(one: Advice) -> dict[str, Any]:
     """Return a sentence with its number, as the JSON has it."""
-    overrides = list(one.overrides)
-    return {"text": str(one), "overrides": overrides, "gain": one.gain, "at_most": one.at_most}
+    return asdict(one) | {"text": str(one), "overrides": list(one.overrides)}
 
 
 def table(runs: Sequence[dict[str, Any]], what: str) -> str:
@@ -201,10 +153,8 @@ def table(runs: Sequence[dict[str, Any]], what: str) -> str:
             gain = f"{run['samples_per_s'] / before['samples_per_s'] - 1:+.0%}"
             drawn = f"{run['drawn_tokens_per_s'] / before['drawn_tokens_per_s'] - 1:+.0%}"
             followed = before["followed"]
-            bound = "at most " if followed["at_most"] else ""
-            predicted = "no number"
-            if followed["gain"] is not None:
-                predicted = f"{bound}{followed['gain']:+.0%}"
+            low, high = followed["low"], followed["high"]
+            predicted = f"{followed['gain']:+.0%}, {low:+.0%} to {high:+.0%}"
         name = " ".join(before["followed"]["overrides"]) if before else "the case"
         lines.append(
             f"| {name} | {run['samples_per_s']:.2f} | {run['drawn_tokens_per_s']:.0f} "

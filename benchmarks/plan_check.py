@@ -12,19 +12,16 @@ import argparse
 import json
 from pathlib import Path
 
-from millrace.extras.plan.fit import calibrate, machine_here
+from millrace.extras.plan.fit import WALL, calibrate, machine_here, read, steady
 from millrace.extras.plan.search import Search
 from millrace.extras.plan.simulation import simulate
 from millrace.persist.run_reader import RunReader
-from millrace.report.advice.measure import steady_versions
 
 
 def measured(run: RunReader) -> float:
     """Return samples per second."""
-    assert run.config is not None
-    versions = steady_versions(run.config.schedule, run.rows, run.attempt)
-    rows = [run.rows[k + 1] for k in versions]
-    return sum(r["train/samples"] for r in rows) / sum(r["perf/time_per_version"] for r in rows)
+    rows = steady(run)
+    return sum(r["train/samples"] for r in rows) / sum(r[WALL] for r in rows)
 
 
 def main() -> None:
@@ -38,9 +35,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="add the rows to this file as JSON lines")
     options = parser.parse_args()
-    costs = calibrate(
-        [Path(p) for p in options.calibrate.split(",")], machine_here()[0], options.gib << 30
-    )
+    runs = [read(Path(p)) for p in options.calibrate.split(",")]
+    costs = calibrate(runs, machine_here()[0], options.gib << 30)
     for name, term in costs.shares().items():
         print(f"{name}: {term.held_out:.0%} of {term.points} held-out versions in the interval")
     print("\n| run | measured samples/s | predicted | interval | error | inside |")

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from millrace.cli.console import Json, print_json, warn
@@ -21,7 +21,8 @@ from millrace.observe.files import changed
 from millrace.observe.panel import panel
 from millrace.persist import ownership
 from millrace.persist.run_reader import EXAMPLE, RunReader, load
-from millrace.report.live.look import AdviceCache, look_at
+from millrace.report.advice import advise
+from millrace.report.live.look import look_at
 from millrace.waits import kernel
 from millrace.waits.ask import ask, gone, processes
 from millrace.waits.graph import DRIVER
@@ -56,25 +57,27 @@ def watch(
     Example: millrace watch runs/quickstart-1
     """
     reader, console = RunReader(folder_of(run)), Console()
-    counsel = AdviceCache(reader)
     if json_:
         look = look_at(reader)
-        print_json({**asdict(look), "advice": counsel.on(look)})
+        print_json({**asdict(look), "advice": [str(one) for one in advise(reader)]})
     elif once or not console.is_terminal:
         look = look_at(reader)
-        console.print(panel(look, counsel.on(look), console.width))
+        console.print(panel(look, [str(one) for one in advise(reader)], console.width))
     else:
-        _live(reader, counsel, console, interval)
+        _live(reader, console, interval)
 
 
-def _live(reader: RunReader, counsel: AdviceCache, console: Console, interval: float) -> None:
+def _live(reader: RunReader, console: Console, interval: float) -> None:
     """Redraw until the run ends or Ctrl-C. The last picture stays on the terminal."""
-    ended = 0
-    look = look_at(reader)
+    ended, look = 0, look_at(reader)
+
+    def picture() -> RenderableType:
+        return panel(look, [str(one) for one in advise(reader, wait=False)], console.width)
+
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                live.update(panel(look, counsel.on(look), console.width), refresh=True)
+                live.update(picture(), refresh=True)
                 ended = ended + 1 if look.ended else 0
                 if ended == _LOOKS_AT_THE_END:
                     break
@@ -82,7 +85,7 @@ def _live(reader: RunReader, counsel: AdviceCache, console: Console, interval: f
                 look = look_at(reader)
     except KeyboardInterrupt:
         pass
-    console.print(panel(look, counsel.on(look), console.width))
+    console.print(picture())
 
 
 def folder_of(run: Path | None) -> Path:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from millrace.errors import MillraceError, bad_value
 
 OWN: dict[str, dict[str, str]] = {
+    "advice": {"plan": "millrace.extras.plan.advice:advise"},
     "commands": {
         "bench": "millrace.extras.bench.command:bench",
         "calibrate": "millrace.extras.plan.command:calibrate",

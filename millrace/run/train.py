@@ -79,7 +79,7 @@ class Outcome:
     report: Path | None = None
     """The run's report, if one was written."""
     advice: str = ""
-    """What would make the run faster, if its figures say it."""
+    """What would make the run faster, or why nothing is known to."""
 
 
 async def train(
@@ -102,12 +102,13 @@ async def train(
         report = None
         if folder is not None and config.report.enable:
             report = await write_report(folder, progress)
+    progress.phase("computing the advice")
     return replace(outcome, report=report, advice=await unless_stopped(first_advice, folder) or "")
 
 
 async def write_report(folder: Path, progress: Progress) -> Path | None:
     """Write the report of a run that has ended in whatever way. Return None if that fails."""
-    progress.phase("writing the report")
+    progress.phase("computing the advice, and writing the report")
     try:
         from millrace.report.page.write import write_report as work
 
@@ -133,11 +134,11 @@ async def unless_stopped(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 
 
 def first_advice(folder: Path) -> str:
-    """Return the first sentence of advice on a run, or nothing if there is none."""
+    """Return the first sentence of advice on a run, or why there is none."""
     try:
-        from millrace.report.advice.advise import advise_run
+        from millrace.report.advice import advise
 
-        return next((str(one) for one in advise_run(RunReader(folder).read())), "")
+        return str(advise(RunReader(folder).read())[0])
     except Exception as error:  # noqa: BLE001 - a run does not fail because its advice does
         return f"none: {type(error).__name__}: {error}"
 

@@ -16,6 +16,8 @@ class CostModel:
     """
     request_s: float = 0.0
     """Further seconds of a decode step for each request that takes part in it."""
+    queue: float = 0.0
+    """Share of its time that an engine loses while requests wait for a slot, with a `request_s`."""
     prefill_token_s: float = 0.0
     serial_reads: bool = False
     """Whether an engine reads one context after the other, and draws nothing meanwhile.

@@ -24,9 +24,11 @@ class DecodeSpeed:
     steps from then on.
     """
 
-    def __init__(self, step_s: float, request_s: float) -> None:
+    def __init__(self, step_s: float, request_s: float, queue: float = 0.0) -> None:
         self._step_s = step_s
         self._request_s = request_s
+        self._queue = queue
+        self._waits = False
         self._drawing = 0
         self._steps = 0.0
         self._since = 0.0
@@ -45,6 +47,13 @@ class DecodeSpeed:
         self._since = max(asyncio.get_running_loop().time(), until)
         self._arm()
 
+    def wait(self, waits: bool) -> None:
+        """Take note of whether requests wait for a slot, in which steps take longer."""
+        if self._queue and waits != self._waits:
+            self._move()
+            self._waits = waits
+            self._arm()
+
     def begin(self, steps: int, woken: asyncio.Future[bool]) -> None:
         """Add a request that draws `steps` tokens. Its end resolves `woken` with False."""
         self._move()
@@ -59,7 +68,8 @@ class DecodeSpeed:
         self._arm()
 
     def _seconds(self) -> float:
-        return self._step_s + self._request_s * max(1, self._drawing)
+        seconds = self._step_s + self._request_s * max(1, self._drawing)
+        return seconds / (1 - self._queue) if self._waits else seconds
 
     def _move(self) -> None:
         """Count the steps up to now, at the speed of the requests up to now."""

@@ -72,7 +72,8 @@ class SimRolloutEngine:
         self._running = 0
         self._tokens = self._prefill = self._cancelled = 0
         self._busy = 0.0
-        self._pace = DecodeSpeed(cost.token_s, cost.request_s) if cost.request_s else None
+        speed = DecodeSpeed(cost.token_s, cost.request_s, cost.queue)
+        self._pace = speed if cost.request_s else None
         self._reads_until = 0.0
 
     async def generate(
@@ -83,7 +84,7 @@ class SimRolloutEngine:
                 f"generate on an engine that is {'asleep' if self.asleep else 'without weights'}"
             )
         length = target_length(tokens, params) - params.offset
-        self._running += 1
+        self._count(1)
         try:
             if not await self._slot(params.interruptible):
                 return ()
@@ -92,7 +93,13 @@ class SimRolloutEngine:
             finally:
                 self._release()
         finally:
-            self._running -= 1
+            self._count(-1)
+
+    def _count(self, more: int) -> None:
+        """Count a request that comes or leaves."""
+        self._running += more
+        if self._pace is not None:
+            self._pace.wait(self._running > self._slots)
 
     async def _generate(
         self, context: int, length: int, params: SamplingParams

@@ -14,7 +14,7 @@ import pytest
 from millrace.errors import MillraceError
 from millrace.persist.run_reader import RunReader, load
 from millrace.report import query
-from millrace.report.advice.advise import advise_run
+from millrace.report.advice import advise
 from millrace.report.live.look import look_at
 from millrace.report.page.write import of_run, write_report
 from tests.report.run_folders import write_run
@@ -22,7 +22,7 @@ from tests.report.run_folders import write_run
 READERS: dict[str, Callable[[Path], object]] = {
     "report": lambda folder: write_report([folder]),
     "watch": lambda folder: look_at(RunReader(folder)),
-    "advice": lambda folder: advise_run(RunReader(folder).read()),
+    "advice": lambda folder: advise(RunReader(folder).read()),
     "query": lambda folder: query.tables(RunReader(folder).read()),
 }
 BOMB = "\n".join(

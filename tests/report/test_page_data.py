@@ -21,7 +21,7 @@ import pytest
 from millrace.errors import ConfigError
 from millrace.persist import accounts, ownership
 from millrace.persist.run_reader import RunReader, load
-from millrace.report.advice.advise import Advice
+from millrace.report.advice import Advice
 from millrace.report.page import compare, curves, head
 from millrace.report.page import timeline as timelines
 from millrace.report.page.figures import STATES, rounded, state_of
@@ -245,7 +245,7 @@ def test_damaged_accounts_are_counted_and_named_where_advice_is_missing(tmp_path
     note = f"accounts.jsonl: {len(whole) - 1} lines are not readable"
     assert note in folder.notes and len(folder.accounts) == 1
     page, _ = of_run(folder)
-    assert f"No advice, perhaps because of damaged files: {note}" in json.dumps(page["sections"])
+    assert f"Files are damaged: {note}" in json.dumps(page["sections"])
 
 
 def test_a_file_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:
@@ -348,11 +348,11 @@ def test_advice_says_what_it_is_and_links_its_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = load(write_run(tmp_path / "run"))
-    one = Advice("Set a.b=2 and a.b=25, not xa.b=2", ("a.b=2", "a.b=25"), 0.1)
-    monkeypatch.setattr(head, "advise_run", lambda folder: [one])
+    one = Advice("Set a.b=2 and a.b=25, not xa.b=2", ("a.b=2", "a.b=25"), 0.1, 0.05, 0.2)
+    monkeypatch.setattr(head, "advise", lambda folder, wait: [one])
     how, box = head.advice(run)
     assert "samples that are trained per second" in how["text"]
-    assert box["text"] == "Set `a.b=2` and `a.b=25`, not xa.b=2 (+10%)"
+    assert box["text"] == "Set `a.b=2` and `a.b=25`, not xa.b=2 (+10%, from +5% to +20%)"
     run.accounts = []
     assert "accounts.jsonl is missing" in head.advice(run)[0]["text"]
 

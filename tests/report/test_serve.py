@@ -18,6 +18,8 @@ import psutil
 import pytest
 
 from millrace.errors import ConfigError
+from millrace.persist.run_reader import RunReader
+from millrace.report.advice import advise
 from millrace.report.live import serve as server
 from tests.listening import listeners, other_addresses, outside, reachable
 from tests.report.folders import Run
@@ -202,6 +204,7 @@ def test_new_figures_make_a_new_report_and_old_ones_none(
 ) -> None:
     monkeypatch.setattr(server, "REST", 0.0)
     site.seconds = 0.0
+    advise(RunReader(run.path).read())  # advice that comes later makes a new report too
     site.client.get(f"/{TOKEN}/report")
     for _ in range(20):
         site.client.get(f"/{TOKEN}/state")

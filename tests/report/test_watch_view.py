@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from millrace.cli.watch import verdict_on
 from millrace.observe.guard import CAUSES
 from millrace.observe.panel import ago, panel, plain, sentence
 from millrace.persist.run_reader import RunReader
-from millrace.report.live.look import AdviceCache, RunSnapshot, look_at
+from millrace.report.live.look import RunSnapshot, look_at
 from millrace.run.folder import release
 from tests.report.folders import Run, account, devices, row
 
@@ -328,32 +327,3 @@ def test_the_age_has_one_unit() -> None:
 def test_the_figures_of_the_newest_row_stand_alone_without_accounts(run: Run) -> None:
     run.metrics.write(1, {k: v for k, v in row(1).items() if k.startswith("reward")})
     assert "staleness - mean, - max" in seen(run)
-
-
-LOOK = RunSnapshot("run", "quick", "async_partial", age_s=0.0, attempt=1, version=1)
-
-
-def test_advice_is_computed_for_new_versions_and_seldom() -> None:
-    now, asked = [0.0], list[float]()
-
-    def advise(run: RunReader) -> list[str]:
-        asked.append(now[0])
-        now[0] += 2.0  # it takes two seconds
-        return [f"advice {len(asked)}"]
-
-    advice_cache = AdviceCache(RunReader(Path("run")), lambda: now[0], advise)
-    for second in range(100):
-        now[0] = max(now[0], float(second))
-        said = advice_cache.on(replace(LOOK, version=1 if second < 50 else second))
-    assert asked == [0.0, 50.0, 90.0] and said == ["advice 3"]
-    now[0] = 100.0
-    end = replace(LOOK, version=99, state="complete")
-    assert advice_cache.on(end) == ["advice 4"] and advice_cache.on(end) == ["advice 4"]
-
-
-def test_advice_that_fails_does_not_end_the_view() -> None:
-    def fail(run: RunReader) -> list[str]:
-        raise ValueError("no figures")
-
-    advice_cache = AdviceCache(RunReader(Path("run")), advise=fail)
-    assert advice_cache.on(LOOK) == ["none: ValueError: no figures"]

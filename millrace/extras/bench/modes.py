@@ -16,6 +16,7 @@ from millrace.errors import bad_value
 from millrace.extras.bench.engines import shape_of, train_flops
 from millrace.observe.progress import Progress
 from millrace.persist.run_reader import RunReader
+from millrace.report.advice import advise
 from millrace.rollout.episode import request_seed
 from millrace.run import problems
 from millrace.run.folder import open_run_dir
@@ -412,25 +413,25 @@ def figures_of_flow(run: RunReader, versions: range) -> dict[str, Any]:
     that takes from it, or adds to it, cannot continue. Without the accounts, because the disk was
     full, there is no stock and no advice.
     """
-    from millrace.report.advice.advise import advise, checked
-    from millrace.report.advice.measure import measured_of, setup_of
-
     if run.config is None or not versions:
         return {}
-    setup, rows = setup_of(run.config), list(run.rows.values())
-    counted = [rows[k] for k in versions]
+    counted = [run.rows[k + 1] for k in versions]
     wall = sum(row["perf/time_per_version"] for row in counted)
     trained = sum(row["response_length/mean"] * row["train/samples"] for row in counted)
-    flow: dict[str, Any] = {"trained_responses_per_s": trained * setup.n / wall}
-    measured = measured_of(setup, run.rows, run.accounts, versions)
-    if measured is None:
+    flow: dict[str, Any] = {"trained_responses_per_s": trained * run.config.rollout.n / wall}
+    lines = {line.version: line for line in run.accounts}
+    if not all(k in lines for k in (versions.start, versions.stop)):
         return flow
-    advice = checked(advise(measured), run.tree)
+    before, after = lines[versions.start], lines[versions.stop]
+
+    def more(*states: str) -> int:
+        return sum(after.samples.get(s, 0) - before.samples.get(s, 0) for s in states)
+
+    samples, advice = sum(row["train/samples"] for row in counted), advise(run)
     return flow | {
-        "more_ready": measured.more_ready,
-        "more_running": measured.more_running,
-        "stock_share": measured.stock_share,
-        "dropped_share": measured.drop_share,
+        "more_ready": more("ready"),
+        "more_running": more("waiting", "running"),
+        "stock_share": more("ready") / max(1, samples),
         "advice": [str(one) for one in advice],
         "gain": advice[0].gain,
         "overrides": list(advice[0].overrides),

@@ -38,10 +38,11 @@ def calibrate(
     """
     from millrace.extras.plan.costs import save
     from millrace.extras.plan.fit import calibrate as fitted
-    from millrace.extras.plan.fit import machine_here
+    from millrace.extras.plan.fit import machine_here, read
 
     here, size = machine_here()
-    costs = fitted(runs, machine or here, size if machine in (None, here) else 0)
+    found = [read(folder) for folder in runs]
+    costs = fitted(found, machine or here, size if machine in (None, here) else 0)
     save(costs, out)
     lines = [f"{costs.model}; {costs.engine}; {costs.machine}", ""]
     for name, term in costs.shares().items():

@@ -19,6 +19,10 @@ from millrace.simulate.cost import CostModel
 Array = NDArray[Any]
 COVERAGE = 0.9
 """Share of new measurements that an interval should hold."""
+MOST_QUEUE = 0.9
+"""A larger loss of waiting requests is no figure of an engine."""
+KNOWN = 0.02
+"""Relative error of a version's tokens that needs no cause."""
 FOLDS = 5
 COLOCATED, SEPARATE = "colocated", "separate"
 
@@ -47,7 +51,7 @@ class Costs(msgspec.Struct, frozen=True):
     engine: str
     runs: list[str]
     decode: dict[str, Term]
-    """By placement: step_s, request_s, and read_s of a token that an engine reads."""
+    """By placement: the costs of `decode_term`."""
     train: dict[str, Term]
     """By placement: optimizer_step, token and row (device-seconds), and version."""
     transfer: dict[str, Term]
@@ -92,6 +96,7 @@ class Costs(msgspec.Struct, frozen=True):
         return CostModel(
             token_s=decode.values["step_s"] * drawn,
             request_s=max(1e-12, decode.values["request_s"] * drawn),
+            queue=min(MOST_QUEUE, decode.values.get("queue", 0.0)),
             prefill_token_s=decode.values.get("read_s", 0.0) * drawn,
             serial_reads=True,
             train_token_s=part.get("token", 0.0) / trainers * slow,
@@ -156,14 +161,20 @@ def held_out(count: int, ratios_of: Callable[[Array], Array]) -> tuple[Array, fl
     return ratios, inside / count
 
 
-def fit(names: Sequence[str], x: Array, y: Array) -> Term:
-    """Return the least squares of y over the columns of x, with the interval of held-out rows."""
+def fit(names: Sequence[str], x: Array, y: Array, keep_sum: bool = False) -> Term:
+    """Return the least squares of y over the columns of x, with the interval of held-out rows.
 
-    def ratios_of(rows: Array) -> Array:
-        return y / np.maximum(x @ non_negative(x[rows], y[rows]), 1e-12)
+    With `keep_sum`, they are scaled to the sum of y: relative errors of rows that scatter prefer the
+    small ones.
+    """
 
-    ratios, share = held_out(len(y), ratios_of)
-    values = dict(zip(names, map(float, non_negative(x, y)), strict=True))
+    def solve(rows: Array) -> Array:
+        found = non_negative(x[rows], y[rows])
+        scale = y[rows].sum() / max(1e-12, (x[rows] @ found).sum()) if keep_sum else 1.0
+        return found * scale
+
+    ratios, share = held_out(len(y), lambda rows: y / np.maximum(x @ solve(rows), 1e-12))
+    values = dict(zip(names, map(float, solve(np.ones(len(y), bool))), strict=True))
     return Term(values, *band(ratios), share, len(y))
 
 
@@ -177,39 +188,60 @@ def constant(values: Sequence[float]) -> Term:
 
 
 def decode_term(
-    loads: Sequence[Sequence[tuple[float, float]]], tokens: Array, reads: Array
+    loads: Sequence[Sequence[tuple[float, float, bool]]],
+    tokens: Array,
+    reads: Array,
+    likely: int = 0,
+    *,
+    waits: bool = True,
 ) -> Term:
-    """Return the seconds of a decode step, of each request in it, and of a token that is read.
+    """Return the costs of an engine: `step_s`, `request_s`, `queue` and `read_s`.
 
-    Each version has its loads as pairs (seconds, mean requests), the tokens that it drew, and those
-    that it read. For a given ratio of the two parts of a step, drawn tokens are linear in the rest:
-    tokens / X = 1 / f - (p / f) reads / B, with B the seconds and X the tokens of one-second steps.
-    The ratio is searched. Relative errors count.
+    Each version has its loads as (seconds, mean requests, whether others wait for a slot), the
+    tokens that it drew, and those that it read. For a given ratio of the two parts of a step, drawn
+    tokens are linear in the rest: X / f - (q / f) Y - (p / f) X reads / B. X are the tokens of steps
+    of one second, Y those of them that were drawn while requests waited, and B the seconds. The ratio
+    is searched. Relative errors count, and the sum of the tokens is that of the versions. q is 0 without `waits`, and unless it explains the tokens clearly better.
+
+    With `likely` of -1 or 1, the ratio is the smallest or the largest that is likely: its squared
+    error is within two standard deviations of the least one.
     """
-    seconds = np.array([sum(s for s, _ in one) for one in loads])
-    top = max(load for one in loads for _, load in one)
+    top = max(load for one in loads for _, load, _ in one)
+    ratios = np.concatenate([[0.0], np.geomspace(0.01, 100, 60) / top])
+    seconds = np.array([sum(s for s, *_ in one) for one in loads])
+    drawn = [[(s * b / (1 + ratios * b), full) for s, b, full in one] for one in loads]
+    x = np.stack([sum(n for n, _ in one) for one in drawn], axis=1)
+    y = np.stack([sum(n * full for n, full in one) for one in drawn], axis=1)
+    columns = np.stack([x, -y, -x * reads / seconds], axis=2) / tokens[:, None]
 
-    def solve(ratio: float, rows: Array) -> tuple[Array, Array]:
-        """Return (1 / f, p / f) from some rows, and tokens / predicted of all."""
-        x = np.array([sum(s * b / (1 + ratio * b) for s, b in one) for one in loads])
-        columns = np.stack([x, -x * reads / seconds], axis=1)
-        weighted = columns[rows] / tokens[rows, None]
-        found, *_ = np.linalg.lstsq(weighted, np.ones(len(weighted)), rcond=1e-9)
-        if found[1] < 0 or found[0] <= 0:  # reading costs nothing that shows
-            found = np.array([float(1 / np.mean(x[rows] / tokens[rows])), 0.0])
-        return found, tokens / np.maximum(columns @ found, 1e-9)
+    def solve(rows: Array, parts: tuple[int, ...]) -> tuple[Array, Array, Array]:
+        """Return squared errors, (1, q, p) / f, and predicted over drawn tokens, by ratio."""
+        found = np.zeros((len(ratios), 3))
+        found[:, parts] = np.linalg.pinv(columns[:, rows][:, :, parts], rcond=1e-9).sum(axis=2)
+        shares = (columns @ found[:, :, None])[:, :, 0]
+        right = (found >= 0).all(axis=1) & (found[:, 0] > 0)
+        return np.where(right, ((shares[:, rows] - 1) ** 2).sum(axis=1), np.inf), found, shares
 
-    ratios = [0.0, *(float(v) for v in np.geomspace(0.01, 100, 60) / top)]
+    def best(rows: Array, likely: int = 0) -> tuple[float, Array, Array]:
+        """Return a ratio, (1, q, p) / f, and predicted over drawn tokens."""
+        parts = [(0,), (0, 2), (0, 1), (0, 1, 2)]
+        tried = [solve(rows, some) for some in parts]
+        least = [min(e.min() for e, *_ in some) for some in (tried[:2], tried)]
+        most, known = 1 + 4 / max(1, len(tokens) - 2), KNOWN**2 * len(tokens)
+        clearly = waits and least[0] + known > most * (least[1] + known)
+        errors, found, shares = min(
+            tried[2:] if clearly else tried[:2], key=lambda one: one[0].min()
+        )
+        near = np.flatnonzero(errors <= most * errors.min() + 1e-9)
+        k = near[0] if likely < 0 else near[-1] if likely > 0 else errors.argmin()
+        scale = tokens[rows].sum() / (shares[k] * tokens)[rows].sum()
+        return float(ratios[k]), found[k] * scale, shares[k] * scale
 
-    def best(rows: Array) -> tuple[float, Array, Array]:
-        tried = [(ratio, *solve(ratio, rows)) for ratio in ratios]
-        return min(tried, key=lambda one: float(np.sum((one[2][rows] - 1) ** 2)))
-
-    ratio, found, _ = best(np.ones(len(tokens), bool))
-    times, share = held_out(len(tokens), lambda rows: 1 / best(rows)[2])
+    ratio, found, _ = best(np.ones(len(tokens), bool), likely)
+    times, share = held_out(len(tokens), lambda rows: best(rows)[2])
     step = 1 / float(found[0])
-    values = {"step_s": step, "request_s": step * ratio, "read_s": float(found[1]) * step}
-    return Term(values, *band(times), share, len(tokens))
+    values = {"step_s": step, "request_s": step * ratio, "read_s": float(found[2]) * step}
+    return Term(values | {"queue": float(found[1]) * step}, *band(times), share, len(tokens))
 
 
 def save(costs: Costs, path: Path) -> None:

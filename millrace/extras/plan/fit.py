@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -26,15 +26,19 @@ from millrace.extras.plan.costs import (
 )
 from millrace.persist.accounts import Line
 from millrace.persist.run_reader import RunReader
+from millrace.report.accounts.pace import WAIT
 from millrace.run.machine import NVIDIA
+from millrace.schedule.steady import counted
 
 LEAST = 10
 """Versions that a run needs at least: with fewer, no version can be held out."""
+FIX = "a folder such as runs/quickstart-1, of a run that is complete"
 FIRST = 2
 """Versions at the start of a run that do not count: kernels and caches warm up."""
 SWITCHES = 4
 """Sleeps and wakes of a hand-over: both sides fall asleep once, and wake once."""
 QUANTILES = ((0.0, "min"), (0.5, "p50"), (0.9, "p90"), (0.99, "p99"), (1.0, "max"))
+WALL = "perf/time_per_version"
 
 TRAINS = ("optimizer_step", "token", "row", "version")
 
@@ -45,11 +49,11 @@ class _Version(NamedTuple):
     row: Mapping[str, float]
     train: tuple[float, ...]
     """What its seconds of training grow with: TRAINS."""
-    loads: list[tuple[float, float]]
+    loads: list[tuple[float, float, bool]]
 
     def total(self, name: str) -> float:
         """Return a figure per second times the seconds of the version."""
-        return self.row.get(name, 0.0) * self.row["perf/time_per_version"]
+        return self.row.get(name, 0.0) * self.row[WALL]
 
 
 def machine_here() -> tuple[str, int]:
@@ -75,38 +79,50 @@ def identity(model: ModelConfig, rollout: RolloutConfig, trainer: TrainerConfig)
     return f"{name}, {model.dtype}", engine
 
 
-def calibrate(folders: Sequence[Path], machine: str, device_bytes: int) -> Costs:
-    """Return the costs that explain the versions of these runs best.
+def calibrate(
+    runs: Sequence[RunReader],
+    machine: str = "",
+    device_bytes: int = 0,
+    *,
+    newest: int | None = None,
+    likely: int = 0,
+) -> Costs:
+    """Return the costs that explain the versions of these runs best, or the `newest` of each.
 
-    Raises ConfigError if a folder has no accounts of enough versions, or if runs have different
-    models or engines.
+    With `likely` of -1 or 1, they are those of an end of what is likely: a decode step that grows
+    least with its requests and a train step that no further rank shortens, or the opposite.
+
+    Raises ConfigError if a run has no accounts of enough versions, or if runs have different models
+    or engines.
     """
     placements: dict[str, list[_Version]] = {}
     about: tuple[str, str] | None = None
     rewards = list[float]()
-    for folder in folders:
-        run = _read(folder)
-        assert run.config is not None
+    for run in runs:
+        if run.config is None or not run.attempt:
+            rule = "has no accounts or no readable configuration, so its costs are not known"
+            raise bad_value("RUN_FOLDER", str(run.path), rule, FIX)
         found = identity(run.config.model, run.config.rollout, run.config.trainer)
         if about is not None and found != about:
             rule = f"is a run of {' on '.join(found)}, and the first one is of {' on '.join(about)}"
-            raise bad_value("RUN_FOLDER", str(folder), rule, "one calibration for each")
+            raise bad_value("RUN_FOLDER", str(run.path), rule, "one calibration for each")
         about = found
         name = COLOCATED if run.config.schedule.colocated else SEPARATE
-        placements.setdefault(name, []).extend(_versions(run, rewards))
+        placements.setdefault(name, []).extend(_versions(run, rewards, newest))
     assert about is not None
     rows = [version.row for versions in placements.values() for version in versions]
     alike: Mapping[str, Sequence[_Version]] = placements
-    if len(placements) == 2 and not any(_share_cores(folder) for folder in folders):
+    share_cores = any(run.attempt[-1].share_cores for run in runs)
+    if len(placements) == 2 and not share_cores:
         # Devices are alike: a step costs the same in any placement.
         alike = dict.fromkeys(placements, tuple(itertools.chain(*placements.values())))
     return Costs(
         machine=machine,
         model=about[0],
         engine=about[1],
-        runs=[folder.resolve().name for folder in folders],
-        decode={p: _decode(versions) for p, versions in alike.items()},
-        train={p: _train(versions) for p, versions in alike.items()},
+        runs=[run.path.resolve().name for run in runs],
+        decode={p: _decode(versions, likely, not share_cores) for p, versions in alike.items()},
+        train={p: _train(versions, likely) for p, versions in alike.items()},
         transfer={p: _part(v, "sync_transfer") for p, v in placements.items()},
         pause={p: _part(v, "sync_activate") for p, v in placements.items()},
         switch=_part(placements.get(COLOCATED, []), "switch", SWITCHES),
@@ -117,66 +133,83 @@ def calibrate(folders: Sequence[Path], machine: str, device_bytes: int) -> Costs
     )
 
 
-def _read(folder: Path) -> RunReader:
-    run = RunReader(folder).read()
-    fix = "a folder such as runs/quickstart-1, of a run that is complete"
+def read(folder: Path) -> RunReader:
+    """Return a run. Raises ConfigError without its folder."""
     if not folder.is_dir():
-        raise bad_value("RUN_FOLDER", str(folder), "no such folder", fix)
-    if run.config is None or not run.accounts:
-        rule = "has no accounts or no readable configuration, so its costs are not known"
-        raise bad_value("RUN_FOLDER", str(folder), rule, fix)
-    if len(run.rows) < LEAST + FIRST:
-        rule = f"has {len(run.rows)} versions, and {LEAST + FIRST} are the fewest that show costs"
-        raise bad_value("RUN_FOLDER", str(folder), rule, "a longer run")
-    return run
+        raise bad_value("RUN_FOLDER", str(folder), "no such folder", FIX)
+    return RunReader(folder).read()
 
 
-def _share_cores(folder: Path) -> bool:
-    return RunReader(folder).read().accounts[-1].share_cores
+def _versions(run: RunReader, rewards: list[float], newest: int | None) -> list[_Version]:
+    """Return the versions of the newest attempt. Their seconds of a score are added to `rewards`.
 
-
-def _versions(run: RunReader, rewards: list[float]) -> Iterator[_Version]:
-    """Yield the versions of the newest attempt. Their seconds of a score are added to `rewards`."""
+    Raises ConfigError if they are too few.
+    """
     assert run.config is not None
-    ranks, n = run.config.trainer.ranks, run.config.rollout.n
-    for before, after in list(itertools.pairwise(run.attempt))[FIRST:]:
+    ranks, n, found = run.config.trainer.ranks, run.config.rollout.n, list[_Version]()
+    for before, after in list(itertools.pairwise(run.attempt))[FIRST:][-(newest or 0) :]:
         row = run.rows.get(after.version)
         if row is None or after.version != before.version + 1 or "timing_s/train" not in row:
+            continue
+        loads = _loads(before, after)
+        if not loads or row.get("rollouter/tokens_per_s", 0.0) * row[WALL] <= 1:
             continue
         if calls := after.scores.count - before.scores.count:
             rewards.append((after.scores.seconds - before.scores.seconds) / calls)
         steps, tokens = row["train/optimizer_steps"], row["train/tokens"]
         rows = row["train/samples"] * n
-        yield _Version(row, (steps, tokens / ranks, rows / ranks, 1.0), _loads(before, after))
+        explains = steps, tokens / ranks, rows / ranks, 1.0
+        found.append(_Version(row, explains, loads))
+    if len(found) < LEAST:
+        rule = (
+            f"has {len(found)} whole versions after its first {FIRST}, which are too few of {LEAST}"
+        )
+        raise bad_value("RUN_FOLDER", str(run.path), rule, "a longer run")
+    return found
 
 
-def _loads(before: Line, after: Line) -> list[tuple[float, float]]:
-    """Return the seconds of each bin of loads in a version, with its mean load."""
+def steady(run: RunReader) -> Sequence[Mapping[str, float]]:
+    """Return the rows of the newest attempt in which the pipeline neither fills nor drains.
+
+    An attempt that runs does not drain yet.
+    """
+    assert run.config is not None
+    schedule, start, last = run.config.schedule, run.attempt[0].version, run.attempt[-1]
+    rows = [row for version, row in sorted(run.rows.items()) if version > start]
+    drained = last.samples and not sum(last.samples.values())
+    samples = int(sum(row["train/samples"] for row in rows))
+    steps = counted(samples + (0 if drained else schedule.capacity), 1, schedule)
+    return rows[steps.start : steps.stop]
+
+
+def _loads(before: Line, after: Line) -> list[tuple[float, float, bool]]:
+    """Return the seconds of each bin of loads in a version, its mean load, and whether others wait."""
     bins = []
     for name, (seconds, integral) in after.loads.items():
         since = before.loads.get(name, (0.0, 0.0))
         if seconds - since[0] > 1e-9 and integral > since[1]:
             spent = seconds - since[0]
-            bins.append((spent, (integral - since[1]) / spent))
+            bins.append((spent, (integral - since[1]) / spent, name == WAIT))
     return bins
 
 
-def _train(versions: Sequence[_Version]) -> Term:
+def _train(versions: Sequence[_Version], likely: int) -> Term:
     seconds = [v.row["timing_s/train"] + v.row.get("timing_s/other", 0.0) for v in versions]
-    return fit(TRAINS, np.array([v.train for v in versions]), np.array(seconds))
+    shown = {-1: (1, 1, 0, 1), 0: (1, 1, 1, 1), 1: (0, 1, 1, 0)}[likely]
+    return fit(TRAINS, np.array([v.train for v in versions]) * shown, np.array(seconds), True)
 
 
 def _part(versions: Sequence[_Version], name: str, times: int = 1) -> Term:
     return constant([v.row.get(f"timing_s/{name}", 0.0) / times for v in versions])
 
 
-def _decode(versions: Sequence[_Version]) -> Term:
-    drew = [v for v in versions if v.loads and v.total("rollouter/tokens_per_s") > 1]
+def _decode(versions: Sequence[_Version], likely: int, waits: bool) -> Term:
+    """Return the costs of an engine. Where cores are shared, other work explains what waiting does."""
     tokens, reads = (
-        np.array([v.total(f"rollouter/{name}_per_s") for v in drew])
+        np.array([v.total(f"rollouter/{name}_per_s") for v in versions])
         for name in ("tokens", "prefill_tokens")
     )
-    return decode_term([v.loads for v in drew], tokens, reads)
+    return decode_term([v.loads for v in versions], tokens, reads, likely, waits=waits)
 
 
 def _lengths(rows: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:

@@ -111,6 +111,8 @@ class Search:
     """The largest allowed lag_bound. None is no limit."""
     base: Config = field(init=False)
     pinned: dict[str, object] = field(init=False)
+    own: tuple[str, ...] = ()
+    """The lines of a run's own setting, which no plan repeats."""
     turns: Plan | None = None
     """The best synchronous turns that the search has seen."""
     refused: list[ConfigError] = field(default_factory=list)
@@ -207,8 +209,9 @@ class Search:
         if fixed.lookahead is None and LOOKAHEAD not in self.pinned and c.staleness:
             wide = math.ceil((1 + c.staleness) * window * self.base.actor.ppo_mini_batch_size)
             found += [replace(c, lookahead=n) for n in (0, wide)]
-        splits = self.splits(c.mode)
-        at = splits.index((c.trainers, c.rollouts))
+        splits, at = self.splits(c.mode), 0
+        if (c.trainers, c.rollouts) in splits:
+            at = splits.index((c.trainers, c.rollouts))
         found += [replace(c, trainers=t, rollouts=r) for t, r in splits[max(0, at - 1) : at + 2]]
         return [one for one in dict.fromkeys(found) if one != c]
 
@@ -221,7 +224,10 @@ class Search:
             numbers[STALE] = f"{c.staleness:g}"
         if fixed.lookahead is None and c.lookahead and c.staleness:
             numbers[LOOKAHEAD] = c.lookahead
-        return tuple(f"{key}={value}" for key, value in numbers.items())
+        lines = tuple(f"{key}={value}" for key, value in numbers.items())
+        if self.own and lines[0] not in self.own:  # another mode resets the lookahead
+            return tuple(k for k in lines if k not in self.own or k.startswith(LOOKAHEAD))
+        return tuple(line for line in lines if line not in self.own)
 
     # -- cases
 

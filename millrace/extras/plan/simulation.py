@@ -67,6 +67,11 @@ class Case:
     divide: bool = True
     """Whether a large window is divided, with its replicas or with the requests of each."""
 
+    @property
+    def whole_versions(self) -> int:
+        """The versions with those in which the pipeline fills or drains."""
+        return self.versions + 2 * math.ceil(self.schedule.capacity / self.schedule.window) + 1
+
     def smaller(self) -> Case:
         """Return a case with the same load on each replica, and fewer requests.
 
@@ -139,7 +144,7 @@ def simulate(case: Case) -> Outcome:
     """Return the figures of a version. Those in which the pipeline fills or drains do not count."""
     case = case.smaller()
     schedule, cost = case.schedule, case.cost
-    versions = case.versions + 2 * math.ceil(schedule.capacity / schedule.window) + 1
+    versions = case.whole_versions
 
     async def run() -> list[dict[str, float]]:
         ledger = Ledger(schedule, versions * schedule.window)

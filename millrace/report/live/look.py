@@ -1,9 +1,8 @@
-"""The figures and the advice of one moment of a run, for live views."""
+"""The figures of one moment of a run, for live views."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from millrace.errors import MillraceError
@@ -12,17 +11,12 @@ from millrace.observe.panel import RECENT, Alarm, Device, RunSnapshot
 from millrace.persist.accounts import Device as Account
 from millrace.persist.accounts import Line
 from millrace.persist.run_reader import Row, RunReader
-from millrace.report.advice.advise import advise_run
 
 PACE = 50
 """Versions whose pace predicts the end."""
 _LARGEST = 1e15
 """Larger figures are not figures of a run."""
 NO_ACCOUNT = Account(0, {})
-REST_S = 10.0
-"""The least seconds between two computations."""
-REST = 20.0
-"""The multiple of a computation's own time that must pass before the next one."""
 
 
 def look_at(run: RunReader) -> RunSnapshot:
@@ -105,29 +99,3 @@ def _shares(seconds: Mapping[str, float]) -> dict[str, float]:
     whole = sum(s for s in seconds.values() if s > 0)
     found = {k: s / whole for k, s in seconds.items() if s > 0} if 0 < whole < _LARGEST else {}
     return dict(sorted(found.items(), key=lambda part: -part[1]))
-
-
-class AdviceCache:
-    """The advice on a run, computed again only when it has new versions, and seldom."""
-
-    def __init__(
-        self,
-        run: RunReader,
-        clock: Callable[[], float] = time.monotonic,
-        advise: Callable[[RunReader], Sequence[object]] = advise_run,
-    ) -> None:
-        self._run, self._clock, self._advise = run, clock, advise
-        self._about: tuple[int, int, str] | None = None
-        self._due, self._said = float("-inf"), list[str]()
-
-    def on(self, look: RunSnapshot) -> list[str]:
-        """Return the sentences on the run as it is now."""
-        about, begin = (look.attempt, look.version, look.state), self._clock()
-        if about != self._about and (look.ended or begin >= self._due):
-            try:
-                self._said = [str(one) for one in self._advise(self._run)]
-            except Exception as error:  # noqa: BLE001 - the view goes on without advice
-                self._said = [f"none: {type(error).__name__}: {error}"]
-            self._about = about
-            self._due = begin + max(REST_S, REST * (self._clock() - begin))
-        return self._said

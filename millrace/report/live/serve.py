@@ -30,6 +30,7 @@ from starlette.middleware.base import RequestResponseEndpoint
 from millrace.errors import ConfigError, bad_value
 from millrace.observe.panel import sentence
 from millrace.persist.run_reader import RunReader, load
+from millrace.report.advice import advise
 from millrace.report.live.look import look_at
 
 LOOPBACK = "127.0.0.1"
@@ -61,7 +62,7 @@ def render(folder: Path) -> str:
     """Return the report of a run as a page, without a change of the run's own report."""
     from millrace.report.page.write import page_of
 
-    return page_of([load(folder)])
+    return page_of([load(folder)], live=True)
 
 
 class Pages:
@@ -109,13 +110,13 @@ class Pages:
             self._due = now + REST * max(1.0, now - begin)
 
     def _files(self) -> object:
-        """Return what changes whenever a file of the run does."""
+        """Return what changes whenever a file of the run, or its advice, does."""
         found = []
         for path in (*self._run.files(), self._folder / "config.yaml"):
             with suppress(OSError):
                 stat = path.stat()
                 found.append((str(path), stat.st_mtime_ns, stat.st_size))
-        return sorted(found)
+        return sorted(found), advise(self._run, wait=False)
 
     def _made(self) -> str:
         try:

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from millrace import __version__
-from millrace.errors import MillraceError
 from millrace.observe.guard import CAUSES, PREFIX
 from millrace.persist.run_reader import RunReader
-from millrace.report.advice.advise import advise_run
+from millrace.report.advice import advise
 from millrace.report.page.figures import Block, box, number, seconds, table, text
 
 _KEY = re.compile(
@@ -152,24 +151,19 @@ def _of_samples(run: RunReader) -> list[Block]:
     return boxes
 
 
-def advice(run: RunReader) -> list[Block]:
+def advice(run: RunReader, live: bool = False) -> list[Block]:
     """Return the advice on the run, after a sentence that says what it is."""
     if not run.accounts:
         why = "accounts.jsonl is missing or empty. Runs of older versions have none."
         return [text(f"No advice: {why}")]
-    try:
-        found = advise_run(run)
-    except (MillraceError, ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
-        return [text(f"No advice: the figures cannot be used: {error}")]
-    if not found:
-        words = "No advice yet: the run has too few versions in which nothing fills or drains."
-        if run.notes:
-            words = f"No advice, perhaps because of damaged files: {'; '.join(run.notes)}."
-        return [text(words)]
+    found = advise(run, wait=not live)
+    if not found[0].overrides:
+        damage = f" Files are damaged: {'; '.join(run.notes)}." if run.notes else ""
+        return [text(f"No advice: {str(found[0]).removeprefix('none: ')}.{damage}")]
     how = (
-        "What limits the speed of the run, and the keys that lift the limit. The largest gain is "
-        "first, but rough bounds and advice that takes more devices come last. A percentage is the "
-        "predicted change of the samples that are trained per second."
+        "What limits the speed of the run, and keys that lift the limit. A percentage is the change "
+        "of the samples that are trained per second, as simulations over the costs of this run "
+        "predict it. Its interval holds the noise of two runs."
     )
     blocks = [text(how)]
     for one in found:

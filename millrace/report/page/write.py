@@ -78,8 +78,11 @@ def check_output(path: Path) -> None:
         raise bad_value("--output", str(path), rule, "a new file, such as report.html")
 
 
-def of_run(run: RunReader) -> tuple[dict[str, Any], Table]:
-    """Return the page of a run, and its samples without their texts."""
+def of_run(run: RunReader, live: bool = False) -> tuple[dict[str, Any], Table]:
+    """Return the page of a run, and its samples without their texts.
+
+    A `live` page does not wait for its advice.
+    """
     table, found = read_table(run.path), _spans(run)
     run.notes += table.notes
     played = curves.agents(run)
@@ -92,7 +95,7 @@ def of_run(run: RunReader) -> tuple[dict[str, Any], Table]:
         "sections": [
             section("run", "The run", [head.facts(run)]),
             section("alarms", "Alarms", head.alarms(run)),
-            section("advice", "Advice", head.advice(run)),
+            section("advice", "Advice", head.advice(run, live)),
             section("learning", "Learning", [curves.rewards(run), curves.validation(run)]),
             *([section("agents", "Agents", played)] if played else []),
             section("timeline", "Timeline", timeline.timeline(run, found)),
@@ -133,9 +136,9 @@ def _lengths(run: RunReader, found: Spans, table: Table) -> list[dict[str, Any]]
     return [chart, curves.length_curves(run)]
 
 
-def page_of(runs: list[RunReader]) -> str:
+def page_of(runs: list[RunReader], live: bool = False) -> str:
     """Return the page of a run, with as many samples as fit, or of the comparison of several."""
-    page, table = of_run(runs[0]) if len(runs) == 1 else (compare.of_runs(runs), None)
+    page, table = of_run(runs[0], live) if len(runs) == 1 else (compare.of_runs(runs), None)
     parts = {"plotly": _plotly(), "page": _packed(msgspec.json.encode(page))}
     shell = _shell(page["title"], parts | {"samples": ""})
     if table is None:

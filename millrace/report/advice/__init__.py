@@ -1,1 +1,0 @@
-"""Advice: the bottleneck of a run, and the key that lifts it."""
