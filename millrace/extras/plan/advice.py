@@ -243,7 +243,7 @@ def _sentences(
     least = noise ** (1 / kept) - 1
     why = (
         unsure
-        or f"no simulated setting near this one gains over {least:.0%}, which the noise needs"
+        or f"no setting near this one is predicted to gain over {least:.0%}, the noise of such runs"
     )
     return found or none(f"{why}. The run is bound by {base.constraint}")
 
