@@ -33,8 +33,11 @@ CASES = 10
 SENTENCES = 3
 NOISE, NOISE_OF_CORES = 0.06, 0.1
 """Least standard deviation of the logarithm of the speed of equal runs: GPUs, and shared cores."""
-KEPT_ON_CORES = 0.5
-"""Exponent of a gain that sides on shared cores keep, from eight pairs of runs: docs/planning.md."""
+KEPT = 0.5
+"""Exponent of a gain that a run keeps, from eight pairs of runs on cores and three on GPUs.
+
+Sides that both compute slow each other down: they share cores, or a host that starts kernels.
+"""
 WIDTH = 1.645 * math.sqrt(2)
 """Standard deviations of one run that hold the ratio of two runs nine times in ten."""
 LARGEST = 8_000
@@ -156,8 +159,7 @@ def _simulated(run: RunReader, costs: Costs, rows: Rows) -> list[Advice]:
         )
         return none(unlike)
     noise = _noise(rows, NOISE_OF_CORES if share_cores else NOISE)
-    kept = KEPT_ON_CORES if share_cores else 1.0
-    least = noise ** (1 / kept)
+    least = noise ** (1 / KEPT)
     waits = base.outcome.wait_s / base.outcome.seconds
     while waits > 1 - 1 / least or len(search.splits(own.mode)) > 1:
         for choice in dict.fromkeys(_near(search, best.choice)):
@@ -168,7 +170,7 @@ def _simulated(run: RunReader, costs: Costs, rows: Rows) -> list[Advice]:
         if best is before or len(seen) >= CASES:
             break
     ranked = [plan for plan in search.ranked(seen.values()) if base.gpu_s / plan.gpu_s > least]
-    return _sentences(run, search, [base, *ranked], actual, noise, kept)
+    return _sentences(run, search, [base, *ranked], actual, noise)
 
 
 def _noise(rows: Rows, least: float) -> float:
@@ -209,7 +211,7 @@ def _near(search: Search, c: Choice) -> Iterator[Choice]:
 
 
 def _sentences(
-    run: RunReader, search: Search, plans: Sequence[Plan], actual: float, noise: float, kept: float
+    run: RunReader, search: Search, plans: Sequence[Plan], actual: float, noise: float
 ) -> list[Advice]:
     """Return sentences on different keys, with gains over the first plan whose intervals are above 0."""
     base, *ranked = plans
@@ -231,8 +233,8 @@ def _sentences(
         ratios = [
             r for b, a in zip(before, seconds(plan), strict=True) for r in _ratios(b, a, actual)
         ]
-        low, high = min(ratios) ** kept / noise - 1, max(ratios) * noise - 1
-        lines, gain = " ".join(plan.overrides), (ratios[0] * ratios[1]) ** (kept / 2) - 1
+        low, high = min(ratios) ** KEPT / noise - 1, max(ratios) * noise - 1
+        lines, gain = " ".join(plan.overrides), (ratios[0] * ratios[1]) ** (KEPT / 2) - 1
         memory = plan.choice.slots > base.choice.slots
         text = f"Bound by {base.constraint}. {lines} is faster"
         text += ", if the memory of an engine allows it" if memory else ""
@@ -240,7 +242,7 @@ def _sentences(
             found.append(Advice(text, plan.overrides, gain, low, high))
         else:
             unsure = unsure or f"{lines} gains from {low:+.0%} to {high:+.0%}, which may be nothing"
-    least = noise ** (1 / kept) - 1
+    least = noise ** (1 / KEPT) - 1
     why = (
         unsure
         or f"no setting near this one is predicted to gain over {least:.0%}, the noise of such runs"
