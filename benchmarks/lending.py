@@ -5,7 +5,7 @@
 Each device of the trainer has a replica too. It draws while the trainer waits for samples, and its
 requests go on elsewhere from the start of a step. Weights of both sides fit at once. The real loops
 and the real Ledger run on the virtual clock. Costs are those of H200s: SmolLM2's are calibrated
-(docs/planning.md), and the others are round figures of docs/vllm.md and docs/gpus.md.
+(results/planning.md), and the others are round figures of docs/vllm.md and docs/gpus.md.
 """
 
 from __future__ import annotations

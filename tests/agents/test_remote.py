@@ -24,27 +24,15 @@ from tests.agents.programs_at_work import Table, plays, table
 from tests.agents.talks import options
 from tests.waiting import HANG_S
 
-WORKER = """
-import json, sys, urllib.request
-
-run = json.load(open(sys.argv[1]))
-
-def post(url, token, **body):
-    head = {"authorization": "Bearer " + token, "content-type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), head)
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        return json.load(answer)
-
-while (claim := post(run["url"] + "/episodes/claim", run["token"], wait_s=1))["episode"]:
-    if sys.argv[2:]:
-        import os
-        os.kill(os.getpid(), 9)
-    task, key = claim["task"], claim["api_key"]
-    chat = {"model": task["model"], "messages": task["messages"]}
-    post(claim["base_url"] + "/chat/completions", key, **chat)
-    reward = {"reward": task["extra"], "api_key": key}
-    post(run["url"] + "/episodes/finish", run["token"], **reward)
-"""
+WORKER = (Path(__file__).parents[2] / "examples" / "agents" / "worker.py").read_text()
+for line, instead in (
+    ("wait_s=20", "wait_s=1"),
+    ('float(said == task["ground_truth"])', 'task["extra"]'),
+    ("    task, key", "    if sys.argv[2:]:\n        signal.raise_signal(9)\n    task, key"),
+    ("import json\n", "import json\nimport signal\n"),
+):
+    assert line in WORKER
+    WORKER = WORKER.replace(line, instead)
 
 
 class Remote:

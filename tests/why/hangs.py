@@ -1,7 +1,7 @@
 """Hangs of other systems, enacted again: real loops on the virtual clock, with one planted hang.
 
 Each hang has the name of the thread that reports it. What it plants is the pattern of the wait, not
-the code of that system. `docs/failures.md` lists them.
+the code of that system.
 """
 
 from __future__ import annotations
