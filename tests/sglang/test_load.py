@@ -7,6 +7,7 @@ The scheduler writes its own log: the version whose weights were live when it la
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import random
 from typing import Any
@@ -97,3 +98,28 @@ def test_versions_equal_the_schedulers_own_log(
             assert (
                 max(gap(replica, 1 + segments[0].version % 2, list(prompt), tuple(segments))) < 1e-4
             )
+
+
+def test_a_swap_waits_for_requests_that_its_call_has_overtaken(
+    replica: Replica, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests and the calls of a swap have sockets of their own."""
+    engine = replica.engine
+    dispatch = engine._manager._dispatch_to_scheduler
+
+    async def main() -> tuple[Segment, ...]:
+        await replica.publish(5000, 1)
+        loop = asyncio.get_running_loop()
+        late = functools.partial(loop.call_later, 0.5, dispatch)
+        monkeypatch.setattr(engine._manager, "_dispatch_to_scheduler", late)
+        params = SamplingParams(20, seed=1, ignore_eos=True)
+        drawing = asyncio.create_task(engine.generate(tokens_of(PROMPT), params, "late"))
+        while not engine._manager.sent:  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.001)
+        monkeypatch.undo()
+        await replica.publish(5001, 2)
+        return await drawing
+
+    segments = runner.run(main())
+    assert segments[-1].version == 5001
+    assert sum(len(s.tokens) for s in segments) == 20

@@ -21,6 +21,7 @@ from millrace.config.serving_checks import SGLANG_RELEASES
 NAMES: dict[str, dict[str, list[str]]] = {
     "srt/managers/scheduler.py": {
         "Scheduler.handle_rpc_request": ["self", "recv_req"],
+        "Scheduler.handle_generate_request": ["self", "recv_req"],
         "Scheduler.process_batch_result": ["self", "batch", "result"],
         "Scheduler.pause_generation": ["self", "recv_req"],
         "Scheduler.is_fully_idle": ["self"],

@@ -59,11 +59,14 @@ class _Manager(TokenizerManager):  # type: ignore[misc]
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.sent: dict[str, bool] = {}
-        """The requests that the schedulers have, and whether they were aborted."""
+        """The requests that were sent and have no result yet, and whether they were aborted."""
+        self.sends = 0
 
-    def _send_one_request(self, request: Any) -> None:
-        super()._send_one_request(request)
+    def _send_one_request(self, request: Any) -> Any:
+        sending = super()._send_one_request(request)
         self.sent[request.rid] = False
+        self.sends += 1
+        return sending  # a coroutine in 0.5.23
 
     def abort_once(self, name: str) -> None:
         """Abort a request if the schedulers have it and it was not aborted before."""
@@ -245,7 +248,10 @@ class SglangRolloutEngine(ServingEngine):
         while any(name not in self._manager.sent for name in self._active):  # noqa: ASYNC110
             await asyncio.sleep(0)
         anew = str(self._swaps + 1) if self._recompute else None
-        self._counts = (await self.call_workers("pause", anew))[0]
+        counts = None
+        while counts is None:
+            counts = (await self.call_workers("pause", anew, self._manager.sends))[0]
+        self._counts = counts
         return perf_counter()
 
     def _change_version(self) -> list[ActiveRequest]:

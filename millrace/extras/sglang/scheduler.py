@@ -1,6 +1,6 @@
 """SGLang's scheduler process, with the calls of a weight sync and a seed for each request.
 
-`run` takes the place of SGLang's own entry of the process. It replaces seven of SGLang's names, and
+`run` takes the place of SGLang's own entry of the process. It replaces eight of SGLang's names, and
 `serving_checks.SGLANG_RELEASES` says of which releases.
 """
 
@@ -32,6 +32,8 @@ from millrace.waits.registry import Start, began, take_starts
 
 METHOD = "millrace"
 """The method of an RPC that `SchedulerExtension` answers."""
+RECEIVED = "millrace_received"
+"""Name of a scheduler's number of received requests."""
 COUNTER = "MILLRACE_SGLANG_COUNTER"
 """Environment variable: a file of 8 bytes that has the number of drawn tokens."""
 _MASK = (1 << 63) - 1
@@ -59,13 +61,16 @@ class SchedulerExtension(LiveWeights):
         """Return whether the scheduler has processed all of its steps."""
         return bool(self.scheduler.is_fully_idle())
 
-    def pause(self, extra_key: str | None) -> dict[str, int]:
+    def pause(self, extra_key: str | None, sent: int) -> dict[str, int] | None:
         """Stop between two steps. Return how many tokens each request has drawn.
 
         `extra_key` is a new name in the prefix cache: all requests then compute their K and V anew
-        under it. None keeps them.
+        under it. None keeps them. `sent` is the number of requests so far. They come through another
+        socket than this call. If it has overtaken one, return None, and go on.
         """
         scheduler = self.scheduler
+        if scheduler.__dict__.get(RECEIVED, 0) < sent:
+            return None
         scheduler._engine_paused = True
         if extra_key is not None:
             scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
@@ -128,6 +133,12 @@ def _answer(scheduler: Any, call: Any) -> RpcReqOutput:
         reports = [None] * scheduler.tp_group.world_size
         torch.distributed.all_gather_object(reports, report, group=scheduler.tp_group.cpu_group)
     return RpcReqOutput(success=True, message=json.dumps((call.parameters["number"], reports)))
+
+
+def _receive(scheduler: Any, request: Any, **options: Any) -> None:
+    """Take a request, and count it."""
+    scheduler.__dict__[RECEIVED] = scheduler.__dict__.get(RECEIVED, 0) + 1
+    _handle_request(scheduler, request, **options)
 
 
 def _abort(scheduler: Any, call: Any) -> None:
@@ -222,6 +233,7 @@ def _shifted(state: Tensor, bits: int) -> Tensor:
 
 
 _handle_rpc = Scheduler.handle_rpc_request
+_handle_request = Scheduler.handle_generate_request
 _abort_request = Scheduler.abort_request
 _process = Scheduler.process_batch_result
 _from_batch = SamplingBatchInfo.from_schedule_batch
@@ -237,6 +249,7 @@ def run(*args: Any, **kwargs: Any) -> None:
         die_with(host.pid)  # SGLang does not see that its host died during the imports
     began("imports")
     Scheduler.handle_rpc_request = _answer
+    Scheduler.handle_generate_request = _receive
     Scheduler.abort_request = _abort
     Scheduler.process_batch_result = _process_and_count
     SamplingBatchInfo.from_schedule_batch = staticmethod(_with_seeds)
