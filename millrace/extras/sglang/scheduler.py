@@ -155,12 +155,11 @@ def _abort(scheduler: Any, call: Any) -> None:
 
 
 def _process_and_count(scheduler: Any, batch: Any, result: Any) -> None:
-    """Process the result of a step, and add its tokens to the counter."""
-    drawn = sum(draws(batch, request) for request in batch.reqs)
-    _process(scheduler, batch, result)
+    """Add the tokens of a step to the counter, and process its result, which the host then reads."""
     if scheduler.ps.tp_rank == 0:
-        counter = _counter()
+        drawn, counter = sum(draws(batch, request) for request in batch.reqs), _counter()
         struct.pack_into("q", counter, 0, struct.unpack_from("q", counter)[0] + drawn)
+    _process(scheduler, batch, result)
 
 
 @functools.cache
