@@ -64,6 +64,7 @@ class ConfigError(MillraceError):
     """A key of the configuration is wrong. The message has the key, value, rule and fix."""
 
     exit_code = 2
+    rule = ""
 
 
 class DataError(MillraceError):
@@ -213,7 +214,9 @@ def bad_value(key: str, value: object, rule: str, fix: str) -> ConfigError:
     """Return a ConfigError in the form that all of them share."""
     shown = key if key.isprintable() else repr(key)
     value = list(value) if isinstance(value, tuple) else value  # as an override writes it
-    return ConfigError(f"{shown} = {value!r}: {rule}. Fix: {fix}.")
+    error = ConfigError(f"{shown} = {value!r}: {rule}. Fix: {fix}.")
+    error.rule = rule
+    return error
 
 
 def bad_row(where: str, value: object, rule: str, fix: str) -> DataError:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, stdev
 
-from millrace.errors import ConfigError, bad_value
+from millrace.errors import ConfigError
 from millrace.extras.plan.costs import Costs
 from millrace.extras.plan.fit import WALL, calibrate, steady
 from millrace.extras.plan.search import DEVICES, SLOTS, Choice, Plan, Search
@@ -54,11 +54,11 @@ LEAST_WAIT, MOST_SLOTS = 0.2, 8
 
 
 def advise(run: RunReader) -> list[Advice]:
-    """Return the advice on a run, or one sentence without overrides that says why there is none.
-
-    Raises ConfigError if its accounts show no costs.
-    """
-    costs = calibrate([run], newest=NEWEST)  # it refuses a run without a configuration
+    """Return the advice on a run, or one sentence without overrides that says why there is none."""
+    try:
+        costs = calibrate([run], newest=NEWEST)
+    except ConfigError as error:
+        return none(f"the run {error.rule}")
     rows = steady(run)[-NEWEST:]
     if not rows:
         return none("the run has no version in which nothing fills or drains")
@@ -122,8 +122,7 @@ def _of_shares(run: RunReader, rows: Rows, flat: Mapping[str, float]) -> Iterato
 def _simulated(run: RunReader, costs: Costs, rows: Rows) -> list[Advice]:
     """Return the advice of a search around the setting of the run."""
     if run.mode not in MODES:
-        rule = "is no mode of the table, and the search changes modes"
-        raise bad_value("mode", run.mode, rule, f"one of {', '.join(MODES)}")
+        return none(f"the run is {run.mode}, and the search knows the modes of the table alone")
     config = run.config
     assert config is not None
     trainer, rollout, schedule = config.trainer, config.rollout, config.schedule

@@ -162,7 +162,7 @@ def _versions(run: RunReader, rewards: list[float], newest: int | None) -> list[
         found.append(_Version(row, explains, loads))
     if len(found) < LEAST:
         rule = (
-            f"has {len(found)} whole versions after its first {FIRST}, which are too few of {LEAST}"
+            f"has {len(found)} whole versions after its first {FIRST}, and {LEAST} are the fewest"
         )
         raise bad_value("RUN_FOLDER", str(run.path), rule, "a longer run")
     return found
