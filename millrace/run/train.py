@@ -102,7 +102,8 @@ async def train(
         report = None
         if folder is not None and config.report.enable:
             report = await write_report(folder, progress)
-    progress.phase("computing the advice")
+    if report is None:  # the report has computed it
+        progress.phase("computing the advice")
     return replace(outcome, report=report, advice=await unless_stopped(first_advice, folder) or "")
 
 
