@@ -1,0 +1,39 @@
+"""The benchmark of a governed staleness: its fixed arms are those of a plan, and it keeps its ceiling."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import runs
+
+
+@pytest.fixture(scope="module")
+def arms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Return the rows of one shape by arm."""
+    script = runs.ROOT / "benchmarks" / "governed.py"
+    out = tmp_path_factory.mktemp("governed") / "rows.jsonl"
+    command = [sys.executable, str(script), "rates", "--shapes", "SmolLM2", "--versions", "12"]
+    env = {**os.environ, "PYTHONPATH": str(runs.ROOT)}
+    subprocess.run([*command, "--out", str(out)], check=True, capture_output=True, env=env)
+    return {row["arm"]: row for row in map(json.loads, out.read_text().splitlines())}
+
+
+def test_more_staleness_is_faster_where_the_trainer_waits(arms: dict[str, dict[str, Any]]) -> None:
+    rates = [arms[arm]["rate"] for arm in ("0", "0.5", "1", "2")]
+    assert rates == sorted(rates) and rates[-1] > 1.3 * rates[0]
+
+
+def test_the_governor_raises_the_staleness_of_an_idle_trainer_up_to_its_ceiling(
+    arms: dict[str, dict[str, Any]],
+) -> None:
+    chosen = [point["auto"] for point in arms["auto"]["curve"]]
+    assert chosen[-1] > 0.5 and max(chosen) <= 2.0
+    oldest = max(point["staleness/mean"] for point in arms["2"]["curve"])
+    assert max(point["staleness/mean"] for point in arms["auto"]["curve"]) <= oldest + 1
