@@ -29,7 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from governed_learner import Learner, LearningEngine, LearningSync, ess_of, start_model
+from governed_learner import Learner, LearningEngine, LearningSync, ess_of, start_model, to_reward
 from lending import SHAPES, Shape
 
 from millrace.extras.plan import costs as plan_costs
@@ -50,7 +50,7 @@ from millrace.simulate.engines import SimReward, SimRolloutEngine
 from millrace.types import SamplingParams
 
 FIXED = ("0", "0.1", "0.3", "0.5", "1", "2")
-LEARNED = ("0", "0.5", "1", "2", "auto")
+LEARNED = ("0", "0.5", "1", "2", "auto", "strict")
 CEILING = 2.0
 TARGETS = (0.7, 0.75, 0.8, 0.85)
 
@@ -86,6 +86,9 @@ class Governor:
             change = -self.step / 2
         self.now = min(self.ceiling, max(0.0, self.now + change))
         return self.now
+
+
+GOVERNORS = {"auto": Governor, "strict": partial(Governor, least_ess=0.95, most_k3=0.015)}
 
 
 class GovernedLedger(Ledger):
@@ -148,7 +151,7 @@ class Governing(Rows):
 
     def attach(self, queue: SampleQueue, shape: Shape, arm: str, learner: Learner | None) -> None:
         self.queue, self.shape, self.learner = queue, shape, learner
-        self.governor = Governor() if arm == "auto" else None
+        self.governor = GOVERNORS[arm]() if arm in GOVERNORS else None
         self.curve: list[dict[str, float]] = []
 
     def row(self, version: int, row: dict[str, float]) -> None:
@@ -172,7 +175,7 @@ def run(
     shape: Shape, arm: str, versions: int, learner: Learner | None = None
 ) -> list[dict[str, float]]:
     """Return the points of a run in async_partial on two devices: one for each version."""
-    schedule = schedule_of(shape.prompts, CEILING if arm == "auto" else float(arm))
+    schedule = schedule_of(shape.prompts, CEILING if arm in GOVERNORS else float(arm))
     if isinstance(shape.lengths, Growing):
         shape.lengths.progress[0] = 0.0
 
@@ -203,20 +206,6 @@ def rate(curve: list[dict[str, float]]) -> float:
     """Return samples a second over an even number of versions: fast and slow ones alternate."""
     first, last = curve[3], curve[-5]
     return (last["samples"] - first["samples"]) / (last["seconds"] - first["seconds"])
-
-
-def to_reward(curve: list[dict[str, float]], target: float, axis: str) -> float | None:
-    """Return where the mean reward of three versions first reaches a target, between two points."""
-    means = [
-        statistics.mean(p["reward"] for p in curve[max(0, k - 2) : k + 1])
-        for k in range(len(curve))
-    ]
-    for k, reached in enumerate(means):
-        if reached >= target:
-            before = curve[k - 1][axis] if k else 0.0
-            share = (target - means[k - 1]) / (reached - means[k - 1]) if k else 1.0
-            return before + share * (curve[k][axis] - before)
-    return None
 
 
 def learned(case: tuple[str, str, int, str], costs: Path | None, versions: int) -> dict[str, Any]:
@@ -264,7 +253,7 @@ def made_rows(
     options: argparse.Namespace, names: list[str], versions: int
 ) -> Iterator[dict[str, Any]]:
     if options.part == "rates":
-        for name, arm in product(names, [*FIXED, "auto"]):
+        for name, arm in product(names, [*FIXED, *GOVERNORS]):
             curve = run(shapes(options.costs)[name], arm, versions)
             labels = {"part": "rates", "shape": name, "arm": arm}
             yield labels | {"rate": rate(curve), "curve": curve}
@@ -298,9 +287,11 @@ def show(rows: list[dict[str, Any]]) -> None:
                 arm: statistics.mean(found) for arm, found in each.items() if None not in found
             }
             shown = " | ".join(f"{means[arm]:.4g}" if arm in means else "-" for arm in arms)
-            best = min((mean for arm, mean in means.items() if arm != "auto"), default=0.0)
-            won = f"{means['auto'] / best - 1:+.1%}" if best and "auto" in means else "-"
-            print(f"{axis} to {target} | {shown} | auto against the best fixed {won}")
+            best = min((mean for arm, mean in means.items() if arm not in GOVERNORS), default=0.0)
+            won = [
+                f"{arm} {means[arm] / best - 1:+.1%}" for arm in GOVERNORS if arm in means and best
+            ]
+            print(f"{axis} to {target} | {shown} | {', '.join(won)}")
 
 
 if __name__ == "__main__":

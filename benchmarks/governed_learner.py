@@ -200,3 +200,17 @@ def start_model(folder: Path, seed: int) -> str:
     if not (folder / "sft").exists():
         millrace("sft", "quickstart", f"trainer.run_dir={folder}", f"trainer.seed={seed}")
     return str(folder / "sft")
+
+
+def to_reward(curve: list[dict[str, float]], target: float, axis: str) -> float | None:
+    """Return where the mean reward of three versions first reaches a target, between two points."""
+    means = [
+        statistics.mean(p["reward"] for p in curve[max(0, k - 2) : k + 1])
+        for k in range(len(curve))
+    ]
+    for k, reached in enumerate(means):
+        if reached >= target:
+            before = curve[k - 1][axis] if k else 0.0
+            share = (target - means[k - 1]) / (reached - means[k - 1]) if k else 1.0
+            return before + share * (curve[k][axis] - before)
+    return None
