@@ -18,9 +18,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import multiprocessing
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -88,7 +89,10 @@ class Governor:
         return self.now
 
 
-GOVERNORS = {"auto": Governor, "strict": partial(Governor, least_ess=0.95, most_k3=0.015)}
+GOVERNORS: dict[str, Callable[[], Governor]] = {
+    "auto": Governor,
+    "strict": partial(Governor, least_ess=0.95, most_k3=0.015),
+}
 
 
 class GovernedLedger(Ledger):
@@ -279,18 +283,15 @@ def show(rows: list[dict[str, Any]]) -> None:
             print(" | ".join(f"{row['rate']:.2f}" for row in mine))
             continue
         for target, axis in product(TARGETS, ("samples", "seconds")):
-            each = {
-                arm: [to_reward(row["curve"], target, axis) for row in mine if row["arm"] == arm]
+            means = {
+                arm: statistics.mean(
+                    to_reward(row["curve"], target, axis) for row in mine if row["arm"] == arm
+                )
                 for arm in arms
             }
-            means = {
-                arm: statistics.mean(found) for arm, found in each.items() if None not in found
-            }
-            shown = " | ".join(f"{means[arm]:.4g}" if arm in means else "-" for arm in arms)
-            best = min((mean for arm, mean in means.items() if arm not in GOVERNORS), default=0.0)
-            won = [
-                f"{arm} {means[arm] / best - 1:+.1%}" for arm in GOVERNORS if arm in means and best
-            ]
+            shown = " | ".join(f"{means[arm]:.4g}" for arm in arms)
+            best = min((means[arm] for arm in arms if arm not in GOVERNORS), default=math.inf)
+            won = [f"{arm} {means[arm] / best - 1:+.1%}" for arm in GOVERNORS if arm in means]
             print(f"{axis} to {target} | {shown} | {', '.join(won)}")
 
 

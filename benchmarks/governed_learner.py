@@ -7,6 +7,7 @@ the recipe's reward, and trained by the real train engine.
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -202,8 +203,8 @@ def start_model(folder: Path, seed: int) -> str:
     return str(folder / "sft")
 
 
-def to_reward(curve: list[dict[str, float]], target: float, axis: str) -> float | None:
-    """Return where the mean reward of three versions first reaches a target, between two points."""
+def to_reward(curve: list[dict[str, float]], target: float, axis: str) -> float:
+    """Return where the mean reward of three versions first reaches a target. Never is infinite."""
     means = [
         statistics.mean(p["reward"] for p in curve[max(0, k - 2) : k + 1])
         for k in range(len(curve))
@@ -213,4 +214,4 @@ def to_reward(curve: list[dict[str, float]], target: float, axis: str) -> float 
             before = curve[k - 1][axis] if k else 0.0
             share = (target - means[k - 1]) / (reached - means[k - 1]) if k else 1.0
             return before + share * (curve[k][axis] - before)
-    return None
+    return math.inf
