@@ -16,8 +16,7 @@ import numpy as np
 from millrace.observe.timing import TOTALS
 from millrace.persist.accounts import Line
 from millrace.persist.run_reader import RunReader
-from millrace.report.accounts.devices import IDLE, IDLE_TRACK
-from millrace.report.accounts.tokens import VALIDATION
+from millrace.report.accounts import IDLE, IDLE_TRACK, VALIDATION
 from millrace.report.page import figures as fig
 from millrace.report.page.figures import STATES, Array, Block, figure, label, moments, rounded
 from millrace.report.page.head import run_seconds
