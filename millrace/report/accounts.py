@@ -40,6 +40,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from millrace.observe.timing import ActorClock, Integral, Seconds, StateClock, split
 from millrace.ports import RolloutStats
@@ -263,14 +264,9 @@ class FlowAccount:
             self._states[event.key] = state = State(event.name)
             self.slots[state].change(event.time, 1)
 
-    @property
-    def occupied(self) -> int:
-        """The number of samples in a slot."""
-        return len(self._states)
-
-    def count(self, one: State, other: State) -> int:
-        """Return the number of samples in one of two states."""
-        return self.slots[one].level + self.slots[other].level
+    def count(self, *states: State) -> int:
+        """Return the number of samples in these states."""
+        return sum(self.slots[state].level for state in states)
 
 
 class _Replica:
@@ -398,7 +394,7 @@ class DeviceAccount:
             return part
         if self._pauses:
             return "sync"
-        occupied = flow.occupied
+        occupied = flow.count(*State)
         if self._limit is not None and self._retired + flow.retired + occupied >= self._limit:
             return "tail"
         if occupied < self._schedule.capacity:
@@ -443,13 +439,13 @@ WAIT = "full"
 """The bin of the time in which requests wait for a slot."""
 
 
+@dataclass(slots=True)
 class _Engine:
     """The requests of one engine, and its decode slots, since a time."""
 
-    __slots__ = ("level", "since", "slots")
-
-    def __init__(self, now: float) -> None:
-        self.level, self.slots, self.since = 0, 0, now
+    since: float
+    level: int = 0
+    slots: int = 0
 
 
 class LoadAccount:

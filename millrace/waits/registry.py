@@ -347,20 +347,15 @@ async def as_actor(name: str, work: Awaitable[T]) -> T:
         return await work
 
 
-class measuring:  # noqa: N801 - a verb of this module, like the others
+@contextmanager
+def measuring(name: str, read: Callable[[], float]) -> Iterator[None]:
     """Register a counter for a block, such as the CPU time of a start."""
-
-    __slots__ = ("_name", "_read", "_registry")
-
-    def __init__(self, name: str, read: Callable[[], float]) -> None:
-        self._name, self._read = name, read
-
-    def __enter__(self) -> None:
-        self._registry = _current.get().registry
-        self._registry.gauges[self._name] = self._read
-
-    def __exit__(self, *error: object) -> None:
-        self._registry.gauges.pop(self._name, None)
+    gauges = _current.get().registry.gauges
+    gauges[name] = read
+    try:
+        yield
+    finally:
+        gauges.pop(name, None)
 
 
 class within:  # noqa: N801 - a verb of this module, like the others
