@@ -101,7 +101,8 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
         if name == "request":
             validates = span.key.startswith(VALIDATION)
             requests.setdefault(track, []).append((start, end, validates))
-            count, response = span.facts.get("tokens"), (span.attempt, span.key)
+            count: Any = span.facts.get("tokens")
+            response = span.attempt, span.key
             drawn = type(count) is int and 0 <= count < 2**31
             if drawn and not validates and not (n and _number(span.key.split("/")[1:2]) >= n):
                 tokens[response] += count  # one that was interrupted has several requests
