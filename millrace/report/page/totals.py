@@ -66,9 +66,10 @@ def tokens(run: RunReader) -> list[Block]:
         f"Every drawn token is in one bucket. {share(wasted, whole)} of them trained nothing and "
         "are not in flight. The largest of the other buckets shows what to change."
     )
-    names, counts = zip(*reversed(found), strict=True)
-    look = {"color": [looks[name][1] for name in names]}
-    chart = fig.bars([fig.label(name, 24) for name in names], counts, look, across=True)
+    upwards = dict(reversed(found))
+    look = {"color": [looks[name][1] for name in upwards]}
+    lanes = [fig.label(name, 24) for name in upwards]
+    chart = fig.bars(lanes, upwards.values(), look, across=True)
     chart |= {"hovertemplate": "%{y}: %{x:,}<extra></extra>", "showlegend": False}
     axes = {"xaxis": fig.axes("", "tokens")["xaxis"], "yaxis": {"automargin": True}}
     return [
