@@ -317,7 +317,7 @@ def run_async(
     name: str,
     mode: str,
     work: Callable[[Progress], Coroutine[Any, Any, T]],
-    request_stop: Callable[[], bool],
+    request_stop: Callable[[], bool] = lambda: False,
 ) -> T:
     """Run `work` with a progress display and signal handlers."""
     began("imports")

@@ -16,7 +16,7 @@ from millrace.run.drawn import DrawnResponse, drawn
 from millrace.run.session import Session
 from millrace.run.stop import StopRequest
 from millrace.types import PolicyVersion, Sample
-from millrace.waits.stream import Event
+from millrace.waits.registry import Event
 
 SLOW_S = 1.0
 """Seconds after which a callback is named: rollouts and syncs wait for it."""
