@@ -30,7 +30,7 @@ from millrace.config.layers import (
 )
 from millrace.config.packaged import find
 from millrace.config.secrets import check_secrets
-from millrace.config.unused_keys import check_unread
+from millrace.config.unused_keys import check_unread, unread_note
 from millrace.errors import ConfigError, bad_value
 from millrace.schedule.modes import MODES, update_steps
 from millrace.schedule.schedule import Placement
@@ -59,7 +59,7 @@ def load(
     note = "" if keep_warm_up else _without_warm_up(tree, layers)
     config = parse(tree)
     check_unread(config.value_of)
-    lines = [*([note] if note else []), *notes]
+    lines = [*filter(None, (note, unread_note(config.value_of))), *notes]
     return config.with_notes(*lines, translated=translated) if lines else config
 
 
