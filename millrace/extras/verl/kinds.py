@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+_Row = TypeVar("_Row")
 PREFIX = "actor_rollout_ref."
 """verl puts this before the sections actor, ref, rollout and model."""
 
@@ -30,7 +31,7 @@ class Absent:
     """A key of a feature that millrace does not have."""
 
     feature: str
-    instead: str
+    instead: str = "leave the key out"
     off: tuple[Any, ...] = ()
     """Values that leave the feature off. Empty and false values do too, unless `mapping` is set."""
     mapping: bool = False
@@ -41,3 +42,18 @@ class Absent:
         if self.mapping:
             return value is None or value == {}
         return not value or any(type(value) is type(o) and value == o for o in self.off)
+
+
+def by_name(rows: Mapping[str, _Row]) -> dict[str, _Row]:
+    """Return the row of each name in the keys. Patterns that fit every section come last."""
+    found = {name: row for keys, row in rows.items() for name in _names(keys)}
+    return dict(sorted(found.items(), key=lambda item: item[0][0] == "*"))
+
+
+def _names(keys: str) -> Iterator[str]:
+    """Yield the words of a text. `a.{b,c}` stands for a.b and a.c."""
+    for word in keys.split():
+        head, _, rest = word.partition("{")
+        choices, _, tail = rest.partition("}")
+        for choice in choices.split(","):
+            yield from _names(f"{head}{choice}{tail}") if rest else [word]
