@@ -14,22 +14,24 @@ from typing import Any, Protocol
 
 import msgspec
 
-from millrace.agents import wire_chat, wire_completions, wire_messages, wire_responses
 from millrace.agents.conversation import Conversation
 from millrace.agents.live import Draw, LiveEpisode, ServiceOptions, episode_over
 from millrace.agents.request import RequestError, wrong
-from millrace.agents.wire import Body, Reader, Wire, bearer_of
+from millrace.agents.wire import Body, Reader, Wire, bearer_of, openai_problem
+from millrace.agents.wire_chat import CHAT, COMPLETIONS
+from millrace.agents.wire_messages import MESSAGES
+from millrace.agents.wire_responses import RESPONSES
 from millrace.ports import PolicySession
 
 DEAD_KEYS = 65_536
 """The keys of so many finished episodes are still known. An older one is answered 401."""
 
 WIRES: dict[str, Wire] = {
-    "/v1/chat/completions": wire_chat,
-    "/v1/completions": wire_completions,
-    "/v1/messages": wire_messages,
-    "/v1/messages/count_tokens": wire_messages,
-    "/v1/responses": wire_responses,
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": MESSAGES,
+    "/v1/responses": RESPONSES,
 }
 """The wire format of each route that has one."""
 
@@ -280,6 +282,7 @@ def _answer(status: int, body: Body, settle: Callable[[bool], None] = _nothing) 
 
 def refused(error: RequestError, route: str) -> HttpReply:
     """Return an error in the shape of the route. No client should try it again."""
-    answer = _answer(error.status, WIRES.get(route, wire_chat).problem(error))
+    problem = WIRES[route].problem if route in WIRES else openai_problem
+    answer = _answer(error.status, problem(error))
     answer.headers["x-should-retry"] = "false"
     return answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -83,28 +83,42 @@ class Drawn:
         return [(self.text(tokens_of((t,))), p if math.isfinite(p) else -9999.0) for t, p in pairs]
 
 
-class Wire(Protocol):
-    """One wire format. Its module has these functions."""
+def pieces(text: str) -> Iterator[str]:
+    """Yield a text in two pieces, so that clients join them as they would elsewhere."""
+    middle = len(text) // 2
+    yield from (piece for piece in (text[:middle], text[middle:]) if piece)
 
-    def read(self, reader: Reader) -> Asked:
-        """Return what a body asks for. Raises RequestError."""
-        ...
 
-    def answer(self, drawn: Drawn) -> Body:
-        """Return the body of the answer."""
-        ...
+def event(body: Body, name: str = "") -> str:
+    """Return one server-sent event."""
+    first = f"event: {name}\n" if name else ""
+    return f"{first}data: {json_text(body)}\n\n"
 
-    def events(self, drawn: Drawn) -> Iterator[str]:
-        """Yield the server-sent events of the answer."""
-        ...
 
-    def problem(self, error: RequestError) -> Body:
-        """Return the body of an error."""
-        ...
+def openai_problem(error: RequestError) -> Body:
+    """Return an error in OpenAI's shape."""
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    body = {"message": str(error), "type": kind, "param": error.param or None, "code": error.code}
+    return {"error": body}
 
-    def trouble(self, error: RequestError) -> str:
-        """Return the event that ends a stream with an error."""
-        ...
+
+def _openai_trouble(error: RequestError) -> str:
+    return event(openai_problem(error))
+
+
+class Wire(NamedTuple):
+    """One wire format."""
+
+    read: Callable[[Reader], Asked]
+    """Return what a body asks for. Raises RequestError."""
+    answer: Callable[[Drawn], Body]
+    """Return the body of the answer."""
+    events: Callable[[Drawn], Iterator[str]]
+    """Yield the server-sent events of the answer."""
+    problem: Callable[[RequestError], Body] = openai_problem
+    """Return the body of an error."""
+    trouble: Callable[[RequestError], str] = _openai_trouble
+    """Return the event that ends a stream with an error."""
 
 
 class Reader:
@@ -130,6 +144,12 @@ class Reader:
     def into(self, kind: type[_Kind]) -> _Kind:
         """Return the body as a Struct, which says what each field must be. Raises RequestError."""
         return converted(self.body, kind)
+
+    def asked(self, body: Any, stop: str | list[str], **more: Any) -> Asked:
+        """Return the request of a body. Call it once all that has no effect is noted."""
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        given = {"model": body.model, "stream": body.stream, "ignored": tuple(self.ignored)}
+        return Asked(stop=stops, **given, **more)
 
     def ignore(self, name: str, fix: str = "leave it out") -> None:
         """Note that `name` has no effect. Raises RequestError in strict mode."""
@@ -220,10 +240,6 @@ def message_of(message: Message, where: str) -> Message:
     return normal(message, where)
 
 
-def stops_of(stops: str | list[str]) -> tuple[str, ...]:
-    return (stops,) if isinstance(stops, str) else tuple(stops)
-
-
 def calls_of(message: Message) -> list[tuple[str, str, str]]:
     """Return (id, name, arguments) of every tool call of the policy's message."""
     return [
@@ -241,40 +257,3 @@ def bearer_of(headers: Mapping[str, str]) -> str:
 def json_text(value: Any) -> str:
     """Return a value as compact JSON."""
     return msgspec.json.encode(value).decode()
-
-
-def head_of(drawn: Drawn, prefix: str, kind: str) -> Body:
-    """Return the first fields of an answer or chunk of chat and completions."""
-    model = drawn.asked.model
-    number = f"{prefix}-{drawn.nonce}"
-    return {"id": number, "object": kind, "created": drawn.created, "model": model}
-
-
-def usage_of(drawn: Drawn) -> Body:
-    """Return the usage in the form of chat and completions."""
-    read, drew = drawn.usage
-    return {"prompt_tokens": read, "completion_tokens": drew, "total_tokens": read + drew}
-
-
-def pieces(text: str) -> Iterator[str]:
-    """Yield a text in two pieces, so that clients join them as they would elsewhere."""
-    middle = len(text) // 2
-    yield from (piece for piece in (text[:middle], text[middle:]) if piece)
-
-
-def event(body: Body, name: str = "") -> str:
-    """Return one server-sent event."""
-    first = f"event: {name}\n" if name else ""
-    return f"{first}data: {json_text(body)}\n\n"
-
-
-def openai_problem(error: RequestError) -> Body:
-    """Return an error in OpenAI's shape."""
-    kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    body = {"message": str(error), "type": kind, "param": error.param or None, "code": error.code}
-    return {"error": body}
-
-
-def openai_trouble(error: RequestError) -> str:
-    """Return the event of an error in a stream of chunks."""
-    return event(openai_problem(error))

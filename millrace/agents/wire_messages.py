@@ -16,7 +16,7 @@ from millrace.agents.request import (
     text_of,
     wrong,
 )
-from millrace.agents.wire import Asked, Body, Count, Drawn, Reader
+from millrace.agents.wire import Asked, Body, Count, Drawn, Reader, Wire
 from millrace.types import Message
 
 KINDS = {
@@ -38,17 +38,17 @@ class _Choice(msgspec.Struct, frozen=True):
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    messages: list[_Said]
     model: str = ""
+    stream: bool = False
+    messages: list[_Said]
     system: str | list[Body] = ""
     max_tokens: Count | None = None
     stop_sequences: wire.Stops = []
-    stream: bool = False
     tools: list[Body] = []
     tool_choice: _Choice = _Choice()
 
 
-def read(reader: Reader) -> Asked:
+def _read(reader: Reader) -> Asked:
     """Return what a body of /v1/messages asks for, or one of its count_tokens."""
     body, given = reader.into(_Body), reader.body
     if body.max_tokens is None and not reader.counting:
@@ -66,15 +66,13 @@ def read(reader: Reader) -> Asked:
     for name in ("output_config", "output_format"):
         if name in given:
             reader.ignore(name)
-    return Asked(
+    return reader.asked(
+        body,
+        body.stop_sequences,
         messages=tuple(messages),
         tools=reader.tools("custom", "input_schema"),
         max_tokens=body.max_tokens,
-        stop=wire.stops_of(body.stop_sequences),
-        model=body.model,
         parallel_tool_calls=not body.tool_choice.disable_parallel_tool_use,
-        stream=body.stream,
-        ignored=tuple(reader.ignored),
     )
 
 
@@ -113,7 +111,7 @@ def _assistant(blocks: list[Body], where: str) -> Message:
     return normal({**found, "reasoning_content": text_of(thinking, where)}, where)
 
 
-def answer(drawn: Drawn) -> Body:
+def _answer(drawn: Drawn) -> Body:
     """Return a message."""
     turn = drawn.turns[0]
     ended = {"stop_reason": _reason(turn), "stop_sequence": turn.stopped_by}
@@ -156,7 +154,7 @@ def _reason(turn: ChatTurn) -> str:
     return "end_turn" if turn.stopped_by is None else "stop_sequence"
 
 
-def events(drawn: Drawn) -> Iterator[str]:
+def _events(drawn: Drawn) -> Iterator[str]:
     """Yield the events of a stream, up to message_stop."""
     turn = drawn.turns[0]
     head = _head(drawn, turn)
@@ -188,12 +186,15 @@ def _event(name: str, **fields: Any) -> str:
     return wire.event({"type": name, **fields}, name)
 
 
-def problem(error: RequestError) -> Body:
+def _problem(error: RequestError) -> Body:
     """Return an error in Anthropic's shape. It has no code, so the message begins with it."""
     kind = KINDS.get(error.status, "api_error" if error.status >= 500 else KINDS[400])
     return {"type": "error", "error": {"type": kind, "message": f"{error.code}: {error}"}}
 
 
-def trouble(error: RequestError) -> str:
+def _trouble(error: RequestError) -> str:
     """Return the event of an error in a stream."""
-    return wire.event(problem(error), "error")
+    return wire.event(_problem(error), "error")
+
+
+MESSAGES = Wire(_read, _answer, _events, _problem, _trouble)

@@ -9,11 +9,8 @@ import msgspec
 
 from millrace.agents import wire
 from millrace.agents.request import RequestError, call_of, text_of, wrong
-from millrace.agents.wire import Asked, Body, Count, Drawn, Reader
-from millrace.agents.wire import openai_problem as problem
+from millrace.agents.wire import Asked, Body, Count, Drawn, Reader, Wire
 from millrace.types import Message
-
-__all__ = ["answer", "events", "problem", "read", "trouble"]
 
 
 class _Format(msgspec.Struct, frozen=True):
@@ -21,21 +18,21 @@ class _Format(msgspec.Struct, frozen=True):
 
 
 class _Body(msgspec.Struct, kw_only=True):
+    model: str = ""
+    stream: bool = False
     input: str | list[Body] = []
     instructions: str = ""
     previous_response_id: str = ""
-    model: str = ""
     tools: list[Body] = []
     max_output_tokens: Count | None = None
     stop: wire.Stops = []
-    stream: bool = False
     store: bool = True
     parallel_tool_calls: bool = True
     text: _Format = _Format()
     reasoning: Body = {}
 
 
-def read(reader: Reader) -> Asked:
+def _read(reader: Reader) -> Asked:
     """Return what a body of /v1/responses asks for.
 
     The instructions of the response that `previous_response_id` names are not continued: a client
@@ -57,15 +54,13 @@ def read(reader: Reader) -> Asked:
     if not messages:
         raise wrong("input", None, "must be a string or a list of items")
     system = ({"role": "system", "content": body.instructions},) if body.instructions else ()
-    return Asked(
+    return reader.asked(
+        body,
+        body.stop,
         messages=(*system, *messages),
         tools=reader.tools("function", "parameters"),
         max_tokens=body.max_output_tokens,
-        stop=wire.stops_of(body.stop),
-        model=body.model,
         parallel_tool_calls=body.parallel_tool_calls,
-        stream=body.stream,
-        ignored=tuple(reader.ignored),
         continued=messages if body.store else (),
     )
 
@@ -117,7 +112,7 @@ def _open(found: list[Message], full: tuple[str, ...]) -> Message:
     return found[-1]
 
 
-def answer(drawn: Drawn) -> Body:
+def _answer(drawn: Drawn) -> Body:
     """Return a response."""
     cut = drawn.turns[0].finish == "length"
     read, drew = drawn.usage
@@ -175,7 +170,7 @@ def _items(drawn: Drawn) -> list[Body]:
     return items
 
 
-def events(drawn: Drawn) -> Iterator[str]:
+def _events(drawn: Drawn) -> Iterator[str]:
     """Yield the events of a stream, up to response.completed."""
     number = 0
 
@@ -208,11 +203,14 @@ def events(drawn: Drawn) -> Iterator[str]:
             yield step(f"{kind}.done", **at, text=part["text"], **more)
             yield step("content_part.done", **at, part=part)
         yield step("output_item.done", output_index=k, item=item)
-    found = answer(drawn)
+    found = _answer(drawn)
     yield step(str(found["status"]), response=found)
 
 
-def trouble(error: RequestError) -> str:
+def _trouble(error: RequestError) -> str:
     """Return the event of an error in a stream."""
-    body = problem(error)["error"]
+    body = wire.openai_problem(error)["error"]
     return wire.event({**body, "type": "error", "sequence_number": 0}, "error")
+
+
+RESPONSES = Wire(_read, _answer, _events, trouble=_trouble)

@@ -55,7 +55,7 @@ def client_of(key: str, config: EndpointConfig) -> tuple[Any, str]:
     return client, secret
 
 
-@dataclass(slots=True)
+@dataclass
 class Endpoint(Generic[C]):
     """The requests to one endpoint."""
 

@@ -87,19 +87,15 @@ class Function:
 
     def run(self, call: Call) -> list[Score]:
         """Return a synchronous function's scores. Raise RewardError or the function's error."""
-        if self.style != "verl":
-            metrics: dict[str, Any] = {}
-            return self._scores(self.call(**self._columns(call, metrics)), call, metrics)
-        return [self._score(self.call(**self._row(call, text)), text) for text in call.completions]
+        metrics: dict[str, Any] = {}
+        results = [self.call(**given) for given in self._arguments(call, metrics)]
+        return self._scores(results, call, metrics)
 
     async def run_async(self, call: Call) -> list[Score]:
         """Return a coroutine function's scores. Raise RewardError or the function's own error."""
-        if self.style != "verl":
-            metrics: dict[str, Any] = {}
-            return self._scores(await self.call(**self._columns(call, metrics)), call, metrics)
-        return [
-            self._score(await self.call(**self._row(call, text)), text) for text in call.completions
-        ]
+        metrics: dict[str, Any] = {}
+        results = [await self.call(**given) for given in self._arguments(call, metrics)]
+        return self._scores(results, call, metrics)
 
     def _score(self, value: Any, text: str) -> Score:
         """Return the score of one response, with the answer that the response gives."""
@@ -112,22 +108,9 @@ class Function:
         return replace(score, answer=extract(text, "any"))
 
     def _scores(self, values: Any, call: Call, metrics: Mapping[str, Any]) -> list[Score]:
-        """Return a list of results as Scores. Metrics of the call are components of all of them."""
-        n = len(call.completions)
-        if hasattr(values, "tolist") and not isinstance(values, _TEXTS):  # an array or a tensor
-            values = values.tolist()
-        if isinstance(values, Iterator):
-            values = list(values)
-        if isinstance(values, _TEXTS | dict) or not isinstance(values, Sequence):
-            raise RewardError(
-                "not_a_list",
-                f"returned a {type(values).__name__}; return a list with a number for each "
-                "completion",
-            )
-        if len(values) != n:
-            raise RewardError("wrong_length", f"returned {len(values)} scores for {n} completions")
-        if values and all(value is None for value in values):
-            raise RewardError(NOT_FOR_THE_TASK, "returned None for every completion of the sample")
+        """Return the results as Scores. Metrics of the call are components of all of them."""
+        if self.style != "verl":
+            values = _listed(values[0], len(call.completions))
         scores = [self._score(v, text) for v, text in zip(values, call.completions, strict=True)]
         if not metrics:
             return scores
@@ -149,25 +132,28 @@ class Function:
         self.figures.clear()
         return taken
 
-    def _row(self, call: Call, text: str) -> dict[str, Any]:
-        given = (call.data_source, text, call.ground_truth, call.extra_info)
-        return {
-            k: v
-            for k, v in zip(_VERL, given, strict=True)
-            if self.wanted is None or k in self.wanted
-        }
+    def _arguments(self, call: Call, metrics: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the arguments of each call of the function. In lists, one call takes all.
+
+        `metrics` takes what a TRL function logs by `log_metric`.
+        """
+        source, truth, info = call.data_source, call.ground_truth, call.extra_info
+        rows = [(source, text, truth, info) for text in call.completions]
+        if self.style == "verl":
+            calls = [dict(zip(_VERL, row, strict=True)) for row in rows]
+        elif self.style == "batch":
+            calls = [dict(zip(_BATCH, map(list, zip(*rows, strict=True)), strict=True))]
+        else:
+            calls = [self._columns(call, metrics)]
+        if self.wanted is None:
+            return calls
+        return [{k: v for k, v in one.items() if k in self.wanted} for one in calls]
 
     def _columns(self, call: Call, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments that are lists with one entry for each completion.
+        """Return the lists for a TRL function, with one entry for each completion.
 
-        `metrics` takes what a TRL function logs by `log_metric`. If the prompt is messages, its
-        completions are messages too.
+        If the prompt is messages, its completions are messages too.
         """
-        if self.style == "batch":
-            one = (call.data_source, call.ground_truth, call.extra_info)
-            source, truth, info = ([value] * len(call.completions) for value in one)
-            lists = zip(_BATCH, (source, list(call.completions), truth, info), strict=True)
-            return {k: v for k, v in lists if self.wanted is None or k in self.wanted}
         n, messages = len(call.completions), call.columns.get("prompt")
         row = call.extra_info | {"data_source": call.data_source, "ground_truth": call.ground_truth}
         row |= {"extra_info": call.extra_info} | call.columns
@@ -190,11 +176,24 @@ class Function:
                 f"the function takes {', '.join(missing)}, and the row has no such column. It has "
                 f"{have}",
             )
-        return (
-            columns
-            if self.wanted is None
-            else {k: v for k, v in columns.items() if k in self.wanted}
-        )
+        return columns
+
+
+def _listed(values: Any, n: int) -> Sequence[Any]:
+    """Return the results of a function that takes lists. Raise RewardError if they are not `n`."""
+    if hasattr(values, "tolist") and not isinstance(values, _TEXTS):  # an array or a tensor
+        values = values.tolist()
+    if isinstance(values, Iterator):
+        values = list(values)
+    if isinstance(values, _TEXTS | dict) or not isinstance(values, Sequence):
+        kind = type(values).__name__
+        detail = f"returned a {kind}; return a list with a number for each completion"
+        raise RewardError("not_a_list", detail)
+    if len(values) != n:
+        raise RewardError("wrong_length", f"returned {len(values)} scores for {n} completions")
+    if values and all(value is None for value in values):
+        raise RewardError(NOT_FOR_THE_TASK, "returned None for every completion of the sample")
+    return values
 
 
 def _after_prompt(messages: Sequence[Message], prompt: Any) -> list[Message]:

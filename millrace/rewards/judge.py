@@ -94,7 +94,7 @@ def _field_of(config: JudgeConfig, answer: str) -> Any:
     return "true or false" if isinstance(value, bool) else value
 
 
-@dataclass(slots=True)
+@dataclass
 class Judge(Endpoint[JudgeConfig]):
     """A coroutine function for the worker: it asks the endpoint and reads the score."""
 

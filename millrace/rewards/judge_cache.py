@@ -8,12 +8,12 @@ import json
 import os
 import sqlite3
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from millrace.config import JudgeConfig
+from millrace.config import OneReward
 from millrace.errors import bad_value
 from millrace.rewards.judge import message_of
 from millrace.rewards.pool import RewardPool
@@ -93,29 +93,19 @@ class ScoreCache:
         self._db.close()
 
 
-class CachedJudge:
-    """A RewardFunction: the judge's pool behind the cache.
+class CachedJudge(RewardPool):
+    """The pool of a judge behind the cache.
 
     Only valid scores are kept. A failure is tried again the next time.
     """
 
-    def __init__(self, pool: RewardPool, config: JudgeConfig) -> None:
-        self.job = pool.job
-        self.figures: Counter[str] = pool.figures
-        self._pool = pool
-        self._config = config
+    def __init__(self, config: OneReward, section: str = "reward", *options: Any) -> None:
+        super().__init__(config, section, *options)
+        self._config = config.judge
         self._cache: ScoreCache | None = None
         self._note: Callable[[str], object] | None = None
         """Called once, if the disk fails."""
         self._under_way: dict[str, asyncio.Future[list[Score]]] = {}
-
-    @property
-    def whole_group(self) -> bool:
-        """Whether one call needs all completions of a sample. A judge reads one at a time."""
-        return False
-
-    async def start(self) -> None:
-        await self._pool.start()
 
     def open_cache(self, folder: Path, note: Callable[[str], object] = warnings.warn) -> None:
         """Open the cache in a folder that millrace made. Raise ConfigError if this fails.
@@ -142,7 +132,7 @@ class CachedJudge:
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         """Return one Score for each completion. Only those that are not in the cache are judged."""
         if self._cache is None:
-            return await self._pool.score(prompt, completions)
+            return await super().score(prompt, completions)
         answers = await asyncio.gather(
             *(self._one(self._cache, prompt, one) for one in completions), return_exceptions=True
         )
@@ -168,9 +158,8 @@ class CachedJudge:
         if value is not None:
             self.figures["cache_hits"] += 1
             return Score(value)
-        future = self._under_way[key] = asyncio.ensure_future(
-            self._pool.score(prompt, [completion])
-        )
+        judged = super().score(prompt, [completion])
+        future = self._under_way[key] = asyncio.ensure_future(judged)
         try:
             (score,) = await future
         finally:
@@ -196,7 +185,7 @@ class CachedJudge:
                 self._note = None
 
     async def close(self) -> None:
-        await self._pool.close()
+        await super().close()
         if self._cache is not None:
             self._cache.close()
             self._cache = None

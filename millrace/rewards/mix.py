@@ -16,7 +16,6 @@ from millrace.types import Completion, Prompt, Score
 
 _JUDGED = ("requests", "retries", "cache_hits", "tokens_in", "tokens_out")
 """The figures that every judge has, even if they are 0."""
-Part = RewardPool | CachedJudge
 
 
 class RunReward:
@@ -38,7 +37,7 @@ class RunReward:
         `launchers` has what starts the workers of a section in a sandbox.
         """
         self._config = config
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, RewardPool] = {}
         self.note: Callable[[str], object] | None = None
         """Called with the first failure of each part and reason, and with `first`."""
         self.first: Callable[[Prompt], str] | None = None
@@ -47,9 +46,9 @@ class RunReward:
         self._failures: Counter[str] = Counter()
         for section, one in config.parts.items():
             given = (environments or {}).get(section, ()), (launchers or {}).get(section)
-            pool = RewardPool(one, section, *given)
-            part = CachedJudge(pool, one.judge) if one.kind == "judge" else pool
-            self.parts[pool.job.name] = part
+            kind = CachedJudge if one.kind == "judge" else RewardPool
+            part = kind(one, section, *given)
+            self.parts[part.job.name] = part
 
     async def start(self) -> None:
         """Start every part, and wait until each has loaded. Raise ConfigError or WorkerError."""
@@ -65,19 +64,15 @@ class RunReward:
 
         `start` sets them.
         """
-        pools = {one.job.key: one for one in self.parts.values() if isinstance(one, RewardPool)}
-        return {key: (pool.columns, pool.notes) for key, pool in pools.items()}
+        return {one.job.key: (one.hello.columns, one.hello.notes) for one in self.parts.values()}
 
     def caches(self) -> dict[CachedJudge, str]:
         """Return the judges with a cache, each with the folder that its user chose, if any."""
-        keys = {
-            name: one.judge
-            for name, one in zip(self.parts, self._config.parts.values(), strict=True)
-        }
+        pairs = zip(self.parts.values(), self._config.parts.values(), strict=True)
         return {
-            part: keys[name].cache_dir
-            for name, part in self.parts.items()
-            if isinstance(part, CachedJudge) and keys[name].cache
+            part: one.judge.cache_dir
+            for part, one in pairs
+            if isinstance(part, CachedJudge) and one.judge.cache
         }
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:

@@ -1,14 +1,16 @@
-"""A reward model: a Hugging Face sequence classifier with its own tokenizer and chat template."""
+"""The frozen models of workers: a classifier that scores responses, and a teacher."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging
 
 from millrace.config import RewardModelConfig, TeacherConfig
@@ -19,11 +21,12 @@ from millrace.errors import ConfigError, DataError, RewardError, bad_value
 from millrace.models.model import DTYPES
 from millrace.models.tokenizer import load_tokenizer
 from millrace.rewards.wire import Call
+from millrace.types import Floats, floats_of
 
 
 @dataclass(frozen=True)
 class RewardModel:
-    """A sequence classifier. The score of a text is one of its logits."""
+    """A sequence classifier with its own tokenizer. The score of a text is one of its logits."""
 
     key: str
     config: RewardModelConfig
@@ -43,9 +46,8 @@ class RewardModel:
         the label is unknown, or if it cannot make batches because it has no padding token.
         """
         config = RewardModelConfig.model_validate(spec)
-        # The driver gives a worker one GPU, or tells it to use the CPU.
-        device = torch.device("cuda" if config.device == "cuda" else "cpu")
-        model = _load_classifier(key, config).to(device).eval()
+        # transformers would give a causal model a classifier's head with random weights.
+        model = _load_whole(AutoModelForSequenceClassification, key, config, "sequence classifier")
         tokenizer: Any = load_tokenizer(config.path, trust_remote_code=config.trust_remote_code)
         text = model.config.get_text_config()
         pad = text.pad_token_id if text.pad_token_id is not None else tokenizer.pad_token_id
@@ -98,26 +100,12 @@ class RewardModel:
 
     @torch.inference_mode()
     def score(self, batch: Sequence[list[int]]) -> list[float]:
-        """Return the scores of texts as tokens. They are padded on the right to the longest.
+        """Return the scores of texts as tokens.
 
         Raise RewardError if the device has too little memory for the batch.
         """
-        width = max(map(len, batch))
-        ids = torch.full((len(batch), width), self.pad_id, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, tokens in enumerate(batch):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-            mask[row, : len(tokens)] = 1
-        device = self.model.device
-        try:
-            logits = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            rule = (
-                f"{len(batch)} texts of {width} tokens do not fit: a smaller {self.key}.batch_size"
-            )
-            raise RewardError("out_of_memory", rule) from error
-        logits = logits.float()
+        with _fitting("texts", batch, self.key):
+            logits = _forward(self.model, batch, self.pad_id).float()
         if self.config.function_to_apply == "sigmoid":
             logits = logits.sigmoid()
         elif self.config.function_to_apply == "softmax":
@@ -125,29 +113,55 @@ class RewardModel:
         return [float(value) for value in logits[:, self.index].cpu()]
 
 
-def _load_classifier(key: str, config: RewardModelConfig) -> Any:
-    """Return the classifier with all its weights, on the CPU.
+@dataclass(frozen=True)
+class TeacherModel:
+    """A teacher in a worker process: a frozen causal language model."""
 
-    transformers would give a causal model a classifier's head with random weights.
+    key: str
+    model: Any
+    batch_size: int
+    temperature: float
+
+    @classmethod
+    def load(cls, key: str, spec: dict[str, Any]) -> TeacherModel:
+        """Load the model onto the device. `key` is the section's name.
+
+        Raise ConfigError if the path has no causal language model whose weights are complete.
+        """
+        temperature = spec.pop("temperature")
+        config = TeacherConfig.model_validate(spec)
+        model = _load_whole(AutoModelForCausalLM, key, config, "causal language model")
+        return cls(key, model, config.batch_size, temperature)
+
+    def encode(self, call: Call, completion: str) -> list[int]:
+        return call.completion_ids[0]
+
+    @torch.inference_mode()
+    def score(self, batch: Sequence[list[int]]) -> list[Floats]:
+        """Return log p of each token after those before it, and 0 for the first one.
+
+        Raise RewardError if the device has too little memory for the batch.
+        """
+        with _fitting("threads", batch, self.key):
+            logits = _forward(self.model, batch, 0)
+            return [self._of(logits[i], tokens) for i, tokens in enumerate(batch)]
+
+    def _of(self, logits: torch.Tensor, tokens: list[int]) -> Floats:
+        at = torch.tensor(tokens[1:], device=logits.device).unsqueeze(-1)
+        log_probs = (logits[: len(at)].float() / self.temperature).log_softmax(-1)
+        return floats_of([0.0, *log_probs.gather(-1, at)[:, 0].tolist()])
+
+
+def _load_whole(auto: Any, key: str, config: RewardModelConfig | TeacherConfig, kind: str) -> Any:
+    """Return the model of a class of transformers, with all its weights, on its device.
+
+    Raise ConfigError if it has not all of them.
     """
-    return load_whole(
-        AutoModelForSequenceClassification,
-        config,
-        "sequence classifier",
-        lambda rule: _no_classifier(key, config, rule),
-    )
 
+    def refusal(rule: str) -> ConfigError:
+        fix = f"the folder or hub id of a Hugging Face {kind}"
+        return bad_value(f"{key}.path", config.path, rule, fix)
 
-def load_whole(
-    auto: Any,
-    config: RewardModelConfig | TeacherConfig,
-    kind: str,
-    refusal: Callable[[str], ConfigError],
-) -> Any:
-    """Return the model of a class of transformers, with all its weights, on the CPU.
-
-    Raise `refusal` of a rule if it has not all of them.
-    """
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the driver shows the progress
     try:
         model, loading = auto.from_pretrained(
@@ -163,7 +177,30 @@ def load_whole(
     if missing := sorted(loading["missing_keys"]):
         rule = f"it has no weights for {', '.join(missing[:3])}, so their values would be random"
         raise refusal(rule)
-    return model
+    # The driver gives a worker one GPU, or tells it to use the CPU.
+    return model.to("cuda" if config.device == "cuda" else "cpu").eval()
+
+
+def _forward(model: Any, batch: Sequence[list[int]], pad_id: int) -> torch.Tensor:
+    """Return the logits of texts as tokens. They are padded on the right, which none reads."""
+    texts = [torch.tensor(tokens) for tokens in batch]
+    ids = pad_sequence(texts, batch_first=True, padding_value=pad_id)
+    mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
+    logits: torch.Tensor = model(
+        input_ids=ids.to(model.device), attention_mask=mask.to(model.device)
+    ).logits
+    return logits
+
+
+@contextmanager
+def _fitting(kind: str, batch: Sequence[list[int]], key: str) -> Iterator[None]:
+    """Turn the error of a full device into a RewardError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        size = f"{len(batch)} {kind} of {max(map(len, batch))} tokens do not fit"
+        raise RewardError("out_of_memory", f"{size}: a smaller {key}.batch_size") from error
 
 
 def _most_tokens(model: Any, text: Any) -> int:
@@ -176,11 +213,6 @@ def _most_tokens(model: Any, text: Any) -> int:
         if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
             own = min(own, table.num_embeddings) - table.padding_idx - 1
     return own
-
-
-def _no_classifier(key: str, config: RewardModelConfig, rule: str) -> ConfigError:
-    fix = "the folder or hub id of a Hugging Face sequence classifier"
-    return bad_value(f"{key}.path", config.path, rule, fix)
 
 
 def _index(key: str, config: RewardModelConfig, model: Any) -> int:

@@ -10,58 +10,43 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from millrace.codec import pack
-from millrace.config import OneReward
+from millrace.config import OneReward, RewardModelConfig, TeacherConfig
 from millrace.errors import ConfigError, MillraceError, RewardError, WorkerError
 from millrace.rewards.output import Budget
 from millrace.rewards.process import Pending, WorkerProcess
 from millrace.rewards.start import DriverLauncher, Launcher, LocalLauncher
-from millrace.rewards.wire import Call, Job, Reply
+from millrace.rewards.wire import Call, Hello, Job, Reply
 from millrace.types import Completion, Floats, Prompt, Score, Tokens
 from millrace.waits.registry import waiting
 
 _LOAD_FUNCTION_S = 120.0
-LOAD_MODEL_S = 900.0
-ROUND = 32
+_LOAD_MODEL_S = 900.0
+_ROUND = 32
 """Batches that one worker may have waiting. Of more texts, more have similar lengths."""
 
 
 def job_of(config: OneReward, section: str = "reward") -> Job:
     """Return the job of one reward. `section` is the name of its section."""
     if config.kind == "model":
-        model = config.model
-        return Job(
-            "model",
-            f"{section}.model",
-            model.num_workers,
-            ROUND * model.batch_size,
-            model.timeout_s,
-            LOAD_MODEL_S,
-            model.model_dump(mode="json"),
-        )
+        return model_job("model", f"{section}.model", config.model)
     if config.kind == "judge":
-        judge = config.judge
-        return Job(
-            "judge",
-            f"{section}.judge",
-            1,
-            judge.max_concurrency,
-            judge.timeout_s,
-            _LOAD_FUNCTION_S,
-            judge.model_dump(mode="json"),
-        )
-    return Job(
-        "function",
-        section,
-        config.num_workers,
-        config.max_concurrency,
-        config.timeout_s,
-        _LOAD_FUNCTION_S,
-        config.model_dump(mode="json", include={"function", "format", "repetition_penalty"}),
-        config.memory_mb,
-        config.sandbox,
-    )
+        key, judge = f"{section}.judge", config.judge
+        limits = 1, judge.max_concurrency, judge.timeout_s, _LOAD_FUNCTION_S
+        return Job("judge", key, *limits, judge.model_dump(mode="json"))
+    limits = config.num_workers, config.max_concurrency, config.timeout_s, _LOAD_FUNCTION_S
+    spec = config.model_dump(mode="json", include={"function", "format", "repetition_penalty"})
+    return Job("function", section, *limits, spec, config.memory_mb, config.sandbox)
+
+
+def model_job(
+    kind: Literal["model", "teacher"], key: str, model: RewardModelConfig | TeacherConfig
+) -> Job:
+    """Return the job of a frozen model, which reads texts in batches."""
+    limits = model.num_workers, _ROUND * model.batch_size, model.timeout_s, _LOAD_MODEL_S
+    return Job(kind, key, *limits, model.model_dump(mode="json"))
 
 
 MOST_DEATHS = 5
@@ -85,17 +70,8 @@ class RewardPool:
         self.job = config if isinstance(config, Job) else job_of(config, section)
         self.figures: Counter[str] = Counter()
         """Counts of the workers since `figures` was last cleared."""
-        self.whole_group = False
-        """Whether the function asks for all completions of a sample in one call.
-
-        `start` sets it.
-        """
-        self.takes_tokens = False
-        """Whether the function takes the tokens of completions. `start` sets it."""
-        self.columns: list[str] = []
-        """The columns of a row that the function cannot do without. `start` sets it."""
-        self.notes: list[str] = []
-        """Lines on the function, for the user. `start` sets it."""
+        self.hello = Hello(is_async=False)
+        """The facts about the function. `start` sets them."""
         self.environments = environments or [{}] * self.job.num_workers
         self._launcher = launcher or LocalLauncher()
         self._budget = Budget(section, self.figures)
@@ -122,6 +98,11 @@ class RewardPool:
             ]
         await self._settled.wait()
         self._check()
+
+    @property
+    def whole_group(self) -> bool:
+        """Whether the function asks for all completions of a sample in one call."""
+        return self.hello.whole_group
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         """Return one Score for each completion.
@@ -154,7 +135,7 @@ class RewardPool:
             prompt.columns,
             [one.text for one in completions],
             messages if any(messages) else [],
-            [one.tokens.tolist() for one in completions] if self.takes_tokens else [],
+            [one.tokens.tolist() for one in completions] if self.hello.takes_tokens else [],
         )
         return (await self._send(call, f"the score of prompt {prompt.index}")).scores
 
@@ -273,9 +254,7 @@ class RewardPool:
         for worker in self.workers:
             if worker.hello is not None:
                 self._settled.set()
-                self.whole_group = worker.hello.whole_group
-                self.takes_tokens = worker.hello.takes_tokens
-                self.columns, self.notes = worker.hello.columns, worker.hello.notes
+                self.hello = worker.hello
                 if worker.hello.error:
                     self._fail(ConfigError, worker.hello.error)
         batches: dict[WorkerProcess, list[Pending]] = {}

@@ -19,8 +19,7 @@ import msgspec
 from millrace.config import TeacherConfig
 from millrace.errors import RewardError, TeacherError, bad_value
 from millrace.rewards.endpoint import Endpoint, client_of
-from millrace.rewards.pool import LOAD_MODEL_S, ROUND, RewardPool
-from millrace.rewards.wire import Job
+from millrace.rewards.pool import RewardPool, model_job
 from millrace.types import Author, Floats, Prompt, Thread, Tokens, Trajectory, floats_of
 
 Form = Literal["prompt_logprobs", "echo"]
@@ -92,7 +91,49 @@ async def read_trajectory(prompt: Prompt, trajectory: Trajectory, read: Read) ->
     return whole
 
 
-class OwnTeacher:
+class _Counted:
+    """The readings of a teacher: their time, their failures and what they counted."""
+
+    figures: Counter[str]
+    seconds: float
+    """Seconds of all answers since `take_figures`."""
+
+    async def log_probs(self, prompt: Prompt, trajectory: Trajectory) -> Floats:
+        return await read_trajectory(prompt, trajectory, self._read)
+
+    async def _read(self, tokens: Tokens) -> Sequence[float]:
+        """Return log p of each token after those before it. The first one has none."""
+        clock = asyncio.get_running_loop().time
+        begin = clock()
+        try:
+            return await self._answer(tokens)
+        except TeacherError as error:
+            self.figures.update(("failures", f"failures/{error.reason}"))
+            raise
+        finally:
+            self.seconds += clock() - begin
+
+    async def _answer(self, tokens: Tokens) -> Sequence[float]:
+        raise NotImplementedError
+
+    async def _read_longest(self, prompt: Prompt, longest: int) -> TeacherError | None:
+        """Read as many tokens as a trajectory may have. Return the failure, if it fails."""
+        many = (prompt.tokens * -(-longest // len(prompt.tokens)))[:longest]
+        try:
+            await self._read(many)
+        except TeacherError as error:
+            return error
+        return None
+
+    def take_figures(self) -> dict[str, float]:
+        """Return the counts and the seconds since the last call of this method."""
+        taken = _FIGURES | {name: float(count) for name, count in self.figures.items()}
+        taken["seconds"], self.seconds = self.seconds, 0.0
+        self.figures.clear()
+        return taken
+
+
+class OwnTeacher(_Counted):
     """A teacher in processes of its own. Satisfies ports.Teacher."""
 
     def __init__(
@@ -103,12 +144,11 @@ class OwnTeacher:
         environments: Sequence[Mapping[str, str]] = (),
     ) -> None:
         """`key` is the section's name. `environments` has variables for each worker."""
-        spec = config.model_dump(mode="json") | {"temperature": temperature}
-        room, seconds = ROUND * config.batch_size, config.timeout_s
-        job = Job("teacher", key, config.num_workers, room, seconds, LOAD_MODEL_S, spec)
+        job = model_job("teacher", key, config)
+        job.spec["temperature"] = temperature
         self.key, self.config = key, config
         self.pool = RewardPool(job, key, environments)
-        self.figures: Counter[str] = Counter()
+        self.figures = Counter()
         self.seconds = 0.0
 
     async def start(self) -> None:
@@ -118,51 +158,32 @@ class OwnTeacher:
     async def close(self) -> None:
         await self.pool.close()
 
-    async def log_probs(self, prompt: Prompt, trajectory: Trajectory) -> Floats:
-        return await read_trajectory(prompt, trajectory, self._read)
-
-    async def _read(self, tokens: Tokens) -> Floats:
-        clock = asyncio.get_running_loop().time
-        begin = clock()
+    async def _answer(self, tokens: Tokens) -> Floats:
         self.figures["requests"] += 1
         try:
             found = await self.pool.read(tokens)
         except RewardError as error:
-            self.figures.update(("failures", f"failures/{error.reason}"))
             detail = str(error).removeprefix(f"{error.reason}: ")
             raise TeacherError(error.reason, detail, error.trace) from error
-        finally:
-            self.seconds += clock() - begin
         self.figures["tokens"] += len(tokens)
         return found
 
-    def take_figures(self) -> dict[str, float]:
-        """Return the counts and the seconds since the last call of this method."""
-        taken = _FIGURES | {name: float(count) for name, count in self.figures.items()}
-        taken["seconds"], self.seconds = self.seconds, 0.0
-        self.figures.clear()
-        return taken
-
     async def check(self, prompt: Prompt, longest: int, ids: Callable[[str], list[int]]) -> bool:
         """Read `longest` tokens. Raise ConfigError on failure. Tokenizers are compared before."""
-        many = (prompt.tokens * -(-longest // len(prompt.tokens)))[:longest]
-        try:
-            await self._read(many)
-        except TeacherError as error:
+        if error := await self._read_longest(prompt, longest):
             rule = f"it reads no {longest:,} tokens, which a trajectory may have: {error}"
-            raise bad_value(f"{self.key}.path", self.config.path, rule, "another device") from None
+            raise bad_value(f"{self.key}.path", self.config.path, rule, "another device")
         return True
 
 
-@dataclass(slots=True)
-class ServedTeacher(Endpoint[TeacherConfig]):
+@dataclass
+class ServedTeacher(_Counted, Endpoint[TeacherConfig]):
     """Satisfies ports.Teacher."""
 
     error: ClassVar[type[TeacherError]] = TeacherError
     form: Form = "prompt_logprobs"
     """The fields that ask for the log-probs. `check` finds them."""
     seconds: float = 0.0
-    """Seconds of all answers since `take_figures`."""
     room: asyncio.Semaphore = field(default_factory=asyncio.Semaphore)
 
     @classmethod
@@ -171,9 +192,6 @@ class ServedTeacher(Endpoint[TeacherConfig]):
         room = asyncio.Semaphore(config.max_concurrency)
         return cls(key, config, *client_of(key, config), room=room)
 
-    async def log_probs(self, prompt: Prompt, trajectory: Trajectory) -> Floats:
-        return await read_trajectory(prompt, trajectory, self._read)
-
     async def close(self) -> None:
         await self.client.close()
 
@@ -181,28 +199,22 @@ class ServedTeacher(Endpoint[TeacherConfig]):
         """Do nothing: the server runs."""
 
     async def _read(self, tokens: Tokens) -> Sequence[float]:
-        """Return log p of each token after those before it. The first one has none."""
-        clock = asyncio.get_running_loop().time
         async with self.room:
-            begin = clock()
-            try:
-                completion = await self.ask(
-                    lambda: self.client.completions.with_raw_response.create(
-                        model=self.config.model,
-                        prompt=list(tokens),
-                        max_tokens=1,  # vLLM always draws one
-                        temperature=0,
-                        extra_body=_FIELDS[self.form],
-                    ),
-                    _completions,
-                )
-                self.figures["tokens"] += len(tokens)
-                return self._values(completion, tokens)
-            except TeacherError as error:
-                self.figures.update(("failures", f"failures/{error.reason}"))
-                raise
-            finally:
-                self.seconds += clock() - begin
+            return await super()._read(tokens)
+
+    async def _answer(self, tokens: Tokens) -> Sequence[float]:
+        completion = await self.ask(
+            lambda: self.client.completions.with_raw_response.create(
+                model=self.config.model,
+                prompt=list(tokens),
+                max_tokens=1,  # vLLM always draws one
+                temperature=0,
+                extra_body=_FIELDS[self.form],
+            ),
+            _completions,
+        )
+        self.figures["tokens"] += len(tokens)
+        return self._values(completion, tokens)
 
     def _values(self, completion: _Completion, tokens: Sequence[int]) -> list[float]:
         choice = completion.choices[0] if completion.choices else _Choice()
@@ -219,11 +231,6 @@ class ServedTeacher(Endpoint[TeacherConfig]):
         kept = (v for v in values if v is not None)
         return [0.0, *(-math.inf if v <= _LEAST else v for v in kept)]
 
-    def take_figures(self) -> dict[str, float]:
-        seconds, self.seconds = self.seconds, 0.0
-        # the base of a class with slots, which `super()` does not find
-        return _FIGURES | Endpoint.take_figures(self) | {"seconds": seconds}
-
     # -- checks
 
     async def check(self, prompt: Prompt, longest: int, ids: Callable[[str], list[int]]) -> bool:
@@ -235,15 +242,12 @@ class ServedTeacher(Endpoint[TeacherConfig]):
             await self._find_form(prompt.tokens[:] if len(prompt.tokens) > 1 else prompt.tokens * 2)
         except TeacherError as error:
             raise await self._refusal(error) from None
-        many = (prompt.tokens * -(-longest // len(prompt.tokens)))[:longest]
-        try:
-            await self._read(many)
-        except TeacherError as error:
+        if late := await self._read_longest(prompt, longest):
             rule = (
-                f"it gives no log-probs of {longest:,} tokens, which a trajectory may have: {error}"
+                f"it gives no log-probs of {longest:,} tokens, which a trajectory may have: {late}"
             )
             fix = f"a server with room for {longest + 1:,} tokens, or shorter lengths in rollout"
-            raise bad_value(f"{self.key}.model", self.config.model, rule, fix) from None
+            raise bad_value(f"{self.key}.model", self.config.model, rule, fix)
         theirs = await self._tokenized(prompt.text)
         if theirs is not None and theirs != (own := ids(prompt.text)):
             pairs = enumerate(zip(theirs, own, strict=False))

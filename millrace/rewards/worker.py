@@ -96,7 +96,7 @@ def _load(job: Job) -> Any:
 
         return RewardModel.load(job.key, job.spec)
     if job.kind == "teacher":
-        from millrace.rewards.teacher_model import TeacherModel
+        from millrace.rewards.model import TeacherModel
 
         return TeacherModel.load(job.key, job.spec)
     if job.kind == "judge":
