@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.agents.programs import Task, reward_in
+from millrace.agents.programs import Program, Task, reward_in
 from millrace.agents.request import RequestError, wrong
 from millrace.agents.wire import Body, bearer_of
 from millrace.errors import EpisodeError
@@ -52,7 +52,7 @@ class _Episode:
         return min(self.task.quiet_s(), asyncio.get_running_loop().time() - self.signed_at)
 
 
-class RemoteProgram:
+class RemoteProgram(Program):
     """The episodes that wait for workers, and those that are leased."""
 
     def __init__(self, lease_s: float) -> None:
@@ -62,9 +62,6 @@ class RemoteProgram:
         self._leased: dict[str, _Episode] = {}
         self._more = asyncio.Event()
         self._file: Path | None = None
-
-    async def start(self) -> None:
-        return None
 
     def publish(self, folder: Path, url: str) -> Path:
         """Write the address and the token for workers, and return the file."""

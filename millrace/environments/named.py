@@ -56,9 +56,10 @@ class Environments(Protocol):
 
     async def reach(self) -> None:
         """Reach the server once. Raises EpisodeError if no episode could."""
-        ...
+        return None
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        return None
 
 
 async def _nothing() -> None:

@@ -48,7 +48,7 @@ class Launcher(Protocol):
 
     async def check(self) -> None:
         """Raise ConfigError if no worker can be started here."""
-        ...
+        return None
 
     async def start(
         self, job: Job, connection: int, output: int, environment: Mapping[str, str]
@@ -66,11 +66,8 @@ def arguments(connection: int, parent: int, job: Job) -> Sequence[str]:
     return "-m", "millrace.rewards.worker", str(connection), str(parent), text
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """Starts workers as processes of the user."""
-
-    async def check(self) -> None:
-        return None
 
     async def start(
         self, job: Job, connection: int, output: int, environment: Mapping[str, str]
@@ -83,14 +80,11 @@ class LocalLauncher:
         return _Process(spawn(command, variables, output, fds=[connection]), mark)
 
 
-class DriverLauncher:
+class DriverLauncher(Launcher):
     """Starts workers as threads of this process, for a function that exists only here.
 
     A thread cannot be killed. One that misses its deadline is abandoned, and another takes its place.
     """
-
-    async def check(self) -> None:
-        return None
 
     async def start(
         self, job: Job, connection: int, output: int, environment: Mapping[str, str]

@@ -9,6 +9,7 @@ in batches, see `batches`.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import resource
 import signal
@@ -16,22 +17,36 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from millrace.data.user_code import failure, remedy
 from millrace.errors import ConfigError, MissingDependency, RewardError
-from millrace.process.channel import payloads_of
-from millrace.process.death import die_with
+from millrace.process.channel import Frames, payloads_of, write_all
+from millrace.process.death import die_with, prctl
 from millrace.rewards.functions import Function, load_function
-from millrace.rewards.wire import Call, Hello, Job, Reply, calls_decoder, calls_from, frame, refusal
+from millrace.rewards.wire import (
+    Call,
+    Hello,
+    Job,
+    Reply,
+    calls_decoder,
+    calls_from,
+    frame,
+    refusal,
+    reply_decoder,
+)
 
 if TYPE_CHECKING:
     from millrace.rewards.judge import Judge
 
 _MOST_TRACE = 8000
 """Characters of a traceback."""
+_MOST_REPLY = 1 << 20
+"""Bytes of a reply."""
 _STOP_SIGNALS: dict[signal.Signals, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
@@ -69,10 +84,8 @@ def serve(connection: socket.socket, job: Job) -> None:
         connection.sendall(frame(Hello(is_async=False, in_batches=True)))
         serve_batches(connection, scorer)
     elif job.sandbox:
-        from millrace.rewards.children import serve_in_children
-
         connection.sendall(frame(_hello(scorer)))
-        serve_in_children(connection, lambda call: answer(scorer, call, job))
+        _serve_in_children(connection, lambda call: answer(scorer, call, job))
     elif scorer.is_async:
         connection.sendall(frame(_hello(scorer)))
         asyncio.run(_serve_async(connection, scorer, job))
@@ -198,6 +211,70 @@ async def _scored_async(function: Function | Judge, call: Call, job: Job) -> Rep
             detail = f"the call ran past {job.key}.timeout_s = {job.timeout_s:g}"
             return Reply(call.id, reason="timeout", detail=detail)
         return _failed(call, error, job)
+
+
+def _serve_in_children(connection: socket.socket, answer: Callable[[Call], Reply]) -> None:
+    """Answer calls in a sandbox, each in a child that ends with all that it started.
+
+    A function may run the code of a model. So nothing that one call changes is there in the next
+    one, and a call finds neither the socket of the worker nor another row. The child's answer is
+    checked like that of a stranger. Process 1 is the sandbox's watcher.
+    """
+    if os.getppid() != 1 or socket.gethostname() != "sandbox":
+        raise RuntimeError("a worker that ends all processes must be in a sandbox")
+    prctl("PR_SET_DUMPABLE", 0)
+
+    for call in calls_from(connection):
+        connection.sendall(frame(_in_child(connection, call, answer)))
+
+
+def _in_child(connection: socket.socket, call: Call, answer: Callable[[Call], Reply]) -> Reply:
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(ours)
+            connection.close()
+            write_all(theirs, frame(answer(call)))
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    payload = _first_payload(ours)
+    os.close(ours)
+    with suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)  # all but this process and process 1
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        return _checked(call, payload, status)
+    except RewardError as error:
+        return refusal(call, error)
+
+
+def _first_payload(fd: int) -> bytes | None:
+    """Return the payload of the first frame, or None if there is none within the limit."""
+    frames, left = Frames(), _MOST_REPLY
+    while left > 0 and (data := os.read(fd, 65536)):
+        left -= len(data)
+        for payload in frames.feed(data):
+            return payload
+    return None
+
+
+def _checked(call: Call, payload: bytes | None, status: int) -> Reply:
+    """Return a child's reply. Raise RewardError if it is none."""
+    if payload is None:
+        ended = f"signal {-status}" if status < 0 else f"exit code {status}"
+        raise RewardError("worker_died", f"the process of the call ended with {ended}, unanswered")
+    try:
+        reply = reply_decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise RewardError(
+            "garbled", f"the process of the call answered nonsense: {error}"
+        ) from None
+    finite = all(math.isfinite(score.value) for score in reply.scores)
+    if not reply.reason and (len(reply.scores) != len(call.completions) or not finite):
+        raise RewardError("garbled", "the process of the call forged its answer")
+    return msgspec.structs.replace(reply, id=call.id, figures={}, last=False)
 
 
 if __name__ == "__main__":

@@ -171,7 +171,9 @@ async def check_functions(
         pool = RewardPool(one.model_copy(update={"num_workers": 1}), section)
         try:
             await pool.start()
-            check_columns({section: (pool.hello.columns, pool.hello.notes)}, reward.parts, sources, note)
+            check_columns(
+                {section: (pool.hello.columns, pool.hello.notes)}, reward.parts, sources, note
+            )
         finally:
             await pool.close()
 

@@ -13,6 +13,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from millrace.environments.chat import Start, Step, ToolError
+from millrace.environments.named import Environments
 from millrace.environments.prompts import opening, seed_of
 from millrace.errors import ConfigError, EpisodeError, bad_value, needed
 from millrace.extras.environments.mcp import ServerTool, check_url
@@ -229,7 +230,7 @@ class _Fields(msgspec.Struct, frozen=True):
     observation: str | None
 
 
-class OpenEnvServer:
+class OpenEnvServer(Environments):
     """A server with environments. It makes one for each episode."""
 
     def __init__(self, options: OpenEnvOptions) -> None:
@@ -238,9 +239,6 @@ class OpenEnvServer:
 
     def make(self) -> OpenEnvironment:
         return OpenEnvironment(self)
-
-    async def close(self) -> None:
-        return None
 
     async def reach(self) -> None:
         """Open a socket once. Raise EpisodeError if that fails."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from millrace.data.user_code import message_of
 from millrace.environments.chat import Start, Step
+from millrace.environments.named import Environments
 from millrace.environments.prompts import opening, seed_of
 from millrace.environments.threads import RAISED, in_thread
 from millrace.errors import EpisodeError, MissingDependency, bad_value, needed
@@ -39,7 +40,7 @@ class Game(Protocol):
         return None
 
 
-class TextGames:
+class TextGames(Environments):
     """The games of a run. One moves at a time: some use Python's global random state."""
 
     def __init__(self, name: str, make: Callable[[], Game], deadline_s: float = 60.0) -> None:
@@ -66,12 +67,6 @@ class TextGames:
     async def _alone(self, call: Callable[..., Result], *arguments: Any) -> Result:
         async with self._turn:
             return await in_thread(call, *arguments)
-
-    async def reach(self) -> None:
-        return None
-
-    async def close(self) -> None:
-        return None
 
 
 class TextGame:

@@ -147,14 +147,14 @@ def entries_of(path: str, key: str = _CONFIG_KEY) -> list[dict[str, Any]]:
 class ToolConfig:
     """The tools of verl's tool YAML. A call returns those of an episode, made anew."""
 
-    def __init__(self, path: str, key: str = _CONFIG_KEY) -> None:
+    def __init__(self, path: str) -> None:
         """Load the classes. Raises ConfigError."""
         self._path = path
-        self._made = [_tool(key, path, n, entry) for n, entry in enumerate(entries_of(path, key))]
+        self._made = [_tool(path, n, entry) for n, entry in enumerate(entries_of(path))]
         self.names = [VerlTool(tool, {}).name for tool in self._made]
         if len(set(self.names)) < len(self.names):
             rule = f"has two tools of one name: {', '.join(self.names)}"
-            raise bad_value(key, path, rule, "other names")
+            raise bad_value(_CONFIG_KEY, path, rule, "other names")
 
     def __call__(self, prompt: Prompt) -> list[Tool]:
         given = self.options(prompt, f"row of prompt {prompt.index}")
@@ -183,15 +183,15 @@ class ToolConfig:
         return given
 
 
-def _tool(key: str, path: str, n: int, entry: dict[str, Any]) -> Any:
+def _tool(path: str, n: int, entry: dict[str, Any]) -> Any:
     name, config = entry["class_name"], dict(entry.get("config") or {})
     kind = config.get("type", "native")
     if kind != "native":
         rule = f"tools[{n}] is of type {kind}, and only native tools are read"
-        raise bad_value(key, path, rule, "type: native, or an MCP tool of millrace")
+        raise bad_value(_CONFIG_KEY, path, rule, "type: native, or an MCP tool of millrace")
     module, _, attribute = name.rpartition(".")
     stand_in(_MODULES)
-    kind_of = load(key, f"{module}:{attribute}", kind="class")
+    kind_of = load(_CONFIG_KEY, f"{module}:{attribute}", kind="class")
     schema = entry.get("tool_schema")
     try:
         made = kind_of(config=config, tool_schema=Schema.model_validate(schema) if schema else None)
@@ -199,18 +199,20 @@ def _tool(key: str, path: str, n: int, entry: dict[str, Any]) -> Any:
     except RAISED as error:
         rule = f"tools[{n}], {name}, cannot be made: {failure(error)}"
         fix = "a subclass of BaseTool, its config, and tool_schema in OpenAI's form"
-        raise bad_value(key, path, rule, fix) from error
+        raise bad_value(_CONFIG_KEY, path, rule, fix) from error
     return made
 
 
-def load_function_tools(path: str, key: str = "agents.tools") -> list[FunctionTool]:
+def load_function_tools(path: str) -> list[FunctionTool]:
     """Return the functions of a file that verl's @function_tool marks. Raises ConfigError."""
-    check_file(key, path, path)
+    check_file(_KEY, path, path)
     stand_in(_MODULES)
-    module = load_module(key, path, path)
+    module = load_module(_KEY, path, path)
     tools = [v for v in vars(module).values() if isinstance(v, FunctionTool)]
     if not tools:
-        raise bad_value(key, path, "no function of it has @function_tool", "decorate the functions")
+        raise bad_value(
+            _KEY, path, "no function of it has @function_tool", "decorate the functions"
+        )
     return tools
 
 

@@ -47,14 +47,12 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str = "", **cou
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
     """Return the mean of the values with mask 1. (verl adds 1e-8 to the count.)"""
-    if axis is None:
-        return (values * mask).sum() / (mask.sum() + 1e-8)
     return (values * mask).sum(axis) / (mask.sum(axis) + 1e-8)
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
     """Return the sum of the values with mask 1."""
-    return (values * mask).sum() if axis is None else (values * mask).sum(axis)
+    return (values * mask).sum(axis)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
@@ -114,14 +112,6 @@ class _Config:
     __getitem__ = __getattr__
 
 
-class _ActorConfig(_Config):
-    """The configuration of a loss."""
-
-
-class _AlgoConfig(_Config):
-    """The configuration of an estimator."""
-
-
 def _register(name: Any) -> Callable[[Any], Any]:
     return lambda function: function
 
@@ -133,8 +123,8 @@ MODULES: dict[str, dict[str, Any]] = {
         "register_adv_est": _register,
         "AdvantageEstimator": Enum("AdvantageEstimator", {"GRPO": "grpo", "GAE": "gae"}),
     },
-    "verl.trainer.config": {"AlgoConfig": _AlgoConfig},
-    "verl.workers.config": {"ActorConfig": _ActorConfig},
+    "verl.trainer.config": {"AlgoConfig": _Config},
+    "verl.workers.config": {"ActorConfig": _Config},
     "verl.utils": {"as_torch_index": as_torch_index, "group_mean_std": group_mean_std},
     "verl.utils.import_utils": {"deprecated": lambda *given: lambda function: function},
     "verl.utils.torch_functional": {
@@ -239,7 +229,7 @@ class _Loss:
             "advantages": rows.padded(x.advantages),
             "response_mask": rows.padded(x.mask.to(x.log_probs.dtype)),
             "loss_agg_mode": "token-mean",
-            "config": _ActorConfig(_loss_values(options)),
+            "config": _Config(_loss_values(options)),
             "rollout_is_weights": None,
             "rollout_log_probs": None,
         }
@@ -290,14 +280,8 @@ class _Estimator:
             "norm_adv_by_std_in_grpo": options.norm_by_std,
             "gamma": options.gamma,
             "lam": options.lam,
-            "config": _AlgoConfig(
-                {
-                    "gamma": options.gamma,
-                    "lam": options.lam,
-                    "norm_adv_by_std_in_grpo": options.norm_by_std,
-                }
-            ),
         }
+        given["config"] = _Config({name: given[name] for name in _READS})
         for name, ours in _FIELDS.items():
             value = getattr(batch, ours)
             if value is not None:

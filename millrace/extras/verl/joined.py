@@ -27,6 +27,7 @@ _LENGTHS = (
 )
 _ROOMS = ("rollout.max_model_len", "rollout.engine_kwargs.vllm.max_model_len")
 _COMPILED = ("actor.use_torch_compile", "actor.fsdp_config.use_torch_compile")
+_SWITCHES = ("algorithm.rollout_correction.bypass_mode", "trainer.resume_mode")
 _WEIGHTS = "it starts from the policy's weights"
 _ULYSSES = (
     "actor.ulysses_sequence_parallel_size",
@@ -57,43 +58,13 @@ _SCHEDULE = "the schedule ends at the run's last optimizer step"
 
 _CONFIG = "actor.megatron.override_transformer_config"
 _BALANCE = (f"{_CONFIG}.moe_aux_loss_coeff", f"{_CONFIG}.moe_router_load_balancing_type")
-
 _ROUTER_MODES = ("actor.router_replay.mode", "actor.megatron.router_replay.mode")
 _TURNS = "rollout.multi_turn.enable"
-_AGENTS = "rollout.n_agent"
-_MEMORY, _ALONE = "rollout.gpu_memory_utilization", "rollout.standalone_gpu_memory_utilization"
-_OLD, _PROX = "async_training.use_rollout_log_probs", "async_training.compute_prox_log_prob"
 _TOOLS = {
     f"{section}.{theirs}": f"agents.{ours}"
     for section in ("data", "rollout.multi_turn")
     for theirs, ours in (("function_tool_path", "tools"), ("tool_config_path",) * 2)
 }
-
-JOINED: dict[str, str] = {
-    "actor.clip_ratio": "both clip_ratio_low and clip_ratio_high, where they are not set",
-    **{
-        f"{section}.{part}": "reward.function" for section in _FUNCTION for part in ("path", "name")
-    },
-    "algorithm.rollout_correction.loss_type": "actor.policy_loss.loss_mode, in bypass mode",
-    "reward.reward_model.model_path": "reward.model.path, with reward.reward_model.enable=true",
-    "reward_model.model.path": "reward.model.path, with reward_model.enable=true",
-    "reward.reward_model.enable": "it decides about reward.reward_model.model_path",
-    "reward_model.enable": "it decides about reward_model.model.path",
-    **dict.fromkeys(_BALANCE, "actor.router_aux_loss_coef, with seq_aux_loss"),
-    "rollout.enable_rollout_routing_replay": "true needs actor.router_replay.mode=R3",
-    _AGENTS: "rollout.n times it is the number of responses to a prompt",
-    _ALONE: "rollout.gpu_memory_utilization, of rollouts on devices of their own",
-    _PROX: "true recomputes the log-probs, as async_training.use_rollout_log_probs=false",
-    **dict.fromkeys(_ROOMS, "it must have room for a prompt and a response"),
-    "rollout.val_kwargs.do_sample": "false sets rollout.val_kwargs.temperature=0",
-    "trainer.resume_from_path": "trainer.resume, with trainer.resume_mode=resume_path",
-    _TURNS: "false leaves tools out; else an episode has turns once a key of agents says who plays",
-    **{key: f"{ours}, unless {_TURNS} is false" for key, ours in _TOOLS.items()},
-    **dict.fromkeys((*_DECAY, *_CRITIC_DECAY), _SCHEDULE),
-    **dict.fromkeys(_FLOORS, "min_lr_ratio, which is a share of lr"),
-    **{key: why for key, (_, _, why) in EQUAL.items()},
-}
-"""These keys, and what they become."""
 
 
 def join(given: Given, last: Mapping[str, int], errors: list[ConfigError]) -> dict[str, Joined]:
@@ -103,20 +74,12 @@ def join(given: Given, last: Mapping[str, int], errors: list[ConfigError]) -> di
     layer that has one of them. `errors` gets the contradictions.
     """
     result: dict[str, Joined] = {}
-    parts_of: dict[tuple[str, ...], Callable[[Given], Parts]]
-    parts_of = {
-        **_PARTS,
-        ("actor.clip_ratio",): partial(_clip, last=last),
-        (_AGENTS,): partial(_agents, last=last),
-        (_PROX,): partial(_proximal, last=last),
-        (_ALONE,): partial(_memory, last=last),
-    }
-    for keys, part in parts_of.items():
+    for keys, part in _PARTS.items():
         if not any(key in given for key in keys):
             continue
         layer = max(last[key] for key in keys if key in given)
         try:
-            parts = part(given)
+            parts = part(given) if keys not in _LAYERED else part(given, last)
         except ConfigError as error:
             errors.append(error)
             continue
@@ -129,34 +92,42 @@ def _clip(given: Given, last: Mapping[str, int]) -> Parts:
     key = "actor.clip_ratio"
     sides = [f"{key}_low", f"{key}_high"]
     chosen = [(side, given[key]) for side in sides if last.get(side) != last[key]]
-    return {key: (chosen, JOINED[key])}
+    return {key: (chosen, "both clip_ratio_low and clip_ratio_high, where they are not set")}
 
 
 def _agents(given: Given, last: Mapping[str, int]) -> Parts:
     """Multiply both counts of one layer: n_agent copies of a prompt with n responses each."""
-    copies, n = given[_AGENTS], given["rollout.n"] if last.get("rollout.n") == last[_AGENTS] else 1
-    known = isinstance(copies, int) and isinstance(n, int)
-    parts: Parts = {_AGENTS: ([("rollout.n", copies * n if known else copies)], JOINED[_AGENTS])}
-    if last.get("rollout.n") == last[_AGENTS]:
-        parts["rollout.n"] = ([], f"{_AGENTS} times it is rollout.n here")
-    return parts
+    key, other = "rollout.n_agent", "rollout.n"
+    copies, n = given[key], given[other] if last.get(other) == last[key] else 1
+    count = copies * n if isinstance(copies, int) and isinstance(n, int) else copies
+    note = "rollout.n times it is the number of responses to a prompt"
+    return _won(last, key, (other, count), note, f"{key} times it is rollout.n here")
 
 
 def _memory(given: Given, last: Mapping[str, int]) -> Parts:
     """Take the share of replicas on devices of their own, in place of that of shared ones."""
-    share = given[_ALONE]
-    parts: Parts = {_ALONE: ([(_MEMORY, share)] if share else [], JOINED[_ALONE])}
-    if share and last.get(_MEMORY) == last[_ALONE]:
-        parts[_MEMORY] = ([], f"{_ALONE} is that of rollouts on devices of their own")
-    return parts
+    key, other = "rollout.standalone_gpu_memory_utilization", "rollout.gpu_memory_utilization"
+    note = "rollout.gpu_memory_utilization, of rollouts on devices of their own"
+    if not given[key]:
+        return {key: ([], note)}
+    return _won(
+        last, key, (other, given[key]), note, f"{key} is that of rollouts on devices of their own"
+    )
 
 
 def _proximal(given: Given, last: Mapping[str, int]) -> Parts:
     """Take the rollout's log-probs, unless the proximal policy's are computed anew."""
-    old = given.get(_OLD, True) is True and given[_PROX] is not True
-    parts: Parts = {_PROX: ([(_OLD, old)], JOINED[_PROX])}
-    if last.get(_OLD) == last[_PROX]:
-        parts[_OLD] = ([], f"{_PROX} decides it")
+    key, other = "async_training.compute_prox_log_prob", "async_training.use_rollout_log_probs"
+    old = given.get(other, True) is True and given[key] is not True
+    note = "true recomputes the log-probs, as async_training.use_rollout_log_probs=false"
+    return _won(last, key, (other, old), note, f"{key} decides it")
+
+
+def _won(last: Mapping[str, int], key: str, becomes: Setting, note: str, why: str) -> Parts:
+    """Return what a key becomes, which replaces another key of the same layer."""
+    parts: Parts = {key: ([becomes], note)}
+    if last.get(becomes[0]) == last[key]:
+        parts[becomes[0]] = ([], why)
     return parts
 
 
@@ -215,18 +186,19 @@ def _reward_model(given: Given, *, section: str, path: str) -> Parts:
         rule = f"{section}.enable=true needs the folder or hub id of a reward model"
         raise bad_value(key, given.get(key), rule, f"{key}=MODEL, or {section}.enable=false")
     return {
-        key: ([("reward.model.path", model)] if model else [], "" if model else _OFF % section),
+        key: (
+            [("reward.model.path", model)] if model else [],
+            "" if model else f"{section}.enable is not true",
+        ),
         f"{section}.enable": ([], f"{key} names the reward model" if on else "no reward model"),
     }
-
-
-_OFF = "%s.enable is not true"
 
 
 def _tools(given: Given, *, key: str) -> Parts:
     off = given.get(_TURNS) is False
     tools = [(_TOOLS[key], given[key])] if given.get(key) and not off else []
-    return {_TURNS: ([], JOINED[_TURNS]), key: (tools, f"{_TURNS} is false" if off else "")}
+    switch = "false leaves tools out; else an episode has turns once a key of agents says who plays"
+    return {_TURNS: ([], switch), key: (tools, f"{_TURNS} is false" if off else "")}
 
 
 def _alpha(given: Given) -> Parts:
@@ -308,15 +280,19 @@ def _floor(given: Given, *, key: str) -> Parts:
     return {key: ([(f"{optim}.min_lr_ratio", floor / lr)], "")}
 
 
-_PARTS: dict[tuple[str, ...], Callable[[Given], Parts]] = {
+_LAYERED: dict[tuple[str, ...], Callable[..., Parts]] = {
+    ("actor.clip_ratio",): _clip,
+    ("rollout.n_agent",): _agents,
+    ("async_training.compute_prox_log_prob",): _proximal,
+    ("rollout.standalone_gpu_memory_utilization",): _memory,
+}
+"""Those whose readers also see the layers."""
+_PARTS: dict[tuple[str, ...], Callable[..., Parts]] = {
     **{(key,): partial(_equal, key=key) for key in EQUAL},
     **{(f"{s}.path", f"{s}.name"): partial(_function, section=s) for s in _FUNCTION},
     ("rollout.val_kwargs.do_sample",): _greedy,
-    (
-        "algorithm.rollout_correction.loss_type",
-        "algorithm.rollout_correction.bypass_mode",
-    ): _loss_type,
-    ("trainer.resume_from_path", "trainer.resume_mode"): _resume,
+    ("algorithm.rollout_correction.loss_type", _SWITCHES[0]): _loss_type,
+    ("trainer.resume_from_path", _SWITCHES[1]): _resume,
     **{
         (f"{s}.{path}", f"{s}.enable"): partial(_reward_model, section=s, path=path)
         for s, path in (("reward.reward_model", "model_path"), ("reward_model", "model.path"))
@@ -330,5 +306,12 @@ _PARTS: dict[tuple[str, ...], Callable[[Given], Parts]] = {
     _DECAY: partial(_decay, keys=_DECAY),
     _CRITIC_DECAY: partial(_decay, keys=_CRITIC_DECAY),
     **{(key,): partial(_floor, key=key) for key in _FLOORS},
+    **_LAYERED,
 }
 """The keys that are read together, and the function that reads them."""
+
+_SHARED = {*_COMPILED, *_SWITCHES, "model.lora_alpha"}
+JOINED = dict.fromkeys(
+    {key for keys in _PARTS for key in keys} - _SHARED, "it has a meaning with other keys"
+)
+"""The keys that nothing but their readers translates."""

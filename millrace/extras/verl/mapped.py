@@ -7,29 +7,45 @@ from millrace.extras.verl.values import (
     DROP,
     SILENT,
     all_if_none,
-    always,
-    by_engine,
     everything,
     flag,
     if_set,
     loggers,
-    lr_shape,
     name_of_run,
     never,
     not_none,
     one_by_one,
     one_of,
+    only,
     renamed,
     resume_mode,
-    train_engine,
-    trainer_mode,
     updates,
-    without,
 )
 
-_DTYPE = one_of(bfloat16="bfloat16", bf16="bfloat16", float32="float32", fp32="float32")
-_OPTIMIZER = one_of(adamw="adamw", AdamW="adamw", adam="adamw", muon="muon", Muon="muon")
-_FORMAT = one_of(hermes="hermes", qwen3_coder="qwen")
+_DTYPE = one_of(
+    {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
+)
+_OPTIMIZER = one_of(
+    {"adamw": "adamw", "AdamW": "adamw", "adam": "adamw", "muon": "muon", "Muon": "muon"}
+)
+_SHAPE = one_of({None: SILENT, "constant": "constant", "linear": "linear", "cosine": "cosine"})
+_ROLLOUT_ENGINE = one_of(
+    {"vllm": "vllm", "hf": "torch"},
+    "millrace has no {} engine",
+    "actor_rollout_ref.rollout.name=vllm, or hf for the torch engine",
+)
+_TRAIN_ENGINE = one_of(
+    {"dp": "fsdp", "fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"},
+    "millrace trains with FSDP2 or Megatron, and has no engine {}",
+    "megatron with its sizes, or fsdp2",
+)
+_MODE = one_of(
+    {
+        "sync": "colocate_sync",
+        "colocate_async": "colocate_partial",
+        "separate_async": "async_partial",
+    }
+)
 _SINKS = "metrics.jsonl is always written; millrace has no swanlab, vemlp_wandb and clearml"
 _UPDATES = "verl counts updates; here it is the same number of updates in optimizer steps"
 _OVERLONG = ("enable", "len", "penalty_factor")
@@ -90,13 +106,13 @@ MAPPED: dict[str, Mapped] = {
         for section in ("", "megatron.")
     },
     **{
-        f"{side}.load_weight": Mapped("model.path", always("weights are always loaded"))
+        f"{side}.load_weight": Mapped("model.path", only(True, "weights are always loaded"))
         for side in ("actor", "ref", "critic", "reward_model")
     },
-    "actor.strategy": Mapped("trainer.engine", train_engine),
-    "model_engine": Mapped("trainer.engine", train_engine),
+    "actor.strategy": Mapped("trainer.engine", _TRAIN_ENGINE),
+    "model_engine": Mapped("trainer.engine", _TRAIN_ENGINE),
     "actor.fsdp_config.mixed_precision.param_dtype": Mapped("model.dtype", _DTYPE),
-    "actor.optim.lr_decay_style": Mapped("actor.optim.lr_scheduler_type", lr_shape),
+    "actor.optim.lr_decay_style": Mapped("actor.optim.lr_scheduler_type", _SHAPE),
     **{
         f"{side}.optim.min_lr_ratio": Mapped(f"{side}.optim.min_lr_ratio", not_none)
         for side in _SIDES
@@ -107,7 +123,9 @@ MAPPED: dict[str, Mapped] = {
         for name in ("betas", "eps", "lr", "weight_decay")
     },
     **{
-        f"{side}.optim.override_optimizer_config.{name}": Mapped(f"{side}.optim", without(name))
+        f"{side}.optim.override_optimizer_config.{name}": Mapped(
+            f"{side}.optim", only(False, f"AdamW has no {name} here")
+        )
         for side in _SIDES
         for name in ("amsgrad", "maximize")
     },
@@ -121,7 +139,7 @@ MAPPED: dict[str, Mapped] = {
         "actor.optim.lr_warmup_steps", updates, _UPDATES
     ),
     "actor.optim.lr_warmup_steps": Mapped("actor.optim.lr_warmup_steps", never),
-    "actor.optim.warmup_style": Mapped("actor.optim.lr_scheduler_type", lr_shape),
+    "actor.optim.warmup_style": Mapped("actor.optim.lr_scheduler_type", _SHAPE),
     "actor_rollout_ref.hybrid_engine": Mapped(
         "async_training.placement", flag("colocated", "separate")
     ),
@@ -146,8 +164,8 @@ MAPPED: dict[str, Mapped] = {
         f"critic.kl_ctrl.{name}": Mapped(f"algorithm.kl_ctrl.{name}")
         for name in ("type", "kl_coef", "horizon", "target_kl")
     },
-    "critic.optim.lr_decay_style": Mapped("critic.optim.lr_scheduler_type", lr_shape),
-    "critic.optim.warmup_style": Mapped("critic.optim.lr_scheduler_type", lr_shape),
+    "critic.optim.lr_decay_style": Mapped("critic.optim.lr_scheduler_type", _SHAPE),
+    "critic.optim.warmup_style": Mapped("critic.optim.lr_scheduler_type", _SHAPE),
     "data.gen_batch_size": Mapped(
         "data.gen_batch_size",
         one_by_one,
@@ -176,20 +194,22 @@ MAPPED: dict[str, Mapped] = {
     ),
     "rollout.dtype": Mapped("model.dtype", _DTYPE),
     "rollout.do_sample": Mapped(
-        "rollout.temperature", always("rollouts in training are always sampled"), _SAMPLED
+        "rollout.temperature", only(True, "rollouts in training are always sampled"), _SAMPLED
     ),
     "rollout.enable_chunked_prefill": Mapped(
         "rollout.engine_kwargs.enable_chunked_prefill", flag(DROP, False)
     ),
     "rollout.engine_kwargs.vllm": Mapped("rollout.engine_kwargs", not_none),
     "rollout.full_determinism": Mapped("trainer.deterministic"),
-    "rollout.multi_turn.format": Mapped("agents.tool_format", _FORMAT),
+    "rollout.multi_turn.format": Mapped(
+        "agents.tool_format", one_of({"hermes": "hermes", "qwen3_coder": "qwen"})
+    ),
     "rollout.multi_turn.max_assistant_turns": Mapped("agents.max_turns", never),
     "rollout.multi_turn.max_parallel_calls": Mapped("agents.max_parallel_calls"),
     "rollout.multi_turn.max_tool_response_length": Mapped(
         "agents.max_tool_tokens", note="verl counts characters, and millrace tokens"
     ),
-    "rollout.name": Mapped("rollout.engine", by_engine),
+    "rollout.name": Mapped("rollout.engine", _ROLLOUT_ENGINE),
     "rollout.n_val": Mapped("rollout.val_kwargs.n"),
     "rollout.val_temperature": Mapped("rollout.val_kwargs.temperature"),
     "rollout.prompt_length": Mapped("rollout.max_prompt_length"),
@@ -215,7 +235,7 @@ MAPPED: dict[str, Mapped] = {
     "trainer.v1.separate_async.parameter_sync_step": Mapped(
         "async_training.trigger_parameter_sync_step"
     ),
-    "trainer.v1.trainer_mode": Mapped("mode", trainer_mode),
+    "trainer.v1.trainer_mode": Mapped("mode", _MODE),
     **{
         f"{section}.{name}": Mapped(f"reward.overlong_buffer.{name}")
         for section in (

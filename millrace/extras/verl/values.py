@@ -43,11 +43,11 @@ def all_if_none(value: Any) -> Any:
     return 1_000_000 if never(value) == 0 else value
 
 
-def always(rule: str) -> Callable[[Any], Any]:
-    """Return a translation that accepts true, which is what always happens here."""
+def only(accepted: bool, rule: str) -> Callable[[Any], Any]:
+    """Return a translation that accepts the one value that acts here."""
 
     def translate(value: Any) -> Any:
-        if value in (True, None):
+        if value in (accepted, None):
             return SILENT
         raise ValueError(f"{rule}; leave the key out")
 
@@ -65,29 +65,21 @@ def everything(value: Any) -> Any:
     )
 
 
-def without(feature: str) -> Callable[[Any], Any]:
-    """Return a translation that accepts false alone."""
-
-    def translate(value: Any) -> Any:
-        if value in (False, None):
-            return SILENT
-        raise ValueError(f"AdamW has no {feature} here; leave the key out")
-
-    return translate
-
-
 def flag(on: Any, off: Any) -> Callable[[Any], Any]:
     """Return a translation of true to `on` and of all else to `off`."""
     return lambda value: on if value is True else off
 
 
-def one_of(**names: Any) -> Callable[[Any], Any]:
-    """Return a translation of names."""
+def one_of(names: Mapping[str | None, Any], rule: str = "", fix: str = "") -> Callable[[Any], Any]:
+    """Return a translation of names. `rule`, where {} is the value, and `fix` refuse all others."""
+    known = [name for name in names if name]
 
     def translate(value: Any) -> Any:
-        if str(value) not in names:
-            raise ValueError(f"must be one of {', '.join(names)}; {next(iter(names))}")
-        return names[str(value)]
+        name = None if value is None else str(value)
+        if name in names:
+            return names[name]
+        why = rule.format(value) or f"must be one of {', '.join(known)}"
+        raise ValueError(f"{why}; {fix or known[0]}")
 
     return translate
 
@@ -95,27 +87,6 @@ def one_of(**names: Any) -> Callable[[Any], Any]:
 def renamed(names: Mapping[str | None, str]) -> Callable[[Any], Any]:
     """Return a translation of some names, which leaves every other value as it is."""
     return lambda value: names.get(value, value) if isinstance(value, str | None) else value
-
-
-def by_engine(value: Any) -> Any:
-    """Translate the name of a rollout engine."""
-    if value in ("vllm", "hf"):
-        return "torch" if value == "hf" else value
-    raise ValueError(
-        f"millrace has no {value} engine; actor_rollout_ref.rollout.name=vllm, or hf for the torch "
-        "engine"
-    )
-
-
-def train_engine(value: Any) -> Any:
-    """Translate verl's names of train engines."""
-    names = {"dp": "fsdp", "fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
-    if value in names:
-        return names[value]
-    raise ValueError(
-        f"millrace trains with FSDP2 or Megatron, and has no engine {value}; megatron with its "
-        "sizes, or fsdp2"
-    )
 
 
 NO_LOGGERS = frozenset({"swanlab", "vemlp_wandb", "clearml"})
@@ -138,25 +109,6 @@ def name_of_run(value: Any) -> Any:
 def resume_mode(value: Any) -> Any:
     """Translate disable to never. resume_path takes the folder from trainer.resume_from_path."""
     return SILENT if value == "resume_path" else "never" if value == "disable" else value
-
-
-def trainer_mode(value: Any) -> Any:
-    """Translate the mode of verl's V1 trainer."""
-    modes = {
-        "sync": "colocate_sync",
-        "colocate_async": "colocate_partial",
-        "separate_async": "async_partial",
-    }
-    return one_of(**modes)(value)
-
-
-def lr_shape(value: Any) -> Any:
-    """Check the shape of a learning rate schedule. null decides nothing."""
-    return (
-        SILENT
-        if value is None
-        else one_of(constant="constant", linear="linear", cosine="cosine")(value)
-    )
 
 
 def updates(value: Any) -> Any:
