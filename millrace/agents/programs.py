@@ -45,7 +45,7 @@ class Program(Protocol):
 
     async def start(self) -> None:
         """Start what all episodes share. Called before the first episode."""
-        return None
+        return
 
     async def run(self, task: Task) -> Any:
         """Run one episode, and return its reward: a number, a dict with "reward", or None.

@@ -56,7 +56,7 @@ class Environments(Protocol):
 
     async def reach(self) -> None:
         """Reach the server once. Raises EpisodeError if no episode could."""
-        return None
+        return
 
     async def close(self) -> None:
         return None

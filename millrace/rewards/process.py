@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import msgspec
@@ -41,6 +41,7 @@ class Pending:
     """Whether the call must run alone. It ran in a worker that died, with several other calls."""
 
 
+@dataclass(eq=False)
 class WorkerProcess(asyncio.Protocol):
     """A worker and its calls, in the order sent.
 
@@ -50,43 +51,35 @@ class WorkerProcess(asyncio.Protocol):
     exceeds its time is `condemned`, and the process is killed.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        environment: Mapping[str, str],
-        launcher: Launcher,
-        budget: Budget,
-        on_change: Callable[[], None],
-        on_reply: Callable[[Pending, Reply], None],
-    ) -> None:
-        self.job = job
-        self.environment = environment
-        self.launcher = launcher
-        self.budget = budget
-        self.on_change = on_change
-        self.on_reply = on_reply
-        self.hello: Hello | None = None
-        self.running: dict[int, Pending] = {}
-        self.condemned: int | None = None
-        self.overdue = False
-        self.leaving = False
-        """Whether the worker is replaced after its last reply, which blames no other call."""
-        self.dead = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._frames = Frames()
-        self._moved_at = self._loop.time()
-        self._mean_s = _AHEAD_S
-        self._timer: asyncio.TimerHandle | None = None
-        self._transport: asyncio.Transport | None = None
-        self._body: ProcessHandle | None = None
-        self._output: Output | None = None
-        self._pidfd: int | None = None
+    job: Job
+    environment: Mapping[str, str]
+    launcher: Launcher
+    budget: Budget
+    on_change: Callable[[], None]
+    on_reply: Callable[[Pending, Reply], None]
+    hello: Hello | None = None
+    running: dict[int, Pending] = field(default_factory=dict)
+    condemned: int | None = None
+    overdue: bool = False
+    leaving: bool = False
+    """Whether the worker is replaced after its last reply, which blames no other call."""
+    dead: asyncio.Event = field(default_factory=asyncio.Event)
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _frames: Frames = field(default_factory=Frames)
+    _moved_at: float = 0.0
+    _mean_s: float = _AHEAD_S
+    _timer: asyncio.TimerHandle | None = None
+    _transport: asyncio.Transport | None = None
+    _body: ProcessHandle | None = None
+    _output: Output | None = None
+    _pidfd: int | None = None
 
     async def start(self) -> None:
         """Start the process in a new session. A socket connects it with this process.
 
         What it prints goes to stderr within a limit, so the user sees it.
         """
+        self._moved_at = self._loop.time()
         pool_end, worker_end = socket.socketpair()
         readable, writable = os.pipe()
         self._output = Output(readable, self.budget)

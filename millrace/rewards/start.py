@@ -48,7 +48,7 @@ class Launcher(Protocol):
 
     async def check(self) -> None:
         """Raise ConfigError if no worker can be started here."""
-        return None
+        return
 
     async def start(
         self, job: Job, connection: int, output: int, environment: Mapping[str, str]
