@@ -47,37 +47,31 @@ async def in_thread(function: Callable[..., Result], *arguments: Any, **named: A
             "Fix: give the function a deadline of its own, or raise agents.tool_deadline_s",
         )
     loop = asyncio.get_running_loop()
-    ended: asyncio.Future[Callable[[], Result]] = loop.create_future()
+    ended: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
     call = partial(contextvars.copy_context().run, function, *arguments, **named)
 
     def work() -> None:
+        result, raised = None, None
         try:
             result = call()
         except BaseException as error:  # noqa: BLE001 - a thread may not end without an answer
-            outcome = partial(_failed, error)
-        else:
-            outcome = partial(_same, result)
+            raised = error
         with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits.
-            loop.call_soon_threadsafe(_settle, ended, outcome)
+            loop.call_soon_threadsafe(_settle, ended, (result, raised))
 
     thread = threading.Thread(target=work, name="a user's function", daemon=True)
     thread.start()
     try:
-        return (await ended)()
+        result, error = await ended
     except asyncio.CancelledError:
         _lost.add(thread)
         raise
-
-
-def _same(result: Result) -> Result:
-    return result
-
-
-def _failed(error: BaseException) -> Any:
-    """Raise an error of a thread. A coroutine may raise neither StopIteration nor GeneratorExit."""
+    # A coroutine may raise neither StopIteration nor GeneratorExit.
     if isinstance(error, RAISED) and not isinstance(error, StopIteration):
         raise error
-    raise RuntimeError(type(error).__name__) from error
+    if error is not None:
+        raise RuntimeError(type(error).__name__) from error
+    return result  # type: ignore[no-any-return]
 
 
 def _settle(future: asyncio.Future[Any], value: Any) -> None:

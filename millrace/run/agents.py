@@ -270,11 +270,10 @@ async def _serve(
 
 
 def _program(agents: AgentConfig, service: Service, endpoint: Endpoint, note: Note) -> Program:
-    from millrace.agents.command import CommandProgram
+    from millrace.agents.command import CommandProgram, WorkerProgram
     from millrace.agents.function import FunctionProgram
     from millrace.agents.process import Launcher
     from millrace.agents.remote import RemoteProgram
-    from millrace.agents.workers import WorkerProgram
 
     if agents.program:
         return FunctionProgram(agents.program, service, note)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 pytest.importorskip("aiohttp", reason="the endpoint listens with aiohttp")
-from millrace.agents import workers
+from millrace.agents import command as programs
+from millrace.agents.command import WorkerProgram
 from millrace.agents.endpoint import Endpoint
 from millrace.agents.process import Launcher
 from millrace.agents.service import Service
-from millrace.agents.workers import WorkerProgram
 from millrace.errors import EpisodeError
 from tests.agents.programs_at_work import Table, plays, program, running, table
 from tests.waiting import HANG_S, until_async
@@ -107,7 +107,7 @@ FAILURES = {
 def test_each_failure_has_a_reason_and_the_next_episode_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(workers, "GRACE_S", 0.0)
+    monkeypatch.setattr(programs, "GRACE_S", 0.0)
     body, wanted = FAILURES[kind]
 
     async def check(at: Table) -> None:
@@ -125,7 +125,7 @@ def test_each_failure_has_a_reason_and_the_next_episode_a_worker(
 def test_a_late_episode_that_ends_itself_keeps_its_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "GRACE_S", HANG_S)
+    monkeypatch.setattr(programs, "GRACE_S", HANG_S)
     go = tmp_path / "go"
 
     async def check(at: Table) -> None:

@@ -112,6 +112,14 @@ class _Config:
     __getitem__ = __getattr__
 
 
+class _ActorConfig(_Config):
+    """The configuration of a loss."""
+
+
+class _AlgoConfig(_Config):
+    """The configuration of an estimator."""
+
+
 def _register(name: Any) -> Callable[[Any], Any]:
     return lambda function: function
 
@@ -123,8 +131,8 @@ MODULES: dict[str, dict[str, Any]] = {
         "register_adv_est": _register,
         "AdvantageEstimator": Enum("AdvantageEstimator", {"GRPO": "grpo", "GAE": "gae"}),
     },
-    "verl.trainer.config": {"AlgoConfig": _Config},
-    "verl.workers.config": {"ActorConfig": _Config},
+    "verl.trainer.config": {"AlgoConfig": _AlgoConfig},
+    "verl.workers.config": {"ActorConfig": _ActorConfig},
     "verl.utils": {"as_torch_index": as_torch_index, "group_mean_std": group_mean_std},
     "verl.utils.import_utils": {"deprecated": lambda *given: lambda function: function},
     "verl.utils.torch_functional": {
@@ -229,7 +237,7 @@ class _Loss:
             "advantages": rows.padded(x.advantages),
             "response_mask": rows.padded(x.mask.to(x.log_probs.dtype)),
             "loss_agg_mode": "token-mean",
-            "config": _Config(_loss_values(options)),
+            "config": _ActorConfig(_loss_values(options)),
             "rollout_is_weights": None,
             "rollout_log_probs": None,
         }
@@ -281,7 +289,7 @@ class _Estimator:
             "gamma": options.gamma,
             "lam": options.lam,
         }
-        given["config"] = _Config({name: given[name] for name in _READS})
+        given["config"] = _AlgoConfig({name: given[name] for name in _READS})
         for name, ours in _FIELDS.items():
             value = getattr(batch, ours)
             if value is not None:
