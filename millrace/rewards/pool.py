@@ -97,7 +97,9 @@ class RewardPool:
                 asyncio.create_task(self._keep(environment)) for environment in self.environments
             ]
         await self._settled.wait()
-        self._check()
+        if self._failed is not None:
+            kind, message = self._failed
+            raise kind(message)
 
     @property
     def whole_group(self) -> bool:
@@ -271,11 +273,6 @@ class RewardPool:
             self._queue.popleft()
         for worker, batch in batches.items():
             worker.send(batch)
-
-    def _check(self) -> None:
-        if self._failed is not None:
-            kind, message = self._failed
-            raise kind(message)
 
     def _fail(self, kind: type[MillraceError], message: str) -> None:
         """End the pool. Every pending and later call raises the first failure."""

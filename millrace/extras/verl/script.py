@@ -194,7 +194,9 @@ def _starts(
             key = word.lstrip("'\"") if _is_dotted(word.lstrip("'\"")) else ""
             start.overrides += [key] if key else []
             if short(key) not in replaced:
-                text = str(error).replace("write the value into the script", _answer(key))
+                fix = "write the value into the script"
+                name = key.lstrip("+").partition("=")[0]
+                text = str(error).replace(fix, f"--set {name}=VALUE" if name else fix)
                 start.errors |= dict.fromkeys(text.splitlines())
     _sort(tail, start)
     if start.base or start.listed or any(_is_dotted(word) for word in start.overrides):
@@ -208,12 +210,6 @@ def _starts(
 def short(override: str) -> str:
     """Return the key of an override, without verl's prefix."""
     return override.lstrip("+").partition("=")[0].removeprefix(PREFIX)
-
-
-def _answer(word: str) -> str:
-    """Return the answer that gives the value of an override, or the change of the script."""
-    key = word.lstrip("+").partition("=")[0]
-    return f"--set {key}=VALUE" if key else "write the value into the script"
 
 
 def _parts(word: str, values: Variables, line: str) -> list[str]:

@@ -184,7 +184,8 @@ class _Work:
             if short in self.joined:
                 layer, result, why = self.joined[short]
                 self.ours[layer] += [(theirs, ours) for ours in result]
-                self.notes.append(_note(theirs, result, why))
+                why = why or ("" if result else "it is what happens here anyway")
+                self.notes.append(Note(theirs, tuple(result), why))
         elif isinstance(row, Mapped):
             self._map(at, theirs, row)
         elif isinstance(row, Absent):
@@ -259,10 +260,6 @@ def _refused(row: Absent, settings: Sequence[Setting]) -> ConfigError:
     first += f"{hidden} more such keys, " if hidden > 0 else ""
     rule = f"millrace does not have {row.feature}"
     return ConfigError(f"{first}{bad_value(key, value, rule, row.instead)}")
-
-
-def _note(setting: Setting, result: Sequence[Setting], why: str) -> Note:
-    return Note(setting, tuple(result), why or ("" if result else "it is what happens here anyway"))
 
 
 def text_of(key: str, value: Any) -> str:
