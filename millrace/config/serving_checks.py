@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import shutil
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from millrace.config.rollout_keys import RolloutConfig
@@ -19,6 +21,8 @@ class Arguments(NamedTuple):
     """Arguments that have a key in millrace, and that key. Other parts of millrace read it too."""
     fixed: dict[str, str]
     """Arguments that users cannot change, and the reason."""
+    source: tuple[str, ...]
+    """The file of the engine's package that has all arguments, and their classes there."""
 
 
 _BOTH = {
@@ -60,6 +64,7 @@ ARGUMENTS = {
             "in order",
             "scheduler_cls": "millrace's scheduler keeps log-probs until their response ends",
         },
+        ("engine/arg_utils.py", "EngineArgs", "AsyncEngineArgs"),
     ),
     "sglang": Arguments(
         "SGLang",
@@ -100,6 +105,7 @@ ARGUMENTS = {
             "disaggregation_mode": "a replica reads prompts and draws",
             "enable_dp_attention": "a replica is one data-parallel rank",
         },
+        ("srt/server_args.py", "ServerArgs"),
     ),
 }
 """The arguments of each serving engine: of AsyncEngineArgs and of ServerArgs."""
@@ -125,7 +131,7 @@ def check_serving(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
                 "rollout.engine=vllm, or remove the key",
             )
         return
-    label, settings, fixed = ARGUMENTS[rollout.engine]
+    label, settings, fixed, _ = ARGUMENTS[rollout.engine]
     if trainer.deterministic:
         raise bad_value(
             "trainer.deterministic",
@@ -143,6 +149,10 @@ def check_serving(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
             raise bad_value(
                 f"rollout.engine_kwargs.{name}", value, f"is fixed: {fixed[name]}", "remove it"
             )
+    size = given.get("page_size")
+    if rollout.engine == "sglang" and size is not None and not (type(size) is int and size > 0):
+        rule = "must be a whole number of tokens, at least 1"
+        raise bad_value("rollout.engine_kwargs.page_size", size, rule, "1, or leave it out")
     overrides = given.get("hf_overrides", {})
     if rollout.engine == "vllm" and not isinstance(overrides, dict):
         rule = "must be a mapping of settings of the model's config.json"
@@ -159,6 +169,15 @@ def check_serving(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
             "has a key of its own",
             "rollout.quantization",
         )
+
+
+def check_known(engine: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise ConfigError for an argument that the installed engine does not have."""
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            rule = f"{ARGUMENTS[engine].label}'s engine has no such argument"
+            raise bad_value("rollout.engine_kwargs", key, rule, near[0] if near else "leave it out")
 
 
 def _check_python(rollout: RolloutConfig, trainer: TrainerConfig) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from millrace import __version__
 from millrace.config import (
@@ -17,7 +19,7 @@ from millrace.config import (
     TrainerConfig,
     plugins,
 )
-from millrace.config.serving_checks import ARGUMENTS, check_program, check_sglang
+from millrace.config.serving_checks import ARGUMENTS, check_known, check_program, check_sglang
 from millrace.config.unused_keys import ENGINES
 from millrace.errors import INSTALL, MissingDependency, bad_value
 
@@ -40,6 +42,18 @@ print(json.dumps(found))
 """A program that prints the versions of packages. A folder of a package's name is none.
 
 millrace may be there without an installation, by PYTHONPATH. So its source has its version.
+"""
+_ARGUMENTS = """
+import ast, importlib.util, json, pathlib, sys
+file = pathlib.Path(importlib.util.find_spec(sys.argv[1]).origin).parent / sys.argv[2]
+tree = ast.parse(file.read_text() if file.exists() else "")
+classes = [c for c in tree.body if getattr(c, "name", "") in sys.argv[3:]]
+fields = [f for c in classes for f in c.body if isinstance(f, ast.AnnAssign)]
+print(json.dumps([f.target.id for f in fields]))
+"""
+"""A program that prints the arguments of an engine. It imports nothing, which takes 25 s.
+
+It finds none in SGLang 0.5.23, which makes the class as it runs. The worker then checks them.
 """
 NVIDIA = Path("/dev/nvidiactl")
 """A file of every machine with an NVIDIA GPU."""
@@ -71,17 +85,22 @@ def check_machine(config: Config) -> None:
 def _check_engine(rollout: RolloutConfig) -> None:
     """Raise MissingDependency or ConfigError if the replicas' Python lacks their engine."""
     engine = rollout.engine
-    if not rollout.serves or (not rollout.python and importlib.util.find_spec(engine)):
+    if not rollout.serves:
         return
-    label, fix = ARGUMENTS[engine].label, f"{INSTALL[engine]}, or rollout.engine=torch"
-    if not rollout.python:
-        needs = f"rollout.engine={engine} needs {label}, which is not installed here"
-        raise MissingDependency(f"{needs}. Fix: {fix}")
-    found = versions_in(rollout.python, (engine, "millrace"))
-    if missing := [name for name in (engine, "millrace") if name not in found]:
-        rule = f"rollout.engine={engine}: this Python cannot find {' and '.join(missing)}"
-        raise bad_value("rollout.python", rollout.python, rule, fix)
-    check_versions(rollout.python, found)
+    fix = f"{INSTALL[engine]}, or rollout.engine=torch"
+    if rollout.python:
+        found = versions_in(rollout.python, (engine, "millrace"))
+        if missing := [name for name in (engine, "millrace") if name not in found]:
+            rule = f"rollout.engine={engine}: this Python cannot find {' and '.join(missing)}"
+            raise bad_value("rollout.python", rollout.python, rule, fix)
+        check_versions(rollout.python, found)
+    elif importlib.util.find_spec(engine) is None:
+        needs = f"rollout.engine={engine} needs {ARGUMENTS[engine].label}"
+        raise MissingDependency(f"{needs}, which is not installed here. Fix: {fix}")
+    if given := rollout.engine_kwargs:
+        python = rollout.python or sys.executable
+        if known := _printed_by(python, _ARGUMENTS, engine, *ARGUMENTS[engine].source):
+            check_known(engine, given, known)
 
 
 def check_versions(python: str, found: Mapping[str, str]) -> None:
@@ -99,19 +118,24 @@ def versions_in(python: str, packages: Sequence[str]) -> dict[str, str]:
 
     Raise ConfigError if it is no Python, or too old.
     """
-    key, fix = "rollout.python", "the path of a Python interpreter"
     check_program(python)
+    found = _printed_by(python, _VERSIONS, *packages)
+    return {str(name): str(version) for name, version in found.items()}
+
+
+def _printed_by(python: str, program: str, *arguments: str) -> Any:
+    """Return the JSON in the last line that a program prints. Raise ConfigError if there is none."""
+    key, fix = "rollout.python", "the path of a Python interpreter"
     try:
         done = subprocess.run(
-            [python, "-c", _VERSIONS, *packages], capture_output=True, text=True, timeout=_PYTHON_S
+            [python, "-c", program, *arguments], capture_output=True, text=True, timeout=_PYTHON_S
         )
-        found = json.loads((done.stdout.splitlines() or [""])[-1])
+        return json.loads((done.stdout.splitlines() or [""])[-1])
     except (OSError, subprocess.TimeoutExpired) as error:
         raise bad_value(key, python, f"cannot be run: {error}", fix) from error
     except ValueError as error:
         why = " ".join(done.stderr.split())[-200:] or f"it ends with {done.returncode}"
         raise bad_value(key, python, f"is no Python that works: {why}", fix) from error
-    return {str(name): str(version) for name, version in found.items()}
 
 
 def check_shape(

@@ -28,6 +28,7 @@ from millrace.config.serving_checks import SCRATCH
 from millrace.errors import bad_value
 from millrace.process.channel import payloads_of, write_frame
 from millrace.process.rpc import Limit, Peer
+from millrace.process.scratch import ScratchFolder
 from millrace.process.spawn import spawn
 from millrace.process.trees import children_of, group_of, kill_all, lives, wait_until
 from millrace.runtime.address import listening_at
@@ -127,7 +128,7 @@ class LocalRuntime:
         """Whether workers are forked. CUDA and vLLM are set up by variables before their import."""
         self._servers: list[ForkServer] = []
         """The last one forks new workers. An earlier one has ended, or no longer answers."""
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._scratch: ScratchFolder | None = None
         """The files of serving engines, which do not remove them if they are killed."""
         self._workers: list[_Worker] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -307,10 +308,10 @@ def _unwatch_heartbeat(worker: _Worker) -> None:
     os.close(worker.beats)
 
 
-def _folder_of_sockets() -> tempfile.TemporaryDirectory[str]:
+def _folder_of_sockets() -> ScratchFolder:
     """Make a folder for the sockets of serving engines. Linux allows 107 characters for a path."""
-    short = len(tempfile.gettempdir()) <= _LONGEST_TMPDIR
-    return tempfile.TemporaryDirectory(prefix="millrace-", dir=None if short else "/tmp")
+    parent = tempfile.gettempdir()
+    return ScratchFolder(parent if len(parent) <= _LONGEST_TMPDIR else "/tmp")
 
 
 def _over(started: Sequence[_Process], others: Sequence[psutil.Process] = ()) -> bool:

@@ -23,7 +23,7 @@ from millrace.schedule.ledger import Ledger
 from tests.e2e import runs
 from tests.e2e.accounts import check_accounts
 from tests.waiting import HANG_S, until, until_async
-from tests.workers import workers_of
+from tests.workers import cores_of, keys_of, workers_of
 
 
 def replicas() -> list[psutil.Process]:
@@ -32,8 +32,11 @@ def replicas() -> list[psutil.Process]:
     return sorted(found, key=lambda p: p.create_time())
 
 
-async def hurt(s: Session, ledger: Ledger) -> None:
-    """Kill one replica and stop the other one in the middle of requests. Then let the run end."""
+async def hurt(s: Session, ledger: Ledger, cores: bool) -> None:
+    """Kill one replica and stop the other one in the middle of requests. Then let the run end.
+
+    `cores` says whether the processes with the models suffer the same afterwards.
+    """
     first, second = replicas()
     roster, engines = s.engines.pool.roster, s.engines.keeper.engines
     await until_async(lambda: ledger.version >= 1 and engines[0].requests > 0)
@@ -43,10 +46,30 @@ async def hurt(s: Session, ledger: Ledger) -> None:
     second.send_signal(signal.SIGSTOP)
     await until_async(lambda: roster.losses == 2 and len(roster.live) == 2)
     await until_async(lambda: len(replicas()) == 2 and not second.is_running())
+    for replica, sent in ((0, signal.SIGKILL), (1, signal.SIGSTOP)) if cores else ():
+        losses = roster.losses
+        await until_async(lambda k=replica: engines[k].requests > 0)  # type: ignore[misc]
+        (core,) = cores_of(workers_of()[f"rollout-{replica}"])
+        core.send_signal(sent)
+        await until_async(lambda n=losses: roster.losses > n and len(roster.live) == 2)  # type: ignore[misc]
+        await until_async(lambda c=core: not c.is_running())  # type: ignore[misc]
     ledger.limit = ledger.retired + ledger.occupied + 8
 
 
-def test_a_run_heals_a_replica_that_is_killed_and_one_that_stands_still(tmp_path: Path) -> None:
+AGENTS = ["data.val_files=['task:chase?split=val&size=16']", "rollout.stall_s=20"]
+"""A recipe whose episodes have several turns, which are sessions of an engine."""
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "more"),
+    [
+        ("torch", runs.RECIPE, []),
+        pytest.param("sglang", "agents_quickstart", AGENTS, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_heals_a_replica_that_is_killed_and_one_that_stands_still(
+    tmp_path: Path, engine: str, name: str | Path, more: list[str]
+) -> None:
     notes: list[str] = []
     keys = [
         "guard.enable=true",
@@ -54,9 +77,9 @@ def test_a_run_heals_a_replica_that_is_killed_and_one_that_stands_still(tmp_path
         "rollout.total_rollout_steps=100000",
         "rollout.heartbeat_s=0.5",
     ]
-    config = recipe.load(
-        runs.RECIPE, [*runs.SMALL, *keys, f"trainer.run_dir={tmp_path}/run", "trainer.threads=1"]
-    )
+    keys += [f"trainer.run_dir={tmp_path}/run", "trainer.threads=1"]
+    config = recipe.load(name, [*runs.SMALL, *keys, *keys_of(engine), *more])
+    serves = config.rollout.serves
 
     async def main() -> None:
         progress = runs.progress()
@@ -65,7 +88,7 @@ def test_a_run_heals_a_replica_that_is_killed_and_one_that_stands_still(tmp_path
             s.engines.keeper._heartbeat_s = 3.0  # A worker on a busy machine misses some of 0.5 s.
             ledger = await start_state(s)
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(hurt(s, ledger))
+                tasks.create_task(hurt(s, ledger, serves))
                 outcome = await run_training(s, ledger, StopRequest())
             assert outcome.complete and outcome.samples_trained == ledger.limit
 
@@ -79,7 +102,10 @@ def test_a_run_heals_a_replica_that_is_killed_and_one_that_stands_still(tmp_path
     assert "rollout-0 was lost: worker rollout-0 was killed by SIGKILL" in told[0]
     assert "requests go on elsewhere; restart in 1 s" in told[0]
     assert any("worker rollout-1 fell silent: no heartbeat for 9 s" in note for note in told)
-    assert sum("serves again" in note for note in told) == 2
+    if serves:
+        assert any("SGLang's scheduler has died" in note for note in told)
+        assert any("worker rollout-1 stood still" in note for note in told)
+    assert sum("serves again" in note for note in told) == (4 if serves else 2)
     assert runs.rows(tmp_path / "run")[-1]["replicas/live"] == 2
 
 

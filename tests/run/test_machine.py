@@ -96,12 +96,19 @@ def test_another_release_of_sglang_is_refused_before_a_worker_starts(
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {release}\n")
     (about / "top_level.txt").write_text("sglang\n")
+    (tmp_path / "sglang" / "srt").mkdir()
+    arguments = "class ServerArgs:\n    page_size: int = 1\n    max_total_tokens: int = 0\n"
+    (tmp_path / "sglang" / "srt" / "server_args.py").write_text(arguments)
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     config = Config(rollout={"engine": "sglang", "python": str(python)})
     if release == "0.5.17":
         machine.check_machine(config)
+        given = {"engine_kwargs": {"page_size": 2, "max_totl_tokens": 9}}
+        unknown = Config(rollout={**config.rollout.model_dump(), **given})
+        with pytest.raises(ConfigError, match=r"totl.*no such argument.*Fix: max_total_tokens"):
+            machine.check_machine(unknown)
         return
     with pytest.raises(
         ConfigError, match=r"has SGLang 0\.5\.16.*Fix: pip install sglang==0\.5\.17"

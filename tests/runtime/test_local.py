@@ -21,6 +21,7 @@ import pytest
 from millrace.config.serving_checks import SCRATCH
 from millrace.errors import WorkerError
 from millrace.process.rpc import Peer, all_of
+from millrace.process.scratch import ScratchFolder
 from millrace.runtime import local
 from millrace.runtime.local import LocalRuntime
 from tests.waiting import HANG_S
@@ -219,3 +220,35 @@ def test_a_long_tmpdir_leaves_room_for_the_sockets_of_engines(
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     with local._folder_of_sockets() as folder:
         assert Path(folder).parent == Path("/tmp")
+
+
+HOLDS = """
+import sys, time
+from millrace.process.scratch import ScratchFolder
+folder = ScratchFolder(sys.argv[1])
+print(folder.name, flush=True)
+time.sleep(10_000)
+"""
+
+
+def test_what_a_killed_owner_leaves_goes_at_the_next_start_and_nothing_else(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    owners = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        stale, living = (Path(owner.stdout.readline().strip()) for owner in owners if owner.stdout)
+        (stale / "socket").touch()
+        foreign, link = tmp_path / "millrace-mine", tmp_path / "millrace-link"
+        foreign.mkdir()
+        (foreign / "notes").touch()
+        link.symlink_to(stale)
+        owners[0].kill()
+        owners[0].wait()
+        with ScratchFolder(str(tmp_path)) as folder:
+            left = {path.name for path in tmp_path.iterdir()}
+            assert left == {living.name, foreign.name, link.name, Path(folder).name}
+            assert (foreign / "notes").exists()
+        assert not Path(folder).exists() and living.exists()
+    finally:
+        for owner in owners:
+            owner.kill()
+            owner.communicate()

@@ -16,18 +16,21 @@ from typing import Any
 
 import pytest
 
-from millrace.config import RewardConfig
+from millrace.config import ModelShape, RewardConfig, recipe
 from millrace.environments.tools import CallLimits, FunctionTool, run_calls
+from millrace.replicas.replica import RemoteRolloutEngine
 from millrace.rewards.pool import RewardPool
 from millrace.runtime.local import LocalRuntime
-from millrace.types import Completion, Prompt, tokens_of
+from millrace.testing import joined
+from millrace.types import Completion, Prompt, SamplingParams, Segment, tokens_of
 from millrace.waits import ask as asking
 from millrace.waits.ask import ask
 from millrace.waits.registry import PROCESS, acting, as_actor, waiting
 from millrace.waits.verdict import Verdict, judge
 from millrace.waits.wait_server import FOLDER, NAME, VARIABLE, WaitServer
+from tests.random_models import write_random
 from tests.waiting import HANG_S, until_async
-from tests.workers import without_engine
+from tests.workers import keys_of, without_engine
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +86,57 @@ def test_a_rollout_worker_that_a_signal_stopped(tmp_path: Path) -> None:
     verdict = asyncio.run(run())
     assert verdict.kind == "stopped" and "state T" in verdict.sentence, verdict.sentence
     assert f"kill -CONT {verdict.answers[-1].pid}" in verdict.next
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_process_of_a_serving_engine_that_a_signal_stopped_under_load(
+    tmp_path: Path, engine: str
+) -> None:
+    """The worker, and then the process with the model: each is named, and no token is lost."""
+    shape = ModelShape(hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+    write_random(tmp_path / "model", shape, vocab_size=24, eos_token_id=1)
+    length = "rollout.max_response_length=256"
+    config = recipe.load("quickstart", [*keys_of(engine), length, "rollout.max_num_seqs=8"])
+
+    names = "rollout-0", "rollout-0-core-0"
+
+    async def run() -> list[Verdict]:
+        (tmp_path / "logs").mkdir()
+        runtime = LocalRuntime(tmp_path / "logs", config.sides, gpus=[])
+        verdicts = []
+
+        async def draw(name: str, k: int) -> tuple[Segment, ...]:
+            params = SamplingParams(256, seed=k, ignore_eos=True)
+            return await replica.generate(tokens_of([3, 4]), params, f"{name}/{k}")
+
+        with driver(tmp_path) as side:
+            try:
+                peer = await runtime.start("rollout-0", "rollout", 0)
+                await peer.call("build", (config.model_dump(mode="json"), str(tmp_path / "model")))
+                replica = RemoteRolloutEngine(peer)
+                for name in names:
+                    before = (await replica.stats()).tokens
+                    drawing = [
+                        asyncio.create_task(as_actor(f"sample {k}", draw(name, k)))
+                        for k in range(8)
+                    ]
+                    while (await replica.stats()).tokens == before:  # noqa: ASYNC110 - no event
+                        await asyncio.sleep(0.01)
+                    pid = next(a.pid for a in ask(tmp_path) if a.name == name)
+                    os.kill(pid, signal.SIGSTOP)
+                    verdicts.append(await named(tmp_path, side, name, "state T"))
+                    os.kill(pid, signal.SIGCONT)
+                    done = await asyncio.gather(*drawing)
+                    assert [len(joined(segments)) for segments in done] == [256] * 8
+            finally:
+                await runtime.close()
+        return verdicts
+
+    for name, verdict in zip(names, asyncio.run(run()), strict=True):
+        assert (verdict.culprit, verdict.kind) == (name, "stopped"), verdict.sentence
+        stopped = next(a.pid for a in verdict.answers if a.name == name)
+        assert f"kill -CONT {stopped}" in verdict.next
 
 
 def test_ranks_in_an_all_reduce_whose_partner_sleeps(tmp_path: Path) -> None:

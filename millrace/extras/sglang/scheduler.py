@@ -29,6 +29,7 @@ from millrace.process.death import die_with, ignore_stop_signals
 from millrace.serving.live_weights import LiveWeights
 from millrace.sync.store import bound_store
 from millrace.waits.registry import Start, began, take_starts
+from millrace.waits.wait_server import start_in_worker
 
 METHOD = "millrace"
 """The method of an RPC that `SchedulerExtension` answers."""
@@ -246,6 +247,7 @@ def run(*args: Any, **kwargs: Any) -> None:
     """Be a scheduler process, until the host ends it."""
     if (host := multiprocessing.parent_process()) and host.pid:
         die_with(host.pid)  # SGLang does not see that its host died during the imports
+    side = start_in_worker(f"core-{args[3]}")  # the rank of the scheduler
     began("imports")
     Scheduler.handle_rpc_request = _answer
     Scheduler.handle_generate_request = _receive
@@ -261,4 +263,8 @@ def run(*args: Any, **kwargs: Any) -> None:
     sampler.top_k_top_p_min_p_sampling_from_probs_torch = draw_truncated
     _counter()  # its file is deleted once SGLang has started
     ignore_stop_signals()  # only the driver acts on them, after it has saved
-    sglang_scheduler.run_scheduler_process(*args, **kwargs)
+    try:
+        sglang_scheduler.run_scheduler_process(*args, **kwargs)
+    finally:
+        if side is not None:
+            side.close()

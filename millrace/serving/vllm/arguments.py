@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields
@@ -13,6 +12,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from millrace.config import ModelConfig, Sides
+from millrace.config.serving_checks import check_known
 from millrace.errors import bad_value
 from millrace.serving.vllm.caches import graph_options, lasting_folder
 from millrace.serving.vllm.eight_bit import CONFIGURATION, check_quantised
@@ -67,7 +67,7 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
     if on_gpu:
         # Other kernels swap or permute the weights of experts, which a sync overwrites in order.
         arguments["moe_backend"] = "triton"
-    _check_known(rollout.engine_kwargs)
+    check_known("vllm", rollout.engine_kwargs, [f.name for f in fields(AsyncEngineArgs)])
     # Logits are float32, as in the train engine. On a GPU, bf16 logits doubled the gap between the
     # log-probs of both engines, from 0.0015 to 0.0030.
     own = rollout.engine_kwargs.get("hf_overrides", {})
@@ -114,20 +114,6 @@ def _check_device(device: str, on_gpu: bool) -> None:
     if device != "auto" and (device == "cuda") != on_gpu:
         rule = f"the installed vLLM is a build for {'GPUs' if on_gpu else 'CPUs'}"
         raise bad_value("trainer.device", device, rule, "trainer.device=auto")
-
-
-def _check_known(engine_kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument that the installed vLLM does not have."""
-    known = {f.name for f in fields(AsyncEngineArgs)}
-    for key in engine_kwargs:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            raise bad_value(
-                "rollout.engine_kwargs",
-                key,
-                "vLLM's engine has no such argument",
-                near[0] if near else "leave it out",
-            )
 
 
 def _check_heads(model_folder: str, trust: bool) -> None:
