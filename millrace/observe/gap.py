@@ -135,12 +135,15 @@ class Drawn:
         change = (self.unchanged - self.reference)[known]
         error = (self.engine - own)[known]
         change, error = change - change.mean(), error - error.mean()
-        power = float((change**2).sum())
+        # The errors of 8 bits grow with the change, so a few tokens with large changes would decide.
+        most = np.inf if self.quantised is None else float(np.median(np.abs(change)))
+        weights = np.clip(change, -most, most)
+        power = float((weights * change).sum())
         if not power > 0:
             return 0.0, 0.0
-        part = float((change * error).sum()) / power
+        part = float((weights * error).sum()) / power
         rest = error - part * change
-        return part, float(np.sqrt((rest**2).mean() / power))
+        return part, float(np.sqrt((rest**2).mean() * (weights**2).sum())) / power
 
 
 def _joined(parts: Sequence[Drawn]) -> Drawn:

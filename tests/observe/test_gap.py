@@ -126,6 +126,21 @@ def test_what_8_bits_change_is_no_part_of_a_displacement() -> None:
     assert lacks.missing()[0] == pytest.approx(0.2, abs=4 * error)
 
 
+@pytest.mark.parametrize(("lacks", "found"), [(0.0, 0), (0.12, 20)])
+def test_a_few_tokens_with_large_changes_do_not_decide_in_8_bits(lacks: float, found: int) -> None:
+    """Errors grow with the change, as on a small model. A healthy engine passes each time."""
+    over = 0
+    for seed in range(20):
+        rng, one = np.random.default_rng(seed), eight_bits(noise=0.04)
+        change = 0.2 * rng.standard_t(2.5, K)
+        error = 0.15 * np.abs(change) * rng.standard_normal(K) + lacks * change
+        near = replace(one, unchanged=one.reference + change, engine=one.quantised + error)
+        rounds = {gaps.DISPLACED: near}
+        findings = judge(rounds, dtype="fp8", least=gaps.LEAST["fp8"]).findings
+        over += any("share of a change" in f.kind for f in findings)
+    assert over == found
+
+
 def test_a_trainer_far_from_an_independent_model_is_wrong_although_engines_agree() -> None:
     one = drawn()
     apart = Drawn(one.trainer, one.trainer, one.trainer - 0.3, {})
