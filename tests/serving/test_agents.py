@@ -107,4 +107,5 @@ def test_each_token_of_an_episode_has_its_version_and_its_log_prob(
                 exact += len(given) > 5 and bool((given - wrong).abs().max() > 0.1)
             else:
                 assert segment.author is Author.ENVIRONMENT or kv == "keep"
-    assert exact > len(finished) and spanning > len(finished) // 4
+    # Few segments of a run that keeps K and V have them of one version alone.
+    assert exact > (len(finished) if kv == "recompute" else 0) and spanning > len(finished) // 4

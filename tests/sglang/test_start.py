@@ -27,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("engines")
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [
-        ({"max_prefill_tokens": "x"}, WorkerError, "did not start: TypeError.*'x'"),
+        ({"schedule_conservativeness": "x"}, WorkerError, "SGLang did not start: TypeError.*'x'"),
         ({"max_total_tokens": 64}, ConfigError, "max_total_tokens = 64: SGLang's KV cache has"),
     ],
 )

@@ -125,10 +125,12 @@ def test_a_process_of_a_serving_engine_that_a_signal_stopped_under_load(
                         await asyncio.sleep(0.01)
                     pid = next(a.pid for a in ask(tmp_path) if a.name == name)
                     os.kill(pid, signal.SIGSTOP)
+                    # The others may be done already.
+                    drawing.append(asyncio.create_task(as_actor("sample 8", draw(name, 8))))
                     verdicts.append(await named(tmp_path, side, name, "state T"))
                     os.kill(pid, signal.SIGCONT)
                     done = await asyncio.gather(*drawing)
-                    assert [len(joined(segments)) for segments in done] == [256] * 8
+                    assert [len(joined(segments)) for segments in done] == [256] * 9
             finally:
                 await runtime.close()
         return verdicts
