@@ -63,7 +63,12 @@ ARGUMENTS = {
             "moe_backend": "other kernels permute the weights of experts, which a sync overwrites "
             "in order",
             "scheduler_cls": "millrace's scheduler keeps log-probs until their response ends",
-        },
+        }
+        | dict.fromkeys(
+            ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+            "with n-grams, its CPU build returned log-probs that are NaN, and no other way of "
+            "speculation is proven",
+        ),
         ("engine/arg_utils.py", "EngineArgs", "AsyncEngineArgs"),
     ),
     "sglang": Arguments(
