@@ -134,6 +134,7 @@ def test_a_few_tokens_with_large_changes_do_not_decide_in_8_bits(lacks: float, f
         rng, one = np.random.default_rng(seed), eight_bits(noise=0.04)
         change = 0.2 * rng.standard_t(2.5, K)
         error = 0.15 * np.abs(change) * rng.standard_normal(K) + lacks * change
+        assert one.quantised is not None
         near = replace(one, unchanged=one.reference + change, engine=one.quantised + error)
         rounds = {gaps.DISPLACED: near}
         findings = judge(rounds, dtype="fp8", least=gaps.LEAST["fp8"]).findings

@@ -23,6 +23,7 @@ NAMES: dict[str, dict[str, list[str]]] = {
         "Scheduler.handle_rpc_request": ["self", "recv_req"],
         "Scheduler.handle_generate_request": ["self", "recv_req"],
         "Scheduler.process_batch_result": ["self", "batch", "result"],
+        "Scheduler.process_pending_chunked_abort": ["self"],
         "Scheduler.pause_generation": ["self", "recv_req"],
         "Scheduler.is_fully_idle": ["self"],
         "run_scheduler_process": ["server_args", "port_args"],
@@ -56,7 +57,7 @@ NAMES: dict[str, dict[str, list[str]]] = {
 ATTRIBUTES = {
     "srt/managers/scheduler.py": {
         *("_engine_paused", "waiting_queue", "running_batch", "last_batch", "chunked_req"),
-        *("result_queue", "forward_stream", "tp_worker", "tp_group"),
+        *("result_queue", "forward_stream", "tp_worker", "tp_group", "_pending_chunked_abort_req"),
     },
     "srt/managers/schedule_batch.py": {
         *("inflight_middle_chunks", "is_retracted", "output_ids", "extra_key"),

@@ -1,6 +1,6 @@
 """SGLang's scheduler process, with the calls of a weight sync and a seed for each request.
 
-`run` takes the place of SGLang's own entry of the process. It replaces eight of SGLang's names, and
+`run` takes the place of SGLang's own entry of the process. It replaces nine of SGLang's names, and
 `serving_checks.SGLANG_RELEASES` says of which releases.
 """
 
@@ -155,6 +155,15 @@ def _abort(scheduler: Any, call: Any) -> None:
     _abort_request(scheduler, call)
 
 
+def _abort_chunked(scheduler: Any) -> None:
+    """Abort the request whose prompt is read in parts. After a retraction, it returns its tokens."""
+    request = scheduler._pending_chunked_abort_req
+    if request is not None and request is scheduler.chunked_req and request.output_ids:
+        request.finished_reason = FINISH_ABORT()
+        scheduler.output_streamer.stream_output([request], request.return_logprob)
+    _process_chunked_abort(scheduler)
+
+
 def _process_and_count(scheduler: Any, batch: Any, result: Any) -> None:
     """Add the tokens of a step to the counter, and process its result, which the host then reads."""
     if scheduler.ps.tp_rank == 0:
@@ -235,6 +244,7 @@ def _shifted(state: Tensor, bits: int) -> Tensor:
 _handle_rpc = Scheduler.handle_rpc_request
 _handle_request = Scheduler.handle_generate_request
 _abort_request = Scheduler.abort_request
+_process_chunked_abort = Scheduler.process_pending_chunked_abort
 _process = Scheduler.process_batch_result
 _from_batch = SamplingBatchInfo.from_schedule_batch
 
@@ -252,6 +262,7 @@ def run(*args: Any, **kwargs: Any) -> None:
     Scheduler.handle_rpc_request = _answer
     Scheduler.handle_generate_request = _receive
     Scheduler.abort_request = _abort
+    Scheduler.process_pending_chunked_abort = _abort_chunked
     Scheduler.process_batch_result = _process_and_count
     SamplingBatchInfo.from_schedule_batch = staticmethod(_with_seeds)
     sglang_scheduler.create_load_snapshot_writer = _no_snapshots
