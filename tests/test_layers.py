@@ -300,7 +300,7 @@ BUDGETS = {
     "algorithms": 3370,
     "api": 760,
     "cli": 1900,
-    "config": 4820,
+    "config": 4840,
     "data": 3200,
     "decode": 1600,
     "environments": 975,
