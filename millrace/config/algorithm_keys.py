@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,7 +24,7 @@ from millrace.config.facts import Choice, Choices, Compared, Fixed, Past, ReadWi
 from millrace.config.optim_keys import OptimConfig
 from millrace.config.plugins import load as load_part
 from millrace.config.plugins import names
-from millrace.config.section import Section
+from millrace.config.section import Rule, Section
 from millrace.data.user_code import load
 from millrace.errors import bad_value
 
@@ -145,31 +145,28 @@ class PolicyLossKeys(Section):
             return {name: getattr(self, name) for name in self.loss.own_options}
         return self.options
 
-    def check(self) -> None:
+    def rules(self, here: str) -> Iterator[Rule]:
         loss = self.loss
-        if self.options and self.loss_mode in POLICY_LOSSES:
-            raise bad_value(
-                "actor.policy_loss.options",
-                self.options,
-                f"the options of {self.loss_mode} are keys of actor.policy_loss",
-                f"actor.policy_loss.{next(iter(self.options))}=VALUE",
-            )
+        yield (
+            self.options and self.loss_mode in POLICY_LOSSES,
+            "options",
+            f"the options of {self.loss_mode} are keys of actor.policy_loss",
+            f"actor.policy_loss.{next(iter(self.options), '')}=VALUE",
+        )
         by_response = sorted(name for name, x in POLICY_LOSSES.items() if x.sequence_level)
-        if self.importance_sampling_level == "sequence" and not loss.sequence_level:
-            raise bad_value(
-                "actor.policy_loss.importance_sampling_level",
-                "sequence",
-                f"{self.loss_mode} has no form with the ratio of a whole response",
-                f"{_LOSS}={' or '.join(by_response)}, or token",
-            )
-        if self.top_entropy_quantile < 1 and loss.joint:
-            raise bad_value(
-                "actor.policy_loss.top_entropy_quantile",
-                self.top_entropy_quantile,
-                f"the loss {self.loss_mode} {loss.joint}",
-                "actor.policy_loss.top_entropy_quantile=1, or another "
-                "actor.policy_loss.loss_mode, such as gspo or clip_cov",
-            )
+        yield (
+            self.importance_sampling_level == "sequence" and not loss.sequence_level,
+            "importance_sampling_level",
+            f"{self.loss_mode} has no form with the ratio of a whole response",
+            f"{_LOSS}={' or '.join(by_response)}, or token",
+        )
+        yield (
+            self.top_entropy_quantile < 1 and loss.joint,
+            "top_entropy_quantile",
+            f"the loss {self.loss_mode} {loss.joint}",
+            "actor.policy_loss.top_entropy_quantile=1, or another actor.policy_loss.loss_mode, "
+            "such as gspo or clip_cov",
+        )
 
 
 def _with_options() -> type[PolicyLossKeys]:
@@ -284,21 +281,19 @@ class ActorConfig(Section):
             whole = not first["loc"] or first["type"] == "missing"
             raise bad_value(key, own if whole else first["input"], rule, fix) from None
 
-    def check(self) -> None:
+    def rules(self, here: str) -> Iterator[Rule]:
         self.loss_options()
-        self.optim.check_warmup("actor.optim")
-        key = "actor.use_bias_correction_kl"
-        if self.use_bias_correction_kl and not self.use_kl_loss:
-            raise bad_value(key, True, "there is no KL in the loss", "actor.use_kl_loss=true")
-        if self.use_bias_correction_kl and self.kl_loss_type.endswith("+"):
-            plain = self.kl_loss_type.removesuffix("+")
-            raise bad_value(
-                key,
-                True,
-                f"{self.kl_loss_type} already has the gradient of the KL, and the ratio would add "
-                "another one",
-                f"actor.kl_loss_type={plain}",
-            )
+        key, twice = "use_bias_correction_kl", self.kl_loss_type.endswith("+")
+        wanted = self.use_bias_correction_kl
+        no_kl = wanted and not self.use_kl_loss
+        yield no_kl, key, "there is no KL in the loss", "actor.use_kl_loss=true"
+        yield (
+            wanted and twice,
+            key,
+            f"{self.kl_loss_type} already has the gradient of the KL, and the ratio would add "
+            "another one",
+            f"actor.kl_loss_type={self.kl_loss_type.removesuffix('+')}",
+        )
 
 
 class CriticConfig(Section):
@@ -315,9 +310,6 @@ class CriticConfig(Section):
         10.0, gt=0
     )
     """huber: the error beyond which the loss is linear."""
-
-    def check(self) -> None:
-        self.optim.check_warmup("critic.optim")
 
 
 class KlCtrlConfig(Section):
@@ -401,14 +393,13 @@ class TppoConfig(Section):
     adaptive_lam: bool = False
     """lambda of a response is 1 - 1 / (0.05 x its length), and at least algorithm.lam (VAPO)."""
 
-    def check(self) -> None:
-        if self.ignore_last_k and self.ignore_last_k >= self.window:
-            raise bad_value(
-                "algorithm.tppo.ignore_last_k",
-                self.ignore_last_k,
-                f"must be less than algorithm.tppo.window = {self.window}, or nothing is trained",
-                "algorithm.tppo.ignore_last_k=0, or a larger algorithm.tppo.window",
-            )
+    def rules(self, here: str) -> Iterator[Rule]:
+        yield (
+            self.ignore_last_k and self.ignore_last_k >= self.window,
+            "ignore_last_k",
+            f"must be less than algorithm.tppo.window = {self.window}, or nothing is trained",
+            "algorithm.tppo.ignore_last_k=0, or a larger algorithm.tppo.window",
+        )
 
 
 class AlgorithmConfig(Section):
@@ -526,34 +517,31 @@ class AlgorithmConfig(Section):
             adv_norm=self.adv_norm.options(),
         )
 
-    def check(self) -> None:
+    def rules(self, here: str) -> Iterator[Rule]:
         _ = self.weigh_tokens
-        if self.tppo.adaptive_lam and (self.lam == 1 or not self.tppo.window):
-            key, alone = "algorithm.tppo.adaptive_lam", "whole responses have algorithm.lam alone"
-            least = "algorithm.lam = 1 is the least lambda, so the length changes nothing"
-            fix = "algorithm.lam=0.95" if self.tppo.window else "algorithm.tppo.window=TOKENS"
-            raise bad_value(key, True, least if self.tppo.window else alone, fix)
+        key, alone = "tppo.adaptive_lam", "whole responses have algorithm.lam alone"
+        least = "algorithm.lam = 1 is the least lambda, so the length changes nothing"
+        adapts, window = self.tppo.adaptive_lam, self.tppo.window
+        yield adapts and not window, key, alone, "algorithm.tppo.window=TOKENS"
+        yield adapts and self.lam == 1, key, least, "algorithm.lam=0.95"
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
-        if weights and len(weights) != len(keys):
-            raise bad_value(
-                "algorithm.gdpo_reward_weights",
-                list(weights),
-                f"needs one weight for each of algorithm.gdpo_reward_keys = {list(keys)}",
-                "as many weights as keys, or none",
-            )
+        yield (
+            weights and len(weights) != len(keys),
+            "gdpo_reward_weights",
+            f"needs one weight for each of algorithm.gdpo_reward_keys = {list(keys)}",
+            "as many weights as keys, or none",
+        )
         part = self.estimator.not_normalised
-        if part and self.reward_norm.options().active:
-            raise bad_value(
-                "algorithm.reward_norm",
-                self.reward_norm.model_dump(),
-                f"{self.adv_estimator} reads {part} of the reward, which it does not normalise",
-                "algorithm.adv_norm in its place",
-            )
-        if self.needs_components and self.use_kl_in_reward:
-            raise bad_value(
-                "algorithm.use_kl_in_reward",
-                True,
-                f"{self.adv_estimator} normalises each component of the reward and has none for "
-                "a KL penalty",
-                "actor.use_kl_loss=true",
-            )
+        yield (
+            part and self.reward_norm.options().active,
+            "reward_norm",
+            f"{self.adv_estimator} reads {part} of the reward, which it does not normalise",
+            "algorithm.adv_norm in its place",
+        )
+        yield (
+            self.needs_components and self.use_kl_in_reward,
+            "use_kl_in_reward",
+            f"{self.adv_estimator} normalises each component of the reward and has none for a KL "
+            "penalty",
+            "actor.use_kl_loss=true",
+        )

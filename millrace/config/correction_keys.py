@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -17,7 +18,7 @@ from millrace.algorithms.correction_plan import (
     parse_threshold,
 )
 from millrace.config.facts import ReadWith
-from millrace.config.section import Section
+from millrace.config.section import Rule, Section
 from millrace.errors import bad_value
 
 PROXIMAL = {
@@ -97,36 +98,29 @@ class CorrectionConfig(Section):
             or self.max_token_age is not None
         )
 
-    def check(self) -> None:
-        prefix = "algorithm.rollout_correction"
+    def rules(self, here: str) -> Iterator[Rule]:
         self.plan(bypass=False)
         for key, what in (
             ("rollout_is_batch_normalize", "normalise"),
             ("rollout_is_threshold_lower", "bound"),
         ):
-            if getattr(self, key) and not self.rollout_is:
-                raise bad_value(
-                    f"{prefix}.{key}",
-                    getattr(self, key),
-                    f"there are no importance weights to {what}",
-                    f"{prefix}.rollout_is=token",
-                )
-        if not self.reject_before_baseline:
-            return
-        if not (self.rollout_rs or self.rollout_token_veto_threshold or self.m2_threshold):
-            raise bad_value(
-                f"{prefix}.reject_before_baseline",
-                True,
-                "no rejection rule and no veto is set",
-                f"{prefix}.rollout_rs=seq_mean_k1 {prefix}.rollout_rs_threshold=0.5_2.0",
-            )
-        if self.proximal != "recompute":
-            raise bad_value(
-                f"{prefix}.reject_before_baseline",
-                True,
-                "an interpolated proximal policy is known only after the advantages are computed",
-                f"{prefix}.proximal=recompute",
-            )
+            rule = f"there are no importance weights to {what}"
+            alone = getattr(self, key) and not self.rollout_is
+            yield alone, key, rule, f"{here}rollout_is=token"
+        key, early = "reject_before_baseline", self.reject_before_baseline
+        rejects = self.rollout_rs or self.rollout_token_veto_threshold or self.m2_threshold
+        yield (
+            early and not rejects,
+            key,
+            "no rejection rule and no veto is set",
+            f"{here}rollout_rs=seq_mean_k1 {here}rollout_rs_threshold=0.5_2.0",
+        )
+        yield (
+            early and self.proximal != "recompute",
+            key,
+            "an interpolated proximal policy is known only after the advantages are computed",
+            f"{here}proximal=recompute",
+        )
 
     def plan(self, *, bypass: bool) -> CorrectionPlan:
         """Return the plan that this section describes.

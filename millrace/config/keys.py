@@ -5,10 +5,10 @@ Each section has a file of its own. Every key has a default there, and a docstri
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -20,7 +20,7 @@ from millrace.config.model_keys import ModelConfig, SftConfig
 from millrace.config.report_keys import ObserveConfig, ReportConfig
 from millrace.config.rollout_keys import RolloutConfig
 from millrace.config.schedule_keys import AsyncConfig
-from millrace.config.section import Section
+from millrace.config.section import Rule, Section
 from millrace.config.sides import Sides
 from millrace.config.teacher_keys import DistillationConfig, TeacherConfig
 from millrace.config.trainer_keys import GuardConfig, SyncConfig, TrainerConfig
@@ -118,10 +118,15 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_sections(self) -> Config:
-        for name in type(self).model_fields:
-            if isinstance(section := getattr(self, name), Section):
-                section.check_all()
+        self.check()
         return self
+
+    def rules(self, here: str) -> Iterator[Rule]:
+        for name in self.teachers:
+            if not re.fullmatch(r"[A-Za-z]\w*", name):
+                rule = "a teacher's name begins with a letter and has letters, digits and _ alone"
+                raise bad_value("teachers", name, rule, "another name for this teacher")
+        yield from ()
 
     @property
     def schedule(self) -> Schedule:
@@ -235,10 +240,6 @@ class Config(Section):
         )
         slots = rollout.max_num_seqs if keeps else 0
         return rollout.model_copy(update={"session_kv_slots": slots})
-
-    def value_of(self, key: str) -> Any:
-        """Return the value of a dotted key."""
-        return functools.reduce(getattr, key.split("."), self)
 
     def limits(self, rows: int | None, trained: ResumeProgress = NO_PROGRESS) -> dict[str, int]:
         """Return the number of samples that each key allows, for the keys that set a limit.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from millrace.config.facts import ReadWith
-from millrace.config.section import OneOrMore, Section
+from millrace.config.section import OneOrMore, Rule, Section
 from millrace.errors import bad_value
 
 Size = Annotated[int, Field(ge=1)]
@@ -70,32 +71,25 @@ class MegatronConfig(Section):
         """The size of expert tensor parallelism, after the default is resolved."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
-    def check(self) -> None:
-        key = "trainer.megatron"
-        tensor = self.tensor_model_parallel_size
-        if self.sequence_parallel and tensor == 1:
-            raise bad_value(
-                f"{key}.sequence_parallel",
-                True,
-                "the ranks of tensor parallelism divide the tokens, and there is one",
-                f"{key}.tensor_model_parallel_size=2, or {key}.sequence_parallel=false",
-            )
-        if self.overlap_param_gather and not (
-            self.use_distributed_optimizer and self.overlap_grad_reduce
-        ):
-            raise bad_value(
-                f"{key}.overlap_param_gather",
-                True,
-                "only a distributed optimizer gathers weights, and Megatron overlaps this only "
-                "together with the gradients",
-                f"{key}.use_distributed_optimizer=true {key}.overlap_grad_reduce=true",
-            )
+    def rules(self, here: str) -> Iterator[Rule]:
+        tensor, key = self.tensor_model_parallel_size, f"{here}tensor_model_parallel_size"
+        yield (
+            self.sequence_parallel and tensor == 1,
+            "sequence_parallel",
+            "the ranks of tensor parallelism divide the tokens, and there is one",
+            f"{key}=2, or {here}sequence_parallel=false",
+        )
+        gathers = self.use_distributed_optimizer and self.overlap_grad_reduce
+        yield (
+            self.overlap_param_gather and not gathers,
+            "overlap_param_gather",
+            "only a distributed optimizer gathers weights, and Megatron overlaps this only "
+            "together with the gradients",
+            f"{here}use_distributed_optimizer=true {here}overlap_grad_reduce=true",
+        )
         if self.expert_model_parallel_size == 1 and self.expert_tensor < tensor:
             # Megatron then takes experts for dense weights, and trains them wrongly.
-            raise bad_value(
-                f"{key}.expert_tensor_parallel_size",
-                self.expert_tensor,
-                f"without expert parallelism it must be {key}.tensor_model_parallel_size = {tensor}",
-                f"{key}.expert_tensor_parallel_size={tensor}, or "
-                f"{key}.expert_model_parallel_size={tensor}",
-            )
+            rule = f"without expert parallelism it must be {key} = {tensor}"
+            fix = f"{here}expert_tensor_parallel_size={tensor}, or "
+            fix += f"{here}expert_model_parallel_size={tensor}"
+            raise bad_value(f"{here}expert_tensor_parallel_size", self.expert_tensor, rule, fix)

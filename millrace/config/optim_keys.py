@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from millrace.config.facts import Fixed, Past, ReadWith, Switch
-from millrace.config.section import Section
-from millrace.errors import bad_value
+from millrace.config.section import Rule, Section
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -61,14 +61,11 @@ class OptimConfig(Section):
         # 1e-9 guards against rounding errors: 0.29 * 100 must be 29, not 28.
         return self.lr_warmup_steps or math.floor(self.lr_warmup_steps_ratio * horizon + 1e-9)
 
-    def check_warmup(self, section: str) -> None:
-        """Raise ConfigError if both keys of the warm-up are set. `section` is the keys' prefix."""
-        if self.lr_warmup_steps and self.lr_warmup_steps_ratio:
-            key = f"{section}.lr_warmup_steps_ratio"
-            raise bad_value(
-                key,
-                self.lr_warmup_steps_ratio,
-                f"{section}.lr_warmup_steps is {self.lr_warmup_steps}, and both keys set the "
-                "length of the warm-up",
-                f"{key}=0, or {section}.lr_warmup_steps=0",
-            )
+    def rules(self, here: str) -> Iterator[Rule]:
+        yield (
+            self.lr_warmup_steps and self.lr_warmup_steps_ratio,
+            "lr_warmup_steps_ratio",
+            f"{here}lr_warmup_steps is {self.lr_warmup_steps}, and both keys set the length of "
+            "the warm-up",
+            f"{here}lr_warmup_steps_ratio=0, or {here}lr_warmup_steps=0",
+        )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import Field
 
-from millrace.config.section import Section
-from millrace.errors import bad_value
+from millrace.config.section import Rule, Section
 from millrace.schedule.schedule import OnSync, Placement
 
 
@@ -61,19 +62,17 @@ class AsyncConfig(Section):
     def colocated(self) -> bool:
         return self.placement is Placement.COLOCATED
 
-    def check(self) -> None:
-        if self.partial_rollout and self.on_sync is not OnSync.INTERRUPT:
-            raise bad_value(
-                "async_training.on_sync",
-                self.on_sync.value,
-                "partial_rollout=true means on_sync=interrupt",
-                "remove one of the two keys",
-            )
-        if self.overlap_sync and (self.colocated or not self.staleness_threshold):
-            raise bad_value(
-                "async_training.overlap_sync",
-                True,
-                "while a version is sent, the trainer needs other samples to train and devices of "
-                "its own",
-                "async_training.placement=separate async_training.staleness_threshold=0.5",
-            )
+    def rules(self, here: str) -> Iterator[Rule]:
+        yield (
+            self.partial_rollout and self.on_sync is not OnSync.INTERRUPT,
+            "on_sync",
+            "partial_rollout=true means on_sync=interrupt",
+            "remove one of the two keys",
+        )
+        yield (
+            self.overlap_sync and (self.colocated or not self.staleness_threshold),
+            "overlap_sync",
+            "while a version is sent, the trainer needs other samples to train and devices of its "
+            "own",
+            "async_training.placement=separate async_training.staleness_threshold=0.5",
+        )

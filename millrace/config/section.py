@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, get_args
 
 from pydantic import (
@@ -14,7 +16,12 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, to_jsonable_python
+
+from millrace.errors import bad_value
+
+Rule = tuple[object, str, str, str]
+"""Whether keys break a rule, the key whose value is wrong, the rule, and the fix."""
 
 
 class Section(BaseModel):
@@ -44,15 +51,35 @@ class Section(BaseModel):
             raise PydanticCustomError("leading_zero", "must be a number that begins with no zero")
         return value
 
-    def check(self) -> None:
-        """Raise ConfigError if keys of this section contradict each other."""
+    def value_of(self, key: str) -> Any:
+        """Return the value of a dotted key."""
 
-    def check_all(self) -> None:
-        """Check every section inside this one, then this one."""
+        def inner(of: Any, name: str) -> Any:
+            return of[name] if isinstance(of, dict) else getattr(of, name)
+
+        return functools.reduce(inner, key.split("."), self)
+
+    def rules(self, here: str) -> Iterator[Rule]:
+        """Yield the rules among keys of this section, which they name without `here`, its prefix."""
+        return iter(())
+
+    def check(self, here: str = "") -> None:
+        """Raise ConfigError if keys of this section, or of one inside it, contradict each other."""
         for name in type(self).model_fields:
-            if isinstance(inner := getattr(self, name), Section):
-                inner.check_all()
-        self.check()
+            inner = getattr(self, name)
+            parts = inner.items() if isinstance(inner, dict) else ()
+            sections = {name: inner} | {f"{name}.{key}": part for key, part in parts}
+            for key, section in sections.items():
+                if isinstance(section, Section):
+                    section.check(f"{here}{key}.")
+        self.refuse(self.rules(here), here)
+
+    def refuse(self, rules: Iterator[Rule], here: str = "") -> None:
+        """Raise ConfigError for the first rule that is broken."""
+        for broken, key, rule, fix in rules:
+            if broken:
+                value = to_jsonable_python(self.value_of(key), fallback=repr)
+                raise bad_value(f"{here}{key}", value, rule, fix)
 
 
 Home = AfterValidator(os.path.expanduser)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -10,8 +11,8 @@ from pydantic import BeforeValidator, Field
 from millrace.config.facts import STREAM, Fixed, NoEffectOnWeights, ReadWith, Switch
 from millrace.config.megatron_keys import MegatronConfig
 from millrace.config.plugins import Named
-from millrace.config.section import Home, Section
-from millrace.errors import ConfigError, bad_value
+from millrace.config.section import Home, Rule, Section
+from millrace.errors import bad_value
 
 LOGGERS = Named("trackers", ("console", "tensorboard"))
 """The names in trainer.logger: trackers, and sinks in the run's folder."""
@@ -210,64 +211,49 @@ class TrainerConfig(Section):
         """Number of ranks that share one copy of the model."""
         return self.fsdp_size or self.ranks
 
-    def check(self) -> None:
-        self._check_address()
-        if self.ranks % self.shard_size:
-            raise bad_value(
-                "trainer.fsdp_size",
-                self.fsdp_size,
-                f"must divide the number of ranks, trainer.nnodes x n_gpus_per_node = {self.ranks}",
-                f"a divisor of {self.ranks}, or trainer.fsdp_size=0 for one copy",
-            )
-        if self.gpus_in_node and self.n_gpus_per_node > self.gpus_in_node:
-            raise too_many_devices("trainer", self.n_gpus_per_node, self.gpus_in_node)
-
+    def rules(self, here: str) -> Iterator[Rule]:
+        key, ray = "ray_address", self.ray_address
+        yield (
+            "://" in ray,
+            key,
+            "the driver must run inside the cluster, so Ray Client does not work",
+            "trainer.ray_address=auto on a node of the cluster, or its HOST:PORT of "
+            "`ray start --head`",
+        )
+        yield (
+            not re.fullmatch(r"(auto|[^\s-]\S*:[0-9]{1,5})?", ray),
+            key,
+            "must be HOST:PORT or auto",
+            "the HOST:PORT that `ray start --head` printed",
+        )
+        yield (
+            self.prometheus_port and "prometheus" not in self.logger,
+            "prometheus_port",
+            f"trainer.logger=[{','.join(self.logger)}] does not read it",
+            "a trainer.logger with prometheus, or trainer.prometheus_port=0",
+        )
+        rule, fix = "trainer.runtime=local uses no Ray cluster", "trainer.runtime=ray, or "
+        yield ray and self.runtime != "ray", key, rule, f"{fix}trainer.ray_address=''"
+        ranks = self.ranks
+        yield (
+            ranks % self.shard_size,
+            "fsdp_size",
+            f"must divide the number of ranks, trainer.nnodes x n_gpus_per_node = {ranks}",
+            f"a divisor of {ranks}, or trainer.fsdp_size=0 for one copy",
+        )
+        yield too_many_devices(here, self.n_gpus_per_node, self.gpus_in_node)
         if self.mirror and not re.fullmatch(r"[a-z][a-z0-9+]*://[^\s@]+", self.mirror):
-            raise bad_value(
-                "trainer.mirror",
-                re.sub(r"//[^/]*@", "//...@", self.mirror),
-                "must be an address with a protocol, and without a user and a password",
-                "an address such as s3://bucket/runs/mine, with its keys in the environment, or "
-                "file:///FOLDER",
-            )
-
-    def _check_address(self) -> None:
-        if "://" in self.ray_address:
-            raise bad_value(
-                "trainer.ray_address",
-                self.ray_address,
-                "the driver must run inside the cluster, so Ray Client does not work",
-                "trainer.ray_address=auto on a node of the cluster, or its HOST:PORT of "
-                "`ray start --head`",
-            )
-        if not re.fullmatch(r"(auto|[^\s-]\S*:[0-9]{1,5})?", self.ray_address):
-            raise bad_value(
-                "trainer.ray_address",
-                self.ray_address,
-                "must be HOST:PORT or auto",
-                "the HOST:PORT that `ray start --head` printed",
-            )
-        if self.prometheus_port and "prometheus" not in self.logger:
-            raise bad_value(
-                "trainer.prometheus_port",
-                self.prometheus_port,
-                f"trainer.logger=[{','.join(self.logger)}] does not read it",
-                "a trainer.logger with prometheus, or trainer.prometheus_port=0",
-            )
-        if self.ray_address and self.runtime != "ray":
-            raise bad_value(
-                "trainer.ray_address",
-                self.ray_address,
-                "trainer.runtime=local uses no Ray cluster",
-                "trainer.runtime=ray, or trainer.ray_address=''",
-            )
+            rule = "must be an address with a protocol, and without a user and a password"
+            fix = "an address such as s3://bucket/runs/mine, with its keys in the environment, or "
+            shown = re.sub(r"//[^/]*@", "//...@", self.mirror)
+            raise bad_value("trainer.mirror", shown, rule, f"{fix}file:///FOLDER")
 
 
-def too_many_devices(side: str, devices: int, limit: int) -> ConfigError:
-    """Return the error for a side that wants more devices of a node than a node has."""
-    key = f"{side}.n_gpus_per_node"
+def too_many_devices(side: str, devices: int, limit: int) -> Rule:
+    """Return the rule that a side wants no more devices of a node than a node has, if that is known."""
     rule = f"a node has trainer.gpus_in_node = {limit} devices"
-    return bad_value(key, devices, rule, f"{key}={limit} or less")
+    fix = f"{side}n_gpus_per_node={limit} or less"
+    return limit and devices > limit, "n_gpus_per_node", rule, fix
 
 
 class SyncConfig(Section):
@@ -335,11 +321,10 @@ class GuardConfig(Section):
     equal_reward_versions: int = Field(3, ge=1)
     """Alarm equal_rewards: reward/std is 0 in this many consecutive versions."""
 
-    def check(self) -> None:
-        if self.min_grad_rows > self.grad_rows:
-            raise bad_value(
-                "guard.min_grad_rows",
-                self.min_grad_rows,
-                f"the median has at most guard.grad_rows = {self.grad_rows} rows",
-                f"guard.min_grad_rows={self.grad_rows} or less",
-            )
+    def rules(self, here: str) -> Iterator[Rule]:
+        yield (
+            self.min_grad_rows > self.grad_rows,
+            "min_grad_rows",
+            f"the median has at most guard.grad_rows = {self.grad_rows} rows",
+            f"guard.min_grad_rows={self.grad_rows} or less",
+        )
