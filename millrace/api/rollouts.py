@@ -24,7 +24,7 @@ from millrace.data.user_code import kept
 from millrace.errors import MillraceError, bad_value, first_cause
 from millrace.pipeline.validation import Played
 from millrace.rewards.sources import refusal
-from millrace.run.drawn import DrawnResponse, drawn
+from millrace.run.callbacks import DrawnResponse, drawn
 from millrace.run.evaluate import revived, validator_of
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state

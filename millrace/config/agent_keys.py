@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from millrace.config.facts import Fixed
-from millrace.config.section import Rule, Section
+from millrace.config.section import Fixed, Rule, Section
 
 SERVED = ("program", "command", "remote")
 """The players that are programs: the endpoint serves them."""

@@ -17,8 +17,7 @@ from millrace.algorithms.correction_plan import (
     parse_rules,
     parse_threshold,
 )
-from millrace.config.facts import ReadWith
-from millrace.config.section import Rule, Section
+from millrace.config.section import ReadWith, Rule, Section
 from millrace.errors import bad_value
 
 PROXIMAL = {

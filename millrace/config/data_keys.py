@@ -8,9 +8,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from millrace.config.facts import STREAM, Choices, Fixed, FixedRows, NoEffectOnWeights, ReadWith
 from millrace.config.reward_keys import NAMES, RESERVED, SET_FOR_FUNCTIONS, MixedReward, OneReward
-from millrace.config.section import Rule, Section, Sources
+from millrace.config.section import (
+    STREAM,
+    Choices,
+    Fixed,
+    FixedRows,
+    NoEffectOnWeights,
+    ReadWith,
+    Rule,
+    Section,
+    Sources,
+)
 from millrace.errors import bad_value
 
 

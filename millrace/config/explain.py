@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from millrace.config.facts import Choices, Compared, Fixed, FixedRows, Past
 from millrace.config.keys import Config
 from millrace.config.plugins import OWN, Named, load, names
 from millrace.config.reward_keys import MixedReward
+from millrace.config.section import Choices, Compared, Fixed, FixedRows, Past
 from millrace.config.teacher_keys import TeacherConfig
 from millrace.errors import ConfigError, bad_value
 

@@ -15,18 +15,52 @@ from pydantic import Field, PrivateAttr, model_validator
 from millrace.config.agent_keys import AgentConfig
 from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig, CriticConfig
 from millrace.config.data_keys import DataConfig, RewardConfig
-from millrace.config.facts import NoEffectOnWeights
 from millrace.config.model_keys import ModelConfig, SftConfig
-from millrace.config.report_keys import ObserveConfig, ReportConfig
 from millrace.config.rollout_keys import RolloutConfig
 from millrace.config.schedule_keys import AsyncConfig
-from millrace.config.section import Rule, Section
-from millrace.config.sides import Sides
+from millrace.config.section import NoEffectOnWeights, Rule, Section
 from millrace.config.teacher_keys import DistillationConfig, TeacherConfig
-from millrace.config.trainer_keys import GuardConfig, SyncConfig, TrainerConfig
+from millrace.config.trainer_keys import (
+    GuardConfig,
+    ObserveConfig,
+    ReportConfig,
+    SyncConfig,
+    TrainerConfig,
+)
 from millrace.errors import bad_value
 from millrace.schedule.modes import ModeName, name_of, overridden, update_steps
 from millrace.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """The training side and the rollout side.
+
+    `colocated` says that they take turns on the same devices.
+    """
+
+    trainer: TrainerConfig
+    rollout: RolloutConfig
+    colocated: bool
+
+    @property
+    def share_nodes(self) -> bool:
+        """Whether the devices of both sides fit together on one node."""
+        both = self.trainer.n_gpus_per_node + self.rollout.n_gpus_per_node
+        return self.colocated or both <= (self.trainer.gpus_in_node or 8)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of both sides together."""
+        both = (self.trainer.ranks, self.rollout.devices)
+        return max(both) if self.colocated else sum(both)
+
+    @property
+    def nodes_needed(self) -> int:
+        """The nodes of the larger side if the sides share nodes, else the sum of both."""
+        nnodes = (self.trainer.nnodes, self.rollout.nnodes)
+        return max(nnodes) if self.share_nodes else sum(nnodes)
+
 
 Work = Literal["train", "sft", "eval"]
 """The work of a command: a run, the warm-up alone, or the use of a policy that is not trained."""

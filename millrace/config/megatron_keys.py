@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from millrace.config.facts import ReadWith
-from millrace.config.section import OneOrMore, Rule, Section
+from millrace.config.section import OneOrMore, ReadWith, Rule, Section
 from millrace.errors import bad_value
 
 Size = Annotated[int, Field(ge=1)]

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from millrace.config.facts import Compared, Fixed, Past
-from millrace.config.section import Home, OneOrMore, Rule, Section, Sources
+from millrace.config.section import Compared, Fixed, Home, OneOrMore, Past, Rule, Section, Sources
 
 _BUILT = Fixed(
     "the model was built with it",

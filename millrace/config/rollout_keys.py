@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from millrace.config.facts import Fixed, NoEffectOnWeights, ReadWith, Switch
 from millrace.config.plugins import Named
-from millrace.config.section import Home, Rule, Section
+from millrace.config.section import Fixed, Home, NoEffectOnWeights, ReadWith, Rule, Section, Switch
 from millrace.errors import bad_value
 
 SERVING = ("vllm", "sglang")

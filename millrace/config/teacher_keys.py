@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from millrace.config.endpoint_keys import EndpointConfig, PlaceConfig
-from millrace.config.facts import Choices, ReadWith
-from millrace.config.section import Folder, Rule, Section, Sources
+from millrace.config.section import Choices, Folder, ReadWith, Rule, Section, Sources
 from millrace.data.user_code import load
 
 _TOP_K: tuple[str, ...] = ("forward_kl_topk", "reverse_kl_topk")

@@ -1,4 +1,4 @@
-"""The keys of the training side, of the weight sync and of the guard."""
+"""The keys of the training side, of the weight sync, of the guard, and of what a run leaves."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from millrace.config.facts import STREAM, Fixed, NoEffectOnWeights, ReadWith, Switch
 from millrace.config.megatron_keys import MegatronConfig
 from millrace.config.plugins import Named
-from millrace.config.section import Home, Rule, Section
+from millrace.config.section import (
+    STREAM,
+    Choices,
+    Fixed,
+    Home,
+    NoEffectOnWeights,
+    ReadWith,
+    Rule,
+    Section,
+    Switch,
+)
 from millrace.errors import bad_value
 
 LOGGERS = Named("trackers", ("console", "tensorboard"))
@@ -328,3 +337,29 @@ class GuardConfig(Section):
             f"the median has at most guard.grad_rows = {self.grad_rows} rows",
             f"guard.min_grad_rows={self.grad_rows} or less",
         )
+
+
+class ObserveConfig(Section):
+    metrics: Annotated[str, Choices(("",))] = ""
+    """More metrics of each version: path.py:name of a function of your own.
+
+    It gets the samples that trained the version. docs/own_algorithm.md explains it.
+    """
+
+
+class ReportConfig(Section):
+    enable: bool = True
+    """Write RUN/report.html at the end of the run."""
+    trace: bool = True
+    """Write RUN/trace/ as the run goes. Perfetto opens these files."""
+    trace_mb: int = Field(512, ge=1)
+    """MiB of the traces of all attempts. Beyond it, the trace ends."""
+    trace_load: float = Field(0.005, gt=0, le=1)
+    """Share of a core that the trace's thread may take: 0.01 is 1 %. Beyond it, the trace has one
+    sample in 2, 4, ... 64. The states of devices stay exact. 1 has all samples."""
+    samples: float = Field(1.0, ge=0, le=1)
+    """Share of the samples whose texts are kept in RUN/samples/. 0 keeps none."""
+    samples_mb: int = Field(512, ge=1)
+    """MiB of RUN/samples/. Beyond it, no more samples are kept."""
+    price: float = Field(0.0, ge=0)
+    """Money that one device costs per hour. 0 prints no money."""

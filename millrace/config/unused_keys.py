@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from millrace.config.explain import default_of, example, facts, shown
-from millrace.config.facts import Choice, ReadWith, Switch
 from millrace.config.plugins import OWN
+from millrace.config.section import Choice, ReadWith, Switch
 from millrace.errors import ConfigError, bad_value
 
 ENGINES = {"rollout.engine": "rollout_engines", "trainer.engine": "train_engines"}

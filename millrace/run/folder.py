@@ -18,7 +18,7 @@ from millrace.persist import ownership
 from millrace.pipeline.checkpoint import Checkpoints, read_manifest, verify
 from millrace.process.files import replace_file
 from millrace.run import resume_checks, supervised
-from millrace.run.store import Store, fetch, open_store, unusable
+from millrace.run.mirror import Store, fetch, open_store, unusable
 
 _FROM_THE_BEGINNING = ("so the run starts from the beginning", "so a new run starts")
 

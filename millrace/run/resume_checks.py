@@ -16,8 +16,8 @@ import yaml
 from millrace.config import AlgorithmConfig, Config, ModelConfig, RewardConfig, TeacherConfig
 from millrace.config.algorithm_keys import without_own_algorithm
 from millrace.config.explain import facts
-from millrace.config.facts import Fixed, FixedRows, Past
 from millrace.config.recipe import parse
+from millrace.config.section import Fixed, FixedRows, Past
 from millrace.config.teacher_keys import weights_of
 from millrace.errors import ConfigError, bad_value
 from millrace.pipeline.checkpoint import ROWS, read_ledger

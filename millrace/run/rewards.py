@@ -10,8 +10,8 @@ from pathlib import Path
 from millrace.config import AgentConfig, RewardConfig, RewardModelConfig
 from millrace.config.checks import on_ray, placed
 from millrace.config.endpoint_keys import PlaceConfig
+from millrace.config.keys import Sides
 from millrace.config.reward_keys import OneReward
-from millrace.config.sides import Sides
 from millrace.data import hub
 from millrace.data.prompts import PromptStream
 from millrace.data.rows import problem

@@ -10,8 +10,8 @@ import pytest
 
 from millrace.config import Config
 from millrace.config.explain import all_keys, default_of, facts, section_of
-from millrace.config.facts import ReadWith
 from millrace.config.recipe import load
+from millrace.config.section import ReadWith
 from millrace.config.unused_keys import check_unread
 from millrace.errors import ConfigError
 
