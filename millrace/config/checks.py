@@ -15,7 +15,7 @@ from millrace.config.model_keys import SftConfig
 from millrace.config.plugins import Named, find, load_if_given
 from millrace.config.schedule_keys import AsyncConfig
 from millrace.config.section import Rule
-from millrace.config.serving_checks import check_serving
+from millrace.config.serving_checks import serving_rules
 from millrace.config.teacher_keys import DistillationConfig, TeacherConfig
 from millrace.config.trainer_keys import LOGGERS, too_many_devices
 from millrace.errors import ConfigError, bad_value
@@ -100,7 +100,7 @@ def _size_rules(c: Config) -> Iterator[Rule]:
 def _device_rules(c: Config) -> Iterator[Rule]:
     """Yield the rules of engines and their devices."""
     t, r, colocated = c.trainer, c.rollout, c.async_training.colocated
-    check_serving(r, t)
+    yield from serving_rules(r, t)
     if checks := load_if_given("trainer.engine", t.engine, "train_checks"):
         checks.check_keys(t, c.model, c.actor, c.algorithm)
     wrong, key, rule, fix = too_many_devices("rollout.", r.n_gpus_per_node, t.gpus_in_node)

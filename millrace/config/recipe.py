@@ -17,11 +17,19 @@ import yaml
 from pydantic import ValidationError
 
 from millrace.config.checks import check
-from millrace.config.explain import all_keys, describe, explain, no_section, section_of
+from millrace.config.explain import (
+    all_keys,
+    check_unread,
+    describe,
+    explain,
+    no_section,
+    section_of,
+)
 from millrace.config.keys import Config
 from millrace.config.layers import (
     Tree,
     Updates,
+    check_secrets,
     expand,
     file_layers,
     merge,
@@ -29,8 +37,6 @@ from millrace.config.layers import (
     tree_layers,
 )
 from millrace.config.packaged import find
-from millrace.config.secrets import check_secrets
-from millrace.config.unused_keys import check_unread
 from millrace.errors import ConfigError, bad_value
 from millrace.schedule.modes import MODES, update_steps
 from millrace.schedule.schedule import Placement

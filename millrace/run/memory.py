@@ -14,7 +14,6 @@ from millrace.config import (
     Config,
     MegatronConfig,
     ModelConfig,
-    ModelShape,
     RolloutConfig,
     TeacherConfig,
     TrainerConfig,
@@ -77,14 +76,15 @@ class Size:
 def size_of(section: ModelConfig) -> Size | None:
     """Return the size of the policy, or None if only its data decides it.
 
-    A model in model.path is built on the meta device, without its weights. A new model needs
+    The model is built on the meta device, without its weights. A new model needs
     model.shape.vocab_size.
     """
-    if not section.path:
-        return _size_of_shape(section.shape)
-    from millrace.models.model import empty_model
+    if not (section.path or section.shape.vocab_size):
+        return None
+    from millrace.models.model import empty_model, shape_config
 
-    model = empty_model(section.path, trust_remote_code=section.trust_remote_code)
+    source = section.path or shape_config(section)
+    model = empty_model(source, trust_remote_code=section.trust_remote_code)
     return size_of_model(model.config.get_text_config(), sum(p.numel() for p in model.parameters()))
 
 
@@ -105,33 +105,6 @@ def size_of_model(hf: Any, parameters: int) -> Size:
         experts=experts,
         chosen=hf.num_experts_per_tok if experts else 1,
         head_norms=hf.model_type.startswith("qwen3"),
-    )
-
-
-def _size_of_shape(s: ModelShape) -> Size | None:
-    if not s.vocab_size:
-        return None
-    kv = s.hidden_size // s.num_attention_heads * s.num_key_value_heads
-    attention = 2 * s.hidden_size**2 + 2 * s.hidden_size * kv
-    if s.num_experts:  # Qwen3-MoE: a norm of queries and one of keys, no biases, and a router
-        attention += 2 * (s.hidden_size // s.num_attention_heads) + s.hidden_size * s.num_experts
-    else:
-        attention += s.hidden_size + 2 * kv
-    mlps = 3 * s.hidden_size * s.intermediate_size * max(s.num_experts, 1)
-    layer = attention + mlps + 2 * s.hidden_size
-    embeddings = s.vocab_size * s.hidden_size * (1 if s.tie_word_embeddings else 2)
-    return Size(
-        parameters=embeddings + s.num_hidden_layers * layer + s.hidden_size,
-        hidden=s.hidden_size,
-        intermediate=s.intermediate_size,
-        layers=s.num_hidden_layers,
-        kv_width=kv,
-        width=s.hidden_size,
-        vocabulary=s.vocab_size,
-        tied=s.tie_word_embeddings,
-        experts=s.num_experts,
-        chosen=s.num_experts_per_tok if s.num_experts else 1,
-        head_norms=s.num_experts > 0,
     )
 
 
