@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 from millrace.config.algorithm_keys import AlgorithmConfig, PolicyLossConfig
 from millrace.config.data_keys import RewardConfig
 from millrace.config.endpoint_keys import PlaceConfig
-from millrace.config.keys import Config
+from millrace.config.keys import AsyncConfig, Config
 from millrace.config.model_keys import SftConfig
 from millrace.config.plugins import Named, find, load_if_given
-from millrace.config.schedule_keys import AsyncConfig
 from millrace.config.section import Rule
 from millrace.config.serving_checks import serving_rules
 from millrace.config.teacher_keys import DistillationConfig, TeacherConfig
@@ -31,12 +30,12 @@ def check(config: Config) -> None:
     find("trainer.engine", config.trainer.engine, Named("train_engines"), "trainer.engine={}")
     for name in config.trainer.logger:
         find("trainer.logger", name, LOGGERS, "trainer.logger=[{}]")
-    for rules in (_size_rules, _device_rules, _teacher_rules, _algorithm_rules, _lag_rules):
-        config.refuse(rules(config))
+    config.refuse(_rules(config))
 
 
-def _size_rules(c: Config) -> Iterator[Rule]:
-    """Yield the rules of lengths, batches and intervals."""
+def _rules(c: Config) -> Iterator[Rule]:
+    """Yield the rules among keys of different sections, in the order of their checks."""
+    # -- lengths, batches and intervals
     trainer, a, ranks, longest = c.trainer, c.async_training, c.context_size, c.rollout.max_len
     share = f", on {ranks} ranks together" if ranks > 1 else ""
     yield (
@@ -96,15 +95,13 @@ def _size_rules(c: Config) -> Iterator[Rule]:
         "async_training.lookahead=1, or trainer.deterministic=false",
     )
 
-
-def _device_rules(c: Config) -> Iterator[Rule]:
-    """Yield the rules of engines and their devices."""
+    # -- engines and their devices
     t, r, colocated = c.trainer, c.rollout, c.async_training.colocated
     yield from serving_rules(r, t)
     if checks := load_if_given("trainer.engine", t.engine, "train_checks"):
         checks.check_keys(t, c.model, c.actor, c.algorithm)
-    wrong, key, rule, fix = too_many_devices("rollout.", r.n_gpus_per_node, t.gpus_in_node)
-    yield wrong, f"rollout.{key}", rule, fix
+    too_many, key, rule, fix = too_many_devices("rollout.", r.n_gpus_per_node, t.gpus_in_node)
+    yield too_many, f"rollout.{key}", rule, fix
     yield (
         colocated and (t.nnodes, t.n_gpus_per_node) != (r.nnodes, r.n_gpus_per_node),
         "async_training.placement",
@@ -121,71 +118,14 @@ def _device_rules(c: Config) -> Iterator[Rule]:
     yield most and colocated, key, rule, f"a mode with separate devices, or {key}=0"
     yield 0 < most < r.replicas, key, f"the run starts with {r.replicas} replicas", f"{key}=0"
 
-
-def _teacher_rules(c: Config) -> Iterator[Rule]:
-    """Yield the rules of teachers."""
-    sft, own, teachers = c.sft, c.distillation, c.teachers
-    idle, fix = "the warm-up has no teacher", "sft.teacher=NAME, one of teachers"
-    for name in sorted(sft.model_fields_set & {"teacher_coef", "teacher_topk"}):
-        given = getattr(sft, name) != SftConfig.model_fields[name].default
-        yield not sft.teacher and given, f"sft.{name}", idle, fix
-    key = "sft.teacher"
-    yield sft.teacher and not sft.steps, key, "there is no warm-up", "sft.steps=100"
-    known = ", ".join(teachers) or "teachers.NAME.path=FOLDER"
-    yield sft.teacher and sft.teacher not in teachers, key, "there is no such teacher", known
-    rule = "it is outside of the trainer and gives log-probs of given tokens alone"
-    fix = f"teachers.{sft.teacher}.path=FOLDER with place=trainer"
-    yield sft.teacher and teachers[sft.teacher].outside, key, rule, fix
-    if not teachers:
-        changed = min(own.model_fields_set, default="loss_mode")
-        given = own != DistillationConfig()
-        fix = "teachers.NAME.path=FOLDER"
-        yield given, f"distillation.{changed}", "there is no teacher", fix
-        return
-    if c.trainer.engine != "fsdp":
-        rule = f"trainer.engine={c.trainer.engine} has no teachers"
-        raise bad_value("teachers", ", ".join(teachers), rule, "trainer.engine=fsdp")
-    for name, teacher in teachers.items():
-        if not teacher.outside:
-            continue
-        key = f"teachers.{name}"
-        rule = f"{key} is outside of the trainer and gives log-probs of the drawn tokens alone"
-        fix = f"distillation.loss_mode=k1, or {key}.path=FOLDER with {key}.place=trainer"
-        yield own.candidates, "distillation.loss_mode", rule, fix
-        rule = f"{key}.base_url gives log-probs at temperature 1"
-        fix = f"rollout.temperature=1, or {key}.path=FOLDER in place of base_url"
-        yield teacher.base_url and c.rollout.temperature != 1, "rollout.temperature", rule, fix
-        longest = teacher.wait_deadline_s + teacher.timeout_s
-        yield (
-            teacher.on_failure == "wait" and longest >= c.trainer.wait_deadline_s,
-            f"{key}.wait_deadline_s",
-            f"with {key}.timeout_s, must be less than trainer.wait_deadline_s",
-            f"trainer.wait_deadline_s={2 * longest:g}",
-        )
-    yield (
-        not own.candidates and c.actor.policy_loss.loss.select,
-        "actor.policy_loss.loss_mode",
-        "it chooses tokens by their advantages, before the teachers have a part in them",
-        "another loss_mode, or distillation.loss_mode=forward_kl_topk",
-    )
-    rule = f"the critic of {c.algorithm.adv_estimator} learns from rewards"
-    alone = not c.learns_from_rewards
-    key = "distillation.use_task_rewards"
-    yield alone and c.algorithm.needs_critic, key, rule, "algorithm.adv_estimator=grpo"
-    yield (
-        alone and c.algorithm.filter_groups.enable,
-        "algorithm.filter_groups.enable",
-        "it drops samples by their rewards, which are not trained on",
-        "algorithm.filter_groups.enable=false, or distillation.use_task_rewards=true",
-    )
-
-
-def _algorithm_rules(c: Config) -> Iterator[Rule]:
-    """Yield the rules of estimators, of rewards and of the groups that they need."""
+    yield from _teacher_rules(c)
+    # -- estimators, rewards, and the groups that they need
     algorithm, name, groups = c.algorithm, c.algorithm.adv_estimator, c.algorithm.filter_groups
-    yield from _window_rules(
-        c
-    )  # These come first: the next ones ask for groups, which windows refuse.
+    player = c.agents.agent_kind
+    owners = {"data.sampler": c.data.sampler, "teachers": ", ".join(c.teachers)}
+    owners |= {f"agents.{player}": player and str(getattr(c.agents, player))}
+    # These come first: the next ones ask for groups, which windows refuse.
+    yield from _window_rules(algorithm, c.rollout.n, owners)
     single = c.learns_from_rewards and c.rollout.n == 1
     yield (
         single and algorithm.estimator.group_relative and algorithm.norm_adv_by_std_in_grpo,
@@ -251,33 +191,7 @@ def _algorithm_rules(c: Config) -> Iterator[Rule]:
         f"algorithm.kl_ctrl.horizon={10 * batch}",
     )
 
-
-def _window_rules(c: Config) -> Iterator[Rule]:
-    """Yield what a response that is trained in windows cannot have."""
-    window, player = c.algorithm.tppo.window, c.agents.agent_kind
-    scored = "a response has its score at its end, and its windows are trained before"
-    alone = "a response is one turn of the policy alone"
-    levels = c.algorithm.reward_norm.levels
-    refused = {
-        "algorithm.adv_estimator": (c.algorithm.adv_estimator != "gae", scored, "gae"),
-        "rollout.n": (c.rollout.n > 1, "each response is a sample of its own", "1"),
-        "algorithm.filter_groups.enable": (c.algorithm.filter_groups.enable, scored, "false"),
-        "algorithm.use_kl_in_reward": (c.algorithm.use_kl_in_reward, scored, "false"),
-        **{f"algorithm.reward_norm.{k}": (level, scored, "null") for k, level in levels.items()},
-        "data.sampler": (c.data.sampler, alone, "its default"),
-        f"agents.{player}": (player, alone, "its default"),
-    }
-    for key, (wrong, rule, fix) in refused.items():
-        rule = f"with algorithm.tppo.window={window}, {rule}"
-        yield window and wrong, key, rule, f"{key}={fix}, or algorithm.tppo.window=0"
-    if window and c.teachers:
-        rule = f"with algorithm.tppo.window={window}, {alone}"
-        fix = "teachers=its default, or algorithm.tppo.window=0"
-        raise bad_value("teachers", ", ".join(c.teachers), rule, fix)
-
-
-def _lag_rules(c: Config) -> Iterator[Rule]:
-    """Yield the rules of tokens that another policy than the trainer's has drawn."""
+    # -- tokens that another policy than the trainer's has drawn
     algorithm, a, policy_loss = c.algorithm, c.async_training, c.actor.policy_loss
     correction, bypass = algorithm.rollout_correction, a.use_rollout_log_probs
     prefix, decoupled = "algorithm.rollout_correction", "async_training.use_rollout_log_probs=false"
@@ -324,6 +238,88 @@ def _lag_rules(c: Config) -> Iterator[Rule]:
     yield experts, key, rule, f"{key}=null, or a dense model"
     rule = f"rollouts in 8 bits draw from another policy than the trainer's, and {why}"
     yield why, key, rule, "one of " + "; ".join([*fixes, f"{key}=null"])
+
+
+def _teacher_rules(c: Config) -> Iterator[Rule]:
+    """Yield the rules of teachers."""
+    sft, own, teachers = c.sft, c.distillation, c.teachers
+    idle, fix = "the warm-up has no teacher", "sft.teacher=NAME, one of teachers"
+    for name in sorted(sft.model_fields_set & {"teacher_coef", "teacher_topk"}):
+        given = getattr(sft, name) != SftConfig.model_fields[name].default
+        yield not sft.teacher and given, f"sft.{name}", idle, fix
+    key = "sft.teacher"
+    yield sft.teacher and not sft.steps, key, "there is no warm-up", "sft.steps=100"
+    known = ", ".join(teachers) or "teachers.NAME.path=FOLDER"
+    yield sft.teacher and sft.teacher not in teachers, key, "there is no such teacher", known
+    rule = "it is outside of the trainer and gives log-probs of given tokens alone"
+    fix = f"teachers.{sft.teacher}.path=FOLDER with place=trainer"
+    yield sft.teacher and teachers[sft.teacher].outside, key, rule, fix
+    if not teachers:
+        changed = min(own.model_fields_set, default="loss_mode")
+        given = own != DistillationConfig()
+        fix = "teachers.NAME.path=FOLDER"
+        yield given, f"distillation.{changed}", "there is no teacher", fix
+        return
+    if c.trainer.engine != "fsdp":
+        rule = f"trainer.engine={c.trainer.engine} has no teachers"
+        raise bad_value("teachers", ", ".join(teachers), rule, "trainer.engine=fsdp")
+    for name, teacher in teachers.items():
+        if not teacher.outside:
+            continue
+        key = f"teachers.{name}"
+        rule = f"{key} is outside of the trainer and gives log-probs of the drawn tokens alone"
+        fix = f"distillation.loss_mode=k1, or {key}.path=FOLDER with {key}.place=trainer"
+        yield own.candidates, "distillation.loss_mode", rule, fix
+        rule = f"{key}.base_url gives log-probs at temperature 1"
+        fix = f"rollout.temperature=1, or {key}.path=FOLDER in place of base_url"
+        yield teacher.base_url and c.rollout.temperature != 1, "rollout.temperature", rule, fix
+        longest = teacher.wait_deadline_s + teacher.timeout_s
+        yield (
+            teacher.on_failure == "wait" and longest >= c.trainer.wait_deadline_s,
+            f"{key}.wait_deadline_s",
+            f"with {key}.timeout_s, must be less than trainer.wait_deadline_s",
+            f"trainer.wait_deadline_s={2 * longest:g}",
+        )
+    yield (
+        not own.candidates and c.actor.policy_loss.loss.select,
+        "actor.policy_loss.loss_mode",
+        "it chooses tokens by their advantages, before the teachers have a part in them",
+        "another loss_mode, or distillation.loss_mode=forward_kl_topk",
+    )
+    rule = f"the critic of {c.algorithm.adv_estimator} learns from rewards"
+    alone = not c.learns_from_rewards
+    key = "distillation.use_task_rewards"
+    yield alone and c.algorithm.needs_critic, key, rule, "algorithm.adv_estimator=grpo"
+    yield (
+        alone and c.algorithm.filter_groups.enable,
+        "algorithm.filter_groups.enable",
+        "it drops samples by their rewards, which are not trained on",
+        "algorithm.filter_groups.enable=false, or distillation.use_task_rewards=true",
+    )
+
+
+def _window_rules(algorithm: AlgorithmConfig, n: int, owners: Mapping[str, str]) -> Iterator[Rule]:
+    """Yield what a response that is trained in windows cannot have."""
+    window = algorithm.tppo.window
+    scored = "a response has its score at its end, and its windows are trained before"
+    levels = algorithm.reward_norm.levels
+    refused = {
+        "algorithm.adv_estimator": (algorithm.adv_estimator != "gae", scored, "gae"),
+        "rollout.n": (n > 1, "each response is a sample of its own", "1"),
+        "algorithm.filter_groups.enable": (algorithm.filter_groups.enable, scored, "false"),
+        "algorithm.use_kl_in_reward": (algorithm.use_kl_in_reward, scored, "false"),
+        **{f"algorithm.reward_norm.{k}": (level, scored, "null") for k, level in levels.items()},
+    }
+    for key, (wrong, rule, fix) in refused.items():
+        rule = f"with algorithm.tppo.window={window}, {rule}"
+        yield window and wrong, key, rule, f"{key}={fix}, or algorithm.tppo.window=0"
+    for key, value in owners.items():
+        if window and value:
+            rule = (
+                f"with algorithm.tppo.window={window}, a response is one turn of the policy alone"
+            )
+            fix = f"{key}=its default, or algorithm.tppo.window=0"
+            raise bad_value(key, value, rule, fix)
 
 
 def placed(

@@ -13,9 +13,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from millrace.config import cached
 from millrace.config.explain import all_keys, example, section_of
-from millrace.config.packaged import find, hides
+from millrace.config.packaged import find, hides, resolved
 from millrace.config.plugins import load, names
 from millrace.errors import ConfigError, bad_value, forms_of, secrets_of_user
 
@@ -130,7 +129,7 @@ def settings_of(overrides: Sequence[str] | Tree) -> list[Setting]:
     if isinstance(overrides, dict):
         for key, value in _leaves(overrides, ""):
             value = str(value) if isinstance(value, Path) else value
-            settings.append((key, cached.resolved(value) if isinstance(value, str) else value))
+            settings.append((key, resolved(value) if isinstance(value, str) else value))
         return settings
     for item in overrides:
         key, equals, text = item.partition("=")
@@ -142,7 +141,7 @@ def settings_of(overrides: Sequence[str] | Tree) -> list[Setting]:
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
             rule = "must be of the form key=value, without spaces"
             raise bad_value("override", item, rule, f"for example {example(key)}")
-        text = cached.resolved(text)
+        text = resolved(text)
         lists = text[:1] == "[" and key in _text_lists()
         reader = yaml.BaseLoader if lists else _Loader  # BaseLoader reads every scalar as a text
         value = text if key in _texts() and text[:1] not in ("'", '"') else _value(text, reader)

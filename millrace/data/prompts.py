@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice, pairwise
-from typing import Any, cast
+from typing import cast
 
 from millrace.data.chat import Chat, Reading
 from millrace.data.row_store import Progress, quiet
@@ -233,6 +233,8 @@ class PromptStream:
         Raise DataError for the first bad row: its columns, its length, or a character that the
         tokenizer does not know.
         """
+        import numpy
+
         meter = RowMeter(rows, chat, check, max_prompt_length, filter_overlong, progress)
         kept: list[Sequence[int]] = []
         later: list[tuple[int, str]] = []
@@ -252,7 +254,9 @@ class PromptStream:
                 found = meter.long_rows((begin + int(at) for at in firsts), len(firsts))
                 long = [int(stored.index[i - begin]) for i in found]
                 _keep(meter, p, key, long)
-            kept.append(_fitting_rows(stored.index[: part.size], long, begin))
+            fits = ~numpy.isin(stored.index[: part.size], long)
+            some = cast(Sequence[int], begin + numpy.flatnonzero(fits))
+            kept.append(some if long else range(begin, end))
         count = sum(map(len, kept))
         if not count:
             rule = (
@@ -261,6 +265,8 @@ class PromptStream:
             raise bad_row(
                 rows.source, f"{len(rows)} rows", rule, "a larger rollout.max_prompt_length"
             )
+        joined = numpy.concatenate([numpy.asarray(part, "i8") for part in kept])
+        whole = cast(Sequence[int], joined)
         stream = cls(
             rows,
             chat,
@@ -269,7 +275,7 @@ class PromptStream:
             max_prompt_length,
             filter_overlong,
             check.prompt_key,
-            range(len(rows)) if count == len(rows) else _joined(kept),
+            range(len(rows)) if count == len(rows) else whole,
             len(rows) - count,
             meter.counts(),
             tuple((begin, n or count) for begin, n in growth),
@@ -381,21 +387,6 @@ def _keep(meter: RowMeter, p: int, key: str, long: Sequence[int]) -> None:
     if key and (stored := meter.rows.parts[p].stored) is not None:
         readings = {kind.value: n for (at, kind), n in meter.readings.items() if at == p}
         stored.keep_outcome(key, {"readings": readings, "long": list(long)})
-
-
-def _fitting_rows(index: Any, long: Sequence[int], begin: int) -> Sequence[int]:
-    import numpy
-
-    if not long:
-        return range(begin, begin + len(index))
-    return cast(Sequence[int], begin + numpy.flatnonzero(~numpy.isin(index, long)))
-
-
-def _joined(kept: Sequence[Sequence[int]]) -> Sequence[int]:
-    import numpy
-
-    parts = [numpy.asarray(part, "i8") for part in kept]
-    return cast(Sequence[int], numpy.concatenate(parts))
 
 
 def _key(meter: RowMeter, part: Part) -> str:

@@ -11,7 +11,7 @@ from millrace.algorithms.advantage import Estimator
 from millrace.algorithms.estimators import ESTIMATORS
 from millrace.algorithms.losses import POLICY_LOSSES
 from millrace.algorithms.policy_loss import PolicyLoss
-from millrace.config import ActorConfig, AlgorithmConfig, Config
+from millrace.config import ActorConfig, AlgorithmConfig, Config, DistillationConfig
 from millrace.config.algorithm_keys import load_algorithm
 from millrace.data.curriculum import KEY as SAMPLER
 from millrace.data.spec import nearest
@@ -78,8 +78,9 @@ def try_algorithms(config: Config, note: Callable[[str], None]) -> None:
 
     Raises ConfigError if one fails on made-up batches. Other broken properties are notes.
     """
-    for key, spec in _own(config).items():
-        for broken in _broken(config, key, spec):
+    sections = config.actor, config.algorithm, config.distillation
+    for key, spec in _own(config.value_of).items():
+        for broken in _broken(*sections, key, spec):
             from millrace.algorithms.conformance import FAILS
 
             if broken.name == FAILS:
@@ -88,15 +89,20 @@ def try_algorithms(config: Config, note: Callable[[str], None]) -> None:
             note(f"warning: {key}={spec}: {broken}")
 
 
-def _own(config: Config) -> dict[str, str]:
+def _own(value_of: Callable[[str], str]) -> dict[str, str]:
     """Return the names of the user's functions by their keys."""
     keys = (LOSS, ESTIMATOR, SIGNAL, WEIGHTS, SAMPLER, METRICS)
-    return {key: spec for key in keys if ":" in (spec := config.value_of(key))}
+    return {key: spec for key in keys if ":" in (spec := value_of(key))}
 
 
-def _broken(config: Config, key: str, spec: str) -> list[Finding]:
+def _broken(
+    actor: ActorConfig,
+    algorithm: AlgorithmConfig,
+    distillation: DistillationConfig,
+    key: str,
+    spec: str,
+) -> list[Finding]:
     """Return the properties that the function of a key has not."""
-    actor, algorithm, signal = config.actor, config.algorithm, config.distillation.own_signal
     if key in (SAMPLER, METRICS):
         load(key, spec)
         return []
@@ -106,7 +112,7 @@ def _broken(config: Config, key: str, spec: str) -> list[Finding]:
         return findings(actor.policy_loss.loss, actor.loss_options())
     if key == ESTIMATOR:
         return findings(algorithm.estimator, algorithm.advantage_options())
-    weights = algorithm.weigh_tokens
+    signal, weights = distillation.own_signal, algorithm.weigh_tokens
     found = check_signal(spec, signal) if signal and key == SIGNAL else None
     if weights and key == WEIGHTS:
         found = check_weights(spec, weights)
@@ -119,7 +125,7 @@ async def tried(config: Config, note: Callable[[str], None]) -> None:
         async with asyncio.timeout(CHECK_S):
             await abandonable(try_algorithms, config, note)
     except TimeoutError:
-        key, spec = next(iter(_own(config).items()))
+        key, spec = next(iter(_own(config.value_of).items()))
         rule = f"its checks on small batches took over {CHECK_S:g} s, where seconds are usual"
         fix = "a function that returns; millrace check-algorithm"
         raise bad_value(key, spec, rule, fix) from None

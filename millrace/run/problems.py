@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from millrace import __version__
 from millrace.config import AgentConfig, Config, ModelConfig, TeacherConfig
-from millrace.config.cached import cache_folder
 from millrace.config.keys import Work
+from millrace.config.packaged import cache_folder
 from millrace.config.reward_keys import OneReward
 from millrace.data.chat import Chat, Reading
 from millrace.data.curriculum import Curriculum
@@ -424,7 +424,11 @@ def prompts_of_an_epoch(
     Prompts that a run leaves out do not count. `inspect` gets the tokenizer, and `note` each line
     on how prompts are read. The rows must be those of the checkpoint `resume_from`.
     """
-    shown = shown_slowly(lambda work, done, total: note(_counted(work, done, total)), 5.0, 5.0)
+
+    def counted(work: str, done: int, total: int) -> None:
+        note(f"{work}: {done:,}" + (f" of {total:,}" if total else ""))
+
+    shown = shown_slowly(counted, 5.0, 5.0)
     scored, config = work != "sft", config.for_work(work)
     sources = load(config, scored=scored, note=note, progress=shown)
     if scored:
@@ -450,10 +454,6 @@ def prompts_of_an_epoch(
     if inspect:
         inspect(prepared.chat.tokenizer)
     return len(prepared.train)
-
-
-def _counted(work: str, done: int, total: int) -> str:
-    return f"{work}: {done:,}" + (f" of {total:,}" if total else "")
 
 
 def _check_overrides(model: ModelConfig) -> None:
@@ -528,24 +528,17 @@ def copy_config(model: ModelConfig, model_folder: Path) -> None:
 
     Checkpoints are then complete.
     """
-    _copy_config(model, model_folder)
+    source = Path(model.path)
+    if model.path and not source.is_dir():
+        from transformers import AutoConfig
+
+        hf = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        hf.save_pretrained(model_folder)
+    elif model.path:
+        for name in ("config.json", "generation_config.json"):
+            if (source / name).is_file() and not (model_folder / name).is_file():
+                shutil.copy(source / name, model_folder / name)
     if model.override_config:
         from millrace.models.overrides import write
 
         write(model.override_config, model.path, model_folder)
-
-
-def _copy_config(model: ModelConfig, model_folder: Path) -> None:
-    if not model.path:
-        return
-    source = Path(model.path)
-    if not source.is_dir():
-        from transformers import AutoConfig
-
-        AutoConfig.from_pretrained(
-            str(source), trust_remote_code=model.trust_remote_code
-        ).save_pretrained(model_folder)
-        return
-    for name in ("config.json", "generation_config.json"):
-        if (source / name).is_file() and not (model_folder / name).is_file():
-            shutil.copy(source / name, model_folder / name)

@@ -35,9 +35,18 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     then = (tree.get("algorithm") or {}).get("adv_estimator", "")
     moved = now.rpartition(":")[2] == then.rpartition(":")[2]  # the same function in another file
     before = parse(without_own_algorithm(tree, now if moved else then))
-    fixed: list[tuple[str, FixedRows | Fixed]] = [*_changed(Fixed, config, before)]
+
+    def changed(kind: type[_Fact]) -> list[tuple[str, _Fact]]:
+        """Return the keys with such a fact whose values differ, with the fact."""
+        return [
+            (key, fact)
+            for key, fact in facts(kind)
+            if config.value_of(key) != before.value_of(key) and not fact.unless(config, before, key)
+        ]
+
+    fixed: list[tuple[str, FixedRows | Fixed]] = [*changed(Fixed)]
     if not (checkpoint / ROWS).is_file():
-        fixed += _changed(FixedRows, config, before)
+        fixed += changed(FixedRows)
     refused = [
         bad_value(
             key,
@@ -62,7 +71,7 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     _check_teachers(config.teachers, before.teachers, checkpoint)
     lines = [
         f"{key} = {config.value_of(key)!r}: no effect, because {fact.why}"
-        for key, fact in _changed(Past, config, before)
+        for key, fact in changed(Past)
     ]
     path, kept = config.model.path, _template(checkpoint / "model")
     if path and _template(Path(path)) not in (kept, ""):
@@ -78,15 +87,6 @@ def _template(model: Path) -> str:
         return file.read_text(errors="replace")
     found = _read_json(model / "tokenizer_config.json").get("chat_template")
     return found if isinstance(found, str) else ""
-
-
-def _changed(kind: type[_Fact], now: Config, before: Config) -> list[tuple[str, _Fact]]:
-    """Return the keys with such a fact that differ between two configurations, with the fact."""
-    return [
-        (key, fact)
-        for key, fact in facts(kind)
-        if now.value_of(key) != before.value_of(key) and not fact.unless(now, before, key)
-    ]
 
 
 def _shown(value: Any) -> str:

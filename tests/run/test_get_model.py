@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from millrace.config.cached import model_folder
+from millrace.config.packaged import model_folder
 from millrace.errors import ConfigError
 from millrace.models.model import load_model
 from millrace.run.model_folders import MARKER, MODELS, Known, get_model
