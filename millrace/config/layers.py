@@ -142,9 +142,10 @@ def settings_of(overrides: Sequence[str] | Tree) -> list[Setting]:
             rule = "must be of the form key=value, without spaces"
             raise bad_value("override", item, rule, f"for example {example(key)}")
         text = resolved(text)
-        lists = text[:1] == "[" and key in _text_lists()
+        kind = _annotations().get(key)
+        lists = text[:1] == "[" and get_args(kind) == (str, ...)
         reader = yaml.BaseLoader if lists else _Loader  # BaseLoader reads every scalar as a text
-        value = text if key in _texts() and text[:1] not in ("'", '"') else _value(text, reader)
+        value = text if kind is str and text[:1] not in ("'", '"') else _value(text, reader)
         settings += _leaves({key: _interpolated(item, value)}, "")
     return settings
 
@@ -161,23 +162,11 @@ def _interpolated(item: str, value: Any) -> Any:
         raise bad_value("override", item, rule, fix) from None
 
 
-@cache
-def _texts() -> set[str]:
-    """Return the keys whose values are texts. An override of one is that text as it is."""
-    return {key for key, field in all_keys() if field.annotation is str}
-
-
 _NUMBERS = {
     "int": r"[-+]?(?:0|[1-9][\d_]*|0x[\da-fA-F]+|0o[0-7]+|0b[01]+)",
     "float": r"[-+]?(?:(?:0|[1-9][\d_]*)?\.\d+|(?:0|[1-9][\d_]*)\.?)(?:[eE][-+]?\d+)?|[-+]?\.inf|\.nan",
     "timestamp": "",
 }
-
-
-@cache
-def _text_lists() -> set[str]:
-    """Return the keys whose values are lists of texts."""
-    return {key for key, field in all_keys() if get_args(field.annotation) == (str, ...)}
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
@@ -237,7 +226,7 @@ def nest(settings: Iterable[Setting]) -> Tree:
     """Return settings as a tree. Later settings win. `{}` empties a mapping with free names."""
     expanded: Tree = {}
     for path, value in settings:
-        nested: Any = Fresh() if value == {} and _fields().get(path) else value
+        nested: Any = Fresh() if value == {} and _has_free_names(path) else value
         for part in reversed(path.split(".")):
             nested = {part: nested}
         merge(expanded, nested)
@@ -245,18 +234,20 @@ def nest(settings: Iterable[Setting]) -> Tree:
 
 
 @cache
-def _fields() -> dict[str, bool]:
-    """Return every section and key of millrace, and whether it is a mapping with free names."""
-    return {
-        key: section_of(field.annotation) is None and "dict" in str(field.annotation)
-        for key, field in all_keys()
-    }
+def _annotations() -> dict[str, Any]:
+    """Return every section and key of millrace, with its type."""
+    return {key: field.annotation for key, field in all_keys()}
+
+
+def _has_free_names(key: str) -> bool:
+    kind = _annotations().get(key)
+    return section_of(kind) is None and "dict" in str(kind)
 
 
 def is_native(key: str) -> bool:
     """Return whether `key` is millrace's own: a section, a key, or a name inside a free mapping."""
     parents = (key.rsplit(".", n)[0] for n in range(1, key.count(".") + 1))
-    return key in _fields() or any(_fields().get(parent) for parent in parents)
+    return key in _annotations() or any(map(_has_free_names, parents))
 
 
 def _leaves(tree: Tree, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -74,6 +74,7 @@ def _unknown(given: Path, folder: Path, key: str, shown: str) -> ConfigError:
     if len(matches) > 1:
         rule = f"{where}, and the name fits several packaged recipes"
         return bad_value(key, shown, rule, " or ".join(matches))
+    full = {name.rpartition("/")[2]: name for name in packaged()}
     files = [p.name for p in (folder / given).parent.glob("*.yaml")]
     rule = f"{where}, and no packaged recipe has this name"
     if (recipe := named(str(given))) is not None:
@@ -81,8 +82,8 @@ def _unknown(given: Path, folder: Path, key: str, shown: str) -> ConfigError:
         fix = _name_of(recipe)
     elif near := difflib.get_close_matches(given.name, files, 1, 0.7):
         fix = str(given.parent / near[0])
-    elif close := _close(given.name.removesuffix(".yaml")):
-        fix = " or ".join(close)
+    elif close := difflib.get_close_matches(given.name.removesuffix(".yaml"), full, 3, 0.6):
+        fix = " or ".join(full[name] for name in close)
     else:
         fix = "the path of a YAML file, or a name that `millrace recipes` lists"
     return bad_value(key, shown, rule, fix)
@@ -91,12 +92,6 @@ def _unknown(given: Path, folder: Path, key: str, shown: str) -> ConfigError:
 def _ending(name: str) -> list[str]:
     """Return the packaged names whose last part is `name`."""
     return [full for full in packaged() if full.rpartition("/")[2] == name]
-
-
-def _close(name: str) -> list[str]:
-    """Return the packaged names that are most similar to `name`, whole or by their last part."""
-    full = {n.rpartition("/")[2]: n for n in packaged()}
-    return [full[n] for n in difflib.get_close_matches(name, full, 3, 0.6)]
 
 
 def _name_of(path: Path) -> str:

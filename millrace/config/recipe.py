@@ -168,16 +168,9 @@ def _train_batch(merged: Tree, layers: Sequence[Tree]) -> None:
             if batch > step
             else f"actor.ppo_mini_batch_size={max(1, batch // require)}, the batch that there is",
         )
-    batch_layers = [
-        i for i, layer in enumerate(layers) if "train_batch_size" in (layer.get("data") or {})
-    ]
-    trigger_layers = [
-        i
-        for i, layer in enumerate(layers)
-        if "trigger_parameter_sync_step" in (layer.get("async_training") or {})
-    ]
     # A trigger in the same layer, or in a later one, must agree with the batch: `parse` checks it.
-    if max(batch_layers) > max(trigger_layers, default=-1):
+    trigger = _last(layers, "async_training", "trigger_parameter_sync_step")
+    if _last(layers, "data", "train_batch_size") > trigger:
         schedule["trigger_parameter_sync_step"] = batch // step
 
 
