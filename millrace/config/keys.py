@@ -327,20 +327,13 @@ class Config(Section):
 
     @property
     def sides(self) -> Sides:
-        """The devices of both sides."""
-        return Sides(self.trainer, self._rollout, self.async_training.colocated)
-
-    @property
-    def _rollout(self) -> RolloutConfig:
-        """The rollout section, with the default that depends on who plays."""
+        """The devices of both sides, with the default of the rollouts that depends on who plays."""
         rollout = self.rollout
-        if rollout.session_kv_slots is not None:
-            return rollout
-        keeps = (
-            self.agents.agent_kind and rollout.engine == "torch" and not self.trainer.deterministic
-        )
-        slots = rollout.max_num_seqs if keeps else 0
-        return rollout.model_copy(update={"session_kv_slots": slots})
+        if rollout.session_kv_slots is None:
+            keeps = self.agents.agent_kind and rollout.engine == "torch"
+            slots = rollout.max_num_seqs if keeps and not self.trainer.deterministic else 0
+            rollout = rollout.model_copy(update={"session_kv_slots": slots})
+        return Sides(self.trainer, rollout, self.async_training.colocated)
 
     def limits(self, rows: int | None, trained: ResumeProgress = NO_PROGRESS) -> dict[str, int]:
         """Return the number of samples that each key allows, for the keys that set a limit.
