@@ -184,18 +184,7 @@ class CorrectionConfig(Section):
         )
 
     def rules(self, here: str) -> Iterator[Rule]:
-        threshold = self.plan(bypass=False).options.rollout_is_threshold
-        if (lower := self.rollout_is_threshold_lower) is not None:
-            key = "rollout_is_threshold_lower"
-            yield (
-                isinstance(threshold, tuple),
-                key,
-                "a pair in rollout_is_threshold sets weights outside of it to 0, so none is raised",
-                f"a single number in {here}rollout_is_threshold, or no lower bound",
-            )
-            rule = f"must not be over rollout_is_threshold = {threshold}"
-            assert not isinstance(threshold, tuple)
-            yield lower > threshold, key, rule, f"{here}{key}={min(0.5, threshold)}"
+        self.plan(bypass=False)
         for key, what in (
             ("rollout_is_batch_normalize", "normalise"),
             ("rollout_is_threshold_lower", "bound"),
@@ -242,6 +231,16 @@ class CorrectionConfig(Section):
             bound = "0.5_2.0" if rule.endswith("k1") else "0.01"
             fix = f"{here}rollout_rs={rule} {here}rollout_rs_threshold={bound}"
             raise bad_value(f"{here}{key}", getattr(self, key), str(error), fix) from None
+        lower, key = self.rollout_is_threshold_lower, f"{here}rollout_is_threshold_lower"
+        if lower is not None and isinstance(threshold, tuple):
+            rule = (
+                "a pair in rollout_is_threshold sets weights outside of it to 0, so none is raised"
+            )
+            fix = f"a single number in {here}rollout_is_threshold, or no lower bound"
+            raise bad_value(key, lower, rule, fix)
+        if lower is not None and lower > threshold:
+            rule = f"must not be over rollout_is_threshold = {threshold}"
+            raise bad_value(key, lower, rule, f"{key}={min(0.5, threshold)}")
         names = {field.name for field in fields(CorrectionOptions)}
         parsed = {"rollout_is_threshold": threshold, "rollout_rs": rules}
         return CorrectionPlan(
