@@ -232,15 +232,14 @@ class CorrectionConfig(Section):
             fix = f"{here}rollout_rs={rule} {here}rollout_rs_threshold={bound}"
             raise bad_value(f"{here}{key}", getattr(self, key), str(error), fix) from None
         lower, key = self.rollout_is_threshold_lower, f"{here}rollout_is_threshold_lower"
-        if lower is not None and isinstance(threshold, tuple):
-            rule = (
-                "a pair in rollout_is_threshold sets weights outside of it to 0, so none is raised"
-            )
-            fix = f"a single number in {here}rollout_is_threshold, or no lower bound"
-            raise bad_value(key, lower, rule, fix)
-        if lower is not None and lower > threshold:
-            rule = f"must not be over rollout_is_threshold = {threshold}"
-            raise bad_value(key, lower, rule, f"{key}={min(0.5, threshold)}")
+        if lower is not None:
+            if isinstance(threshold, tuple):
+                rule = "a pair in rollout_is_threshold sets weights outside of it to 0, so none is raised"
+                fix = f"a single number in {here}rollout_is_threshold, or no lower bound"
+                raise bad_value(key, lower, rule, fix)
+            if lower > threshold:
+                rule = f"must not be over rollout_is_threshold = {threshold}"
+                raise bad_value(key, lower, rule, f"{key}={min(0.5, threshold)}")
         names = {field.name for field in fields(CorrectionOptions)}
         parsed = {"rollout_is_threshold": threshold, "rollout_rs": rules}
         return CorrectionPlan(
