@@ -56,8 +56,7 @@ from millrace.types import (
     floats_of,
     tokens_of,
 )
-from millrace.waits.registry import current
-from millrace.waits.stream import Watcher
+from millrace.waits.registry import Watcher, current
 
 PROMPT = tokens_of(range(64))
 RESPONSE = tokens_of(range(64))

@@ -26,13 +26,13 @@ from millrace.config.packaged import find
 from millrace.persist.accounts import Device
 from millrace.persist.accounts import Line as Account
 from millrace.persist.history import Line
-from millrace.report.accounts.devices import DeviceAccount, FlowAccount
+from millrace.report.accounts import DeviceAccount, FlowAccount
 from millrace.report.page.figures import number
 from millrace.report.page.write import write_report
 from millrace.report.samples.store import SCHEMA
 from millrace.report.trace.writer import TraceWriter
 from millrace.schedule.schedule import Schedule
-from millrace.waits.stream import Stream
+from millrace.waits.registry import Registry
 
 WINDOW, N, REPLICAS = 64, 8, 8
 VERSION_S = 20.0
@@ -192,7 +192,7 @@ def _trace(folder: Path, versions: int, turns: int) -> None:
     flow, replicas = FlowAccount(0.0), {f"rollout-{i}": 1 for i in range(REPLICAS)}
     account = DeviceAccount(0.0, Schedule(ppo_mini_batch_size=WINDOW), flow, trainers=1, replicas=replicas)  # fmt: skip
     account.tell(0.0, writer.put)
-    watch = Stream(lambda: now[0], flow, account, writer)
+    watch = Registry("run", lambda: now[0], flow, account, writer)
     chance = random.Random(0)
     for version in range(1, versions + 1):
         begin = (version - 1) * VERSION_S

@@ -37,7 +37,7 @@ from command import millrace
 from millrace.report.samples.store import SampleStore
 from millrace.report.trace import spans
 from millrace.report.trace.writer import TraceWriter
-from millrace.waits.stream import Event
+from millrace.waits.registry import Event
 
 ARMS = ("none", "watched", "trace", "both")
 TRAINED = ("none", "trace", "both")

@@ -30,10 +30,10 @@ from millrace.report.trace.scoring import Scoring
 import millrace.report.record as record
 import millrace.report.samples.store as store
 from millrace.cli.main import main as cli
-from millrace.observe.background import Background, Row
+from millrace.observe.trackers import Background, Row
 from millrace.report.samples.store import SampleStore
 from millrace.report.trace.writer import TraceWriter
-from millrace.waits.stream import Event
+from millrace.waits.registry import Event
 
 SETTLE_S = 0.5
 LOGGERS = ("wandb", "mlflow", "trackio", "prometheus")

@@ -296,16 +296,16 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 BUDGETS = {
-    "agents": 4350,
+    "agents": 4310,
     "algorithms": 3370,
     "api": 751,
-    "cli": 1980,
+    "cli": 1900,
     "config": 4800,
     "data": 3200,
     "decode": 1600,
-    "environments": 980,
+    "environments": 975,
     "errors": 250,
-    "extras": 11800,
+    "extras": 11660,
     "models": 730,
     "observe": 2350,
     "persist": 750,
@@ -313,8 +313,8 @@ BUDGETS = {
     "ports": 450,
     "process": 660,
     "replicas": 1850,
-    "report": 5000,
-    "rewards": 3600,
+    "report": 4910,
+    "rewards": 3500,
     "rollout": 1420,
     "run": 5690,
     "runtime": 2100,
@@ -326,7 +326,7 @@ BUDGETS = {
     "train": 5050,
     "types": 400,
     "serving": 2080,
-    "waits": 1540,
+    "waits": 1470,
     "other files": 160,
 }
 """The lines of each room. A change that needs more says so here; one that needs less lowers it."""

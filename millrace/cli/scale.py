@@ -19,9 +19,7 @@ from millrace.errors import DeadlineError, MillraceError, bad_value
 from millrace.persist.run_reader import RunReader
 from millrace.process.files import replace_file
 from millrace.replicas.scaling import ANSWER, REQUEST, Reply, Request
-from millrace.waits import kernel
-from millrace.waits.ask import Told, gone, processes
-from millrace.waits.graph import DRIVER
+from millrace.waits.ask import Told, driver_of, lives
 from millrace.waits.wait_server import FOLDER
 
 _POLL_S = 0.1
@@ -79,18 +77,13 @@ def count_of(change: str) -> int:
     return int(value)
 
 
-def driver_of(run: Path) -> Told | None:
-    """Return the driver of a run, if the run has one."""
-    return next((p for p in processes(run) if p["name"] == DRIVER), None)
-
-
 def running(run: Path) -> Told:
     """Return the driver of a run. Raises ConfigError unless it lives on this machine."""
     driver = driver_of(folder_of(run))
     if driver is not None and driver["host"] != socket.gethostname():
         rule = f"the driver runs on {driver['host']}"
         raise bad_value("RUN", str(run), rule, f"`millrace scale {run}` there")
-    if driver is None or gone(kernel.look([driver["pid"]])[driver["pid"]]):
+    if driver is None or not lives(driver):
         if RunReader(run).read().state == "starting":
             rule = "the run has not started its workers yet, or its start has failed"
             raise bad_value("RUN", str(run), rule, f"wait until `millrace watch {run}` has figures")

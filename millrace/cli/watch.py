@@ -23,8 +23,7 @@ from millrace.persist import ownership
 from millrace.persist.run_reader import EXAMPLE, RunReader, load
 from millrace.report.advice import advise
 from millrace.report.live.look import look_at
-from millrace.waits import kernel
-from millrace.waits.ask import ask, gone, processes
+from millrace.waits.ask import ask, driver_of, lives
 from millrace.waits.graph import DRIVER
 from millrace.waits.verdict import PATIENCE_S, Verdict, judge, report
 
@@ -152,13 +151,12 @@ def why(
 
 def verdict_on(run: Path, patience_s: float = PATIENCE_S) -> Verdict:
     """Ask a run, and judge it."""
-    driver = next((p for p in processes(run) if p["name"] == DRIVER), None)
-    if driver is None:
+    if (driver := driver_of(run)) is None:
         return _over(run)
     if driver["host"] != socket.gethostname():
         text = f"the driver runs on {driver['host']}"
         return Verdict("unknown", f"{text}.", f"run `millrace why {run}` there")
-    if gone(kernel.look([driver["pid"]])[driver["pid"]]):
+    if not lives(driver):
         return _dead(run, driver["pid"])
     return judge(ask(run), patience_s)
 

@@ -261,20 +261,37 @@ def unread(
     value_of: Callable[[str], Any],
 ) -> Iterator[tuple[str, str, tuple[str, tuple[Any, ...]]]]:
     """Yield each key that the run would ignore, the reason, and a choice that reads it."""
+    for key, unmet in _unmet(value_of):
+        if not _switched(unmet[0], value_of):
+            yield key, f"{unmet[0]}={shown(value_of(unmet[0]))} does not read it", unmet
+
+
+def unread_note(value_of: Callable[[str], Any]) -> str:
+    """Return a note on the keys that a switch leaves without effect, or "" if there are none."""
+    switches: dict[str, list[str]] = {}
+    for key, (other, _) in _unmet(value_of):
+        if _switched(other, value_of):
+            switches.setdefault(f"{other}={shown(value_of(other))}", []).append(key)
+    parts = (f"{', '.join(keys)} with {switch}" for switch, keys in switches.items())
+    return f"no effect: {'; '.join(parts)}" if switches else ""
+
+
+def _unmet(value_of: Callable[[str], Any]) -> Iterator[tuple[str, tuple[str, tuple[Any, ...]]]]:
+    """Yield each key that is set and not read, and a choice that would read it."""
 
     def unmet_of(choice: Choice) -> list[tuple[str, tuple[Any, ...]]]:
         unmet = [(key, values) for key, values in choice.items() if value_of(key) not in values]
         # An engine of another package may read each key.
         return [u for u in unmet if u[0] not in ENGINES or value_of(u[0]) in OWN[ENGINES[u[0]]]]
 
-    switches = {key for key, _ in facts(Switch)}
     for key, fact in facts(ReadWith):
         choices = fact.choices_in(key.rpartition(".")[0])
         unmet = min(map(unmet_of, choices), key=len)  # the choice that needs the fewest changes
-        if value_of(key) == default_of(key) or not unmet:
-            continue
-        other, _ = unmet[0]
-        place, _, name = other.rpartition(".")
-        if other in switches and name in value_of(place).model_fields_set:
-            continue  # a layer sets the switch to false, or chooses the torch engine
-        yield key, f"{other}={shown(value_of(other))} does not read it", unmet[0]
+        if unmet and value_of(key) != default_of(key):
+            yield key, unmet[0]
+
+
+def _switched(key: str, value_of: Callable[[str], Any]) -> bool:
+    """Whether a layer sets the switch `key`: to false, or to the torch engine."""
+    place, _, name = key.rpartition(".")
+    return key in {k for k, _ in facts(Switch)} and name in value_of(place).model_fields_set

@@ -24,6 +24,7 @@ from millrace.config.explain import (
     explain,
     no_section,
     section_of,
+    unread_note,
 )
 from millrace.config.keys import Config
 from millrace.config.layers import (
@@ -65,7 +66,7 @@ def load(
     note = "" if keep_warm_up else _without_warm_up(tree, layers)
     config = parse(tree)
     check_unread(config.value_of)
-    lines = [*([note] if note else []), *notes]
+    lines = [*filter(None, (note, unread_note(config.value_of))), *notes]
     return config.with_notes(*lines, translated=translated) if lines else config
 
 

@@ -331,44 +331,37 @@ OF_REPLICA = "tokens of replica {}"
 SECOND = "second turns"
 
 
+_OF_FINDINGS = {
+    _TRAINER: "the trainer differs from an independent model by more than its dtype explains: "
+    "model.compile=false, actor.ulysses_sequence_parallel_size=1, trainer.engine=fsdp and "
+    "model.dtype=float32 show which part",
+    _RANKS: "tokens are not drawn from the distribution whose log-probs the engine returns, as with "
+    "top-k, top-p, a penalty or another temperature: remove it from "
+    "rollout.engine_kwargs. rollout.engine=torch shows which engine is wrong",
+    _BITS: "8 bits are too coarse for this model: before any training, OUTSIDE of its tokens "
+    f"leave a clip of {_CLIP:g}. SmolLM2-135M learned nearly nothing at 0.21 nats. "
+    "rollout.quantization=null, or another model; or a larger guard.max_quantization_gap, "
+    "with async_training.use_rollout_log_probs=false "
+    "algorithm.rollout_correction.rollout_is=token, which clips no token for it",
+    _ROUNDED: "the engine computes in 8 bits, but not as they should be: a wrong scale, or other "
+    "kernels. rollout.quantization=null shows it",
+}
+"""The cause that a finding itself points to."""
+
+
 def causes(
     rounds: Mapping[str, Drawn], findings: Sequence[Finding], alone: float | None = None
 ) -> list[str]:
     """Return the likely causes with the keys to change, by the pattern of the gap."""
-    found: list[str] = []
-    if any(f.kind == _TRAINER for f in findings):
-        found.append(
-            "the trainer differs from an independent model by more than its dtype explains: "
-            "model.compile=false, actor.ulysses_sequence_parallel_size=1, trainer.engine=fsdp and "
-            "model.dtype=float32 show which part"
-        )
-    if any(f.kind == _RANKS for f in findings):
-        found.append(
-            "tokens are not drawn from the distribution whose log-probs the engine returns, as with "
-            "top-k, top-p, a penalty or another temperature: remove it from "
-            "rollout.engine_kwargs. rollout.engine=torch shows which engine is wrong"
-        )
-    true, displaced = rounds.get(TRUE), rounds.get(DISPLACED)
-    if true is not None and any(f.kind == _BITS for f in findings):
+    true, displaced, kinds = rounds.get(TRUE), rounds.get(DISPLACED), {f.kind for f in findings}
+    found = [text for kind, text in _OF_FINDINGS.items() if kind in kinds]
+    if true is not None and _BITS in kinds:
         with np.errstate(over="ignore", invalid="ignore"):
             outside = float((np.abs(np.expm1(true.trainer - true.engine)) > _CLIP).mean())
-        found.append(
-            f"8 bits are too coarse for this model: before any training, {outside:.0%} of its tokens "
-            f"leave a clip of {_CLIP:g}. SmolLM2-135M learned nearly nothing at 0.21 nats. "
-            "rollout.quantization=null, or another model; or a larger guard.max_quantization_gap, "
-            "with async_training.use_rollout_log_probs=false "
-            "algorithm.rollout_correction.rollout_is=token, which clips no token for it"
-        )
-    if any(f.kind == _ROUNDED for f in findings):
-        found.append(
-            "the engine computes in 8 bits, but not as they should be: a wrong scale, or other "
-            "kernels. rollout.quantization=null shows it"
-        )
+        found = [text.replace("OUTSIDE", f"{outside:.0%}") for text in found]
     findings = [f for f in findings if f.kind not in (_RANKS, _TRAINER, _BITS)]
-    if not findings:
-        return found
     first = displaced if all(f.where == DISPLACED for f in findings) else true or displaced
-    if first is None:
+    if not findings or first is None:
         return found
 
     def mean(kind: str) -> float:
@@ -378,48 +371,51 @@ def causes(
     def grows(small: str, large: str) -> bool:
         return 0 < _FAR * mean(small) < mean(large)
 
-    if _scaled(first):
-        found.append(
+    beside = alone is not None and _FAR * alone < gap(first.engine, first.trainer).mean
+    late = grows(EARLY, LATE)
+    patterns = (
+        (
+            _scaled(first),
             "the log-probs differ by a constant factor, as with another temperature: "
             "rollout.temperature must be that of the engine's log-probs "
-            "(logprobs_mode=processed_logprobs in rollout.engine_kwargs)"
-        )
-    beside = alone is not None and _FAR * alone < gap(first.engine, first.trainer).mean
-    if first is true and (grows(FEW, MANY) or beside):  # wrong graphs are wrong with all weights
-        found.append(
+            "(logprobs_mode=processed_logprobs in rollout.engine_kwargs)",
+        ),
+        (
+            first is true and (grows(FEW, MANY) or beside),  # wrong graphs: wrong with all weights
             "the gap grows with the requests that run at once, as with wrong CUDA graphs: "
             "rollout.engine_kwargs={compilation_config:{cudagraph_mode:PIECEWISE}}, or "
-            "rollout.enforce_eager=true"
-        )
-    if grows(ASKED_FIRST, ASKED_AGAIN):
-        found.append(
+            "rollout.enforce_eager=true",
+        ),
+        (
+            grows(ASKED_FIRST, ASKED_AGAIN),
             "prompts that were asked before are worse, as with old KV in the prefix cache: "
-            "rollout.enable_prefix_caching=false, or rollout.session_kv_slots=0"
-        )
-    if grows(STRAIGHT, CONTINUED):
-        found.append(
+            "rollout.enable_prefix_caching=false, or rollout.session_kv_slots=0",
+        ),
+        (
+            grows(STRAIGHT, CONTINUED),
             "tokens after an interruption or a sync are worse, as with old KV: "
-            "rollout.kv_on_swap=recompute, async_training.on_sync=drain"
-        )
-    if first is displaced:
-        found.append(
+            "rollout.kv_on_swap=recompute, async_training.on_sync=drain",
+        ),
+        (
+            first is displaced,
             "only new weights are wrong, so a sync leaves a part as it was: a layer, a head that is "
             "tied in one engine alone, or KV of old weights. model.path must be one model for both; "
-            "rollout.enable_prefix_caching=false tells KV from weights"
-        )
-    elif grows(EARLY, LATE):
-        found.append(
+            "rollout.enable_prefix_caching=false tells KV from weights",
+        ),
+        (
+            first is not displaced and late,
             "the gap grows along a response, as with wrong positions or a wrong mask: the rope of "
-            "model.override_config, or rollout.engine_kwargs={attention_backend:...}"
-        )
-    else:
-        found.append(
+            "model.override_config, or rollout.engine_kwargs={attention_backend:...}",
+        ),
+        (
+            first is not displaced and not late,
             "the gap is there from the first token on, as with graphs or kernels that read prompts "
             "wrongly: rollout.enforce_eager=true shows it, and rollout.engine_kwargs chooses others; "
             "or with another model: its positions (rope), mask, or the order of its heads. "
-            "rollout.engine=torch shows which engine is wrong"
-        )
-    return found
+            "rollout.engine=torch shows which engine is wrong",
+        ),
+    )
+    return [*found, *(text for holds, text in patterns if holds)]
 
 
 def _scaled(drawn: Drawn) -> bool:

@@ -15,7 +15,7 @@ from functools import partial
 from millrace.observe.timing import ActorClock, Integral, live_row, seconds_of, share, timing_row
 from millrace.ports import RolloutStats, StepReport, TransferReport
 from millrace.types import Author, PolicyVersion, Sample, Stop
-from millrace.waits.stream import Event
+from millrace.waits.registry import Event
 
 _OF_EPISODES = ("turns", "threads", "context_tokens")
 """The counts of an episode that a row shows as mean and largest value."""

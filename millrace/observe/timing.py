@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from millrace.waits.registry import OTHER, acting, current
-from millrace.waits.stream import Event
+from millrace.waits.registry import OTHER, Event, acting, current
 
 Seconds = Counter[str]
 """Seconds by state."""

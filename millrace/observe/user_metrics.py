@@ -15,8 +15,7 @@ from typing import Any
 
 from millrace.errors import bad_value
 from millrace.types import PolicyVersion, Sample, Tokens
-from millrace.waits.registry import part
-from millrace.waits.stream import Event
+from millrace.waits.registry import Event, part
 
 KEY = "observe.metrics"
 PREFIX = "user/"

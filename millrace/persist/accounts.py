@@ -51,7 +51,7 @@ class Line(msgspec.Struct, frozen=True):
     generated: Count
     """Tokens drawn. `tokens` adds up to it."""
     tokens: dict[str, Count]
-    """Tokens by bucket (report/accounts/tokens.py)."""
+    """Tokens by bucket (report/accounts.py)."""
     prefill: Count = 0
     """Tokens that this attempt has read into KV caches."""
     devices: dict[str, Device] = {}
@@ -64,7 +64,7 @@ class Line(msgspec.Struct, frozen=True):
     requests: Work = Work()
     scores: Work = Work()
     loads: dict[str, tuple[float, float]] = {}
-    """Of each bin of the load: seconds, and the integral of the load (report/accounts/pace.py)."""
+    """Of each bin of the load: seconds, and the integral of the load (report/accounts.py)."""
     price: float = 0.0
     """Money that one device costs per hour."""
     limit: Count | None = None

@@ -18,8 +18,7 @@ from millrace.pipeline.validation import OnScored, Result, Validator
 from millrace.ports import TrainEngine
 from millrace.schedule.ledger import LedgerSnapshot, Totals
 from millrace.types import PolicyVersion, Sample
-from millrace.waits.registry import acting, at, doing, span, waiting
-from millrace.waits.stream import Event
+from millrace.waits.registry import Event, acting, at, doing, span, waiting
 
 DISK = "the disk"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from millrace.errors import INSTALL, CheckpointError, MissingDependency, bad_value
+from millrace.errors import CheckpointError, bad_value, needed
 from millrace.persist import accounts, history
 from millrace.persist.run_reader import METRICS, RunReader
 
@@ -51,7 +51,7 @@ def query(run: RunReader, sql: str) -> QueryResult:
 
     Only the tables whose names are in the text are read. What they lack is in `run.notes`.
     """
-    duckdb, words = _duckdb(), set(re.findall(r"\w+", sql.lower()))
+    duckdb, words = needed("duckdb", "millrace query"), set(re.findall(r"\w+", sql.lower()))
     try:
         with _open(duckdb, run, [name for name in TABLES if name in words]) as connection:
             if len(connection.extract_statements(sql)) > 1:
@@ -99,21 +99,13 @@ def _interruptible(connection: Any, sql: str) -> QueryResult | None:
 
 def tables(run: RunReader) -> list[Table]:
     """Return all tables of the run. What they lack is in `run.notes`."""
-    with _open(_duckdb(), run, TABLES) as connection:
+    with _open(needed("duckdb", "millrace query"), run, TABLES) as connection:
         found = []
         for name in TABLES:
             columns = dict(row[:2] for row in connection.execute(f"describe {name}").fetchall())
             (count,) = connection.execute(f"select count(*) from {name}").fetchone()
             found.append(Table(name, columns, count))
         return found
-
-
-def _duckdb() -> Any:
-    try:
-        import duckdb
-    except ImportError:
-        raise MissingDependency(f"millrace query needs DuckDB: {INSTALL['duckdb']}") from None
-    return duckdb
 
 
 def _open(duckdb: Any, run: RunReader, names: Iterable[str]) -> Any:

@@ -16,13 +16,18 @@ from millrace.config import ReportConfig
 from millrace.observe.files import drop_unfinished_line
 from millrace.persist.accounts import FILE, Device, Line, Work
 from millrace.persist.run_reader import RunReader
-from millrace.report.accounts.devices import DeviceAccount, FlowAccount
-from millrace.report.accounts.pace import LoadAccount
-from millrace.report.accounts.tokens import PREFIX, TokenAccount, tokens_of_slot
+from millrace.report.accounts import (
+    PREFIX,
+    DeviceAccount,
+    FlowAccount,
+    LoadAccount,
+    TokenAccount,
+    tokens_of_slot,
+)
 from millrace.report.trace.writer import TraceWriter
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, Slot, State
 from millrace.types import Tokens
-from millrace.waits.stream import Event, Watcher
+from millrace.waits.registry import Event, Watcher
 
 if TYPE_CHECKING:
     from millrace.report.samples.store import SampleStore

@@ -18,7 +18,7 @@ from millrace.rollout.scoring import completion_of, conversation_of
 from millrace.run.session import Session
 from millrace.run.signals import StopRequest
 from millrace.types import Author, PolicyVersion, Prompt, Sample, Stop, Tokens, Trajectory
-from millrace.waits.stream import Event
+from millrace.waits.registry import Event
 
 
 @dataclass(frozen=True, slots=True)

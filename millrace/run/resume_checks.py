@@ -15,7 +15,7 @@ import yaml
 
 from millrace.config import AlgorithmConfig, Config, ModelConfig, RewardConfig, TeacherConfig
 from millrace.config.algorithm_keys import without_own_algorithm
-from millrace.config.explain import facts
+from millrace.config.explain import all_keys, facts, section_of, shown
 from millrace.config.recipe import parse
 from millrace.config.section import Fixed, FixedRows, Past
 from millrace.config.teacher_keys import weights_of
@@ -23,10 +23,12 @@ from millrace.errors import ConfigError, bad_value
 from millrace.pipeline.checkpoint import ROWS, read_ledger
 
 _Fact = TypeVar("_Fact", FixedRows, Fixed, Past)
+_OF_AN_ATTEMPT = ("trainer.resume", "trainer.run_dir")
+"""Keys that say where to resume, and nothing about the run."""
 
 
 def check(config: Config, checkpoint: Path) -> list[str]:
-    """Return notes on the changes that have no effect after a resume.
+    """Return notes on the keys that have changed: without effect, or used from here on.
 
     Raises ConfigError for a change that a resume cannot make.
     """
@@ -36,7 +38,7 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     moved = now.rpartition(":")[2] == then.rpartition(":")[2]  # the same function in another file
     before = parse(without_own_algorithm(tree, now if moved else then))
 
-    def changed(kind: type[_Fact]) -> list[tuple[str, _Fact]]:
+    def differing(kind: type[_Fact]) -> list[tuple[str, _Fact]]:
         """Return the keys with such a fact whose values differ, with the fact."""
         return [
             (key, fact)
@@ -44,15 +46,15 @@ def check(config: Config, checkpoint: Path) -> list[str]:
             if config.value_of(key) != before.value_of(key) and not fact.unless(config, before, key)
         ]
 
-    fixed: list[tuple[str, FixedRows | Fixed]] = [*changed(Fixed)]
+    fixed: list[tuple[str, FixedRows | Fixed]] = [*differing(Fixed)]
     if not (checkpoint / ROWS).is_file():
-        fixed += changed(FixedRows)
+        fixed += differing(FixedRows)
     refused = [
         bad_value(
             key,
             config.value_of(key),
             f"the checkpoint {checkpoint} was made with {before.value_of(key)!r}, and {fact.why}",
-            f"{key}={_shown(before.value_of(key))}, or a new run",
+            f"{key}={shown(before.value_of(key))}, or a new run",
         )
         for key, fact in fixed
     ]
@@ -69,10 +71,19 @@ def check(config: Config, checkpoint: Path) -> list[str]:
         raise bad_value(key, config.needs_reference, rule, fix)
     _check_components(config.algorithm, config.reward, before.reward, checkpoint)
     _check_teachers(config.teachers, before.teachers, checkpoint)
+    past = dict(differing(Past))
     lines = [
         f"{key} = {config.value_of(key)!r}: no effect, because {fact.why}"
-        for key, fact in changed(Past)
+        for key, fact in past.items()
     ]
+    changed = [
+        f"{key} = {shown(config.value_of(key))} (was {shown(before.value_of(key))})"
+        for key, field in all_keys()
+        if not section_of(field.annotation) and key not in past and key not in _OF_AN_ATTEMPT
+        if config.value_of(key) != before.value_of(key)
+    ]
+    if changed:
+        lines.append(f"changed since the checkpoint, and used from here on: {', '.join(changed)}")
     path, kept = config.model.path, _template(checkpoint / "model")
     if path and _template(Path(path)) not in (kept, ""):
         why = "prompts are read as at the checkpoint, whose template is another one"
@@ -87,13 +98,6 @@ def _template(model: Path) -> str:
         return file.read_text(errors="replace")
     found = _read_json(model / "tokenizer_config.json").get("chat_template")
     return found if isinstance(found, str) else ""
-
-
-def _shown(value: Any) -> str:
-    """Return the value as it is written in an override."""
-    if isinstance(value, tuple):
-        return str(list(value))
-    return str(value).lower() if isinstance(value, bool) else str(value) or "''"
 
 
 ARCHITECTURE = (
@@ -124,7 +128,7 @@ def _check_architecture(model: ModelConfig, then: str, checkpoint: Path) -> None
     if given and trained and different:
         key = different[0]
         rule = f"its {key} is {given.get(key)}, and {origin} {trained.get(key)}"
-    raise bad_value("model.path", path, rule, f"model.path={_shown(then)}, or a new run")
+    raise bad_value("model.path", path, rule, f"model.path={shown(then)}, or a new run")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

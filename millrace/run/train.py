@@ -48,8 +48,7 @@ from millrace.run.start import start_state
 from millrace.schedule.ledger import Ledger
 from millrace.sync.background import abandonable
 from millrace.types import SamplingParams
-from millrace.waits.registry import acting, at, current, part
-from millrace.waits.stream import Watcher
+from millrace.waits.registry import Watcher, acting, at, current, part
 
 if TYPE_CHECKING:
     from millrace.report.record import EventRecorder

@@ -10,7 +10,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -227,7 +227,7 @@ def _rollout_engine(
     return built
 
 
-def _moving() -> measuring:
+def _moving() -> AbstractContextManager[None]:
     """Let CPU time count as progress. A start loads and compiles, and counts nothing else."""
     return measuring("CPU seconds of the start", lambda: round(cpu_s(os.getpid()), 1))
 

@@ -100,8 +100,6 @@ class Pulse:
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
-        self.beat = registry.clock()
-        """When the event loop ran last."""
         self._moved: dict[str, tuple[float, float]] = {}
 
     def look(self) -> dict[str, tuple[float, float]]:

@@ -40,6 +40,16 @@ def processes(run: Path) -> list[Told]:
     return found
 
 
+def driver_of(run: Path) -> Told | None:
+    """Return the driver of a run, if the run has one."""
+    return next((p for p in processes(run) if p["name"] == DRIVER), None)
+
+
+def lives(told: Told) -> bool:
+    """Return whether a process of this machine has not ended."""
+    return not gone(kernel.look([told["pid"]])[told["pid"]])
+
+
 def ask(run: Path, own: Sequence[ProcessStatus] = ()) -> list[ProcessStatus]:
     """Return an answer for each process of a run, the driver first.
 

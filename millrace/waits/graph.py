@@ -6,9 +6,10 @@ for its head. A root is a node that waits for nobody, or a circle that nobody le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from millrace.waits.answer import ProcessStatus, Waited, collective_in
 
@@ -78,6 +79,12 @@ class Graph:
                     self._outside(wait.whom)
         for node in list(self.nodes.values()):
             self._add_edges(node)
+        import networkx  # takes a quarter of a second, which only a verdict pays
+
+        self.ways: Any = networkx.DiGraph()
+        """The first edge of each pair of nodes."""
+        self.ways.add_nodes_from(self.nodes)
+        self.ways.add_edges_from((e.tail, e.head, {"edge": e}) for e in reversed(self.edges))
 
     def _add_nodes(self, answer: ProcessStatus) -> None:
         self.nodes[answer.name] = Node(answer.name, answer, True)
@@ -203,20 +210,14 @@ def _collective(answer: ProcessStatus) -> list[Waited]:
 
 def roots(graph: Graph, patience_s: float) -> list[Root]:
     """Return the roots, the most likely culprit first."""
-    heads: dict[str, list[str]] = {name: [] for name in graph.nodes}
-    into: dict[str, list[Edge]] = {name: [] for name in graph.nodes}
-    for edge in graph.edges:
-        heads[edge.tail].append(edge.head)
-        into[edge.head].append(edge)
-    tails = {name: [edge.tail for edge in edges] for name, edges in into.items()}
+    import networkx
+
     found = []
-    for circle in components(heads):
-        inside = set(circle)
-        if any(head not in inside for name in circle for head in heads[name]):
-            continue
-        waiters = set(walk(circle, tails, set())) - inside
-        reasons = [e for name in circle for e in into[name]]
-        found.append(_root(graph, sorted(circle), reasons, waiters, patience_s))
+    for circle in networkx.attracting_components(graph.ways):
+        names = sorted(circle)
+        waiters = networkx.ancestors(graph.ways, names[0]) - circle
+        reasons = [e for e in graph.edges if e.head in circle]
+        found.append(_root(graph, names, reasons, waiters, patience_s))
     found = [r for r in found if r.waiters or len(r.nodes) > 1 or r.severe]
 
     def weight(root: Root) -> tuple[float, ...]:
@@ -244,30 +245,3 @@ def _root(
     moving = moving or (not severe and seconds < patience_s)
     trains = bool((waiters | set(names)) & {"trainer", "sync"})
     return Root(nodes, len(waiters), reasons, trains, seconds, moving, severe)
-
-
-def walk(starts: Iterable[str], heads: Mapping[str, Sequence[str]], seen: set[str]) -> list[str]:
-    """Return the nodes that `starts` reach and that are not in `seen`, each after its heads."""
-    found = []
-    for start in starts:
-        calls = [] if start in seen else [(start, iter(heads[start]))]
-        seen.add(start)
-        while calls:
-            head = next((head for head in calls[-1][1] if head not in seen), None)
-            if head is None:
-                found.append(calls.pop()[0])
-            else:
-                seen.add(head)
-                calls.append((head, iter(heads[head])))
-    return found
-
-
-def components(heads: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """Return the strongly connected components of a graph, by Kosaraju's algorithm."""
-    tails: dict[str, list[str]] = {name: [] for name in heads}
-    for tail, others in heads.items():
-        for head in others:
-            tails[head].append(tail)
-    seen = set[str]()
-    order = reversed(walk(heads, heads, set()))
-    return [circle for name in order if (circle := walk([name], tails, seen))]

@@ -1,4 +1,4 @@
-"""The spans of a process: who does what, who waits, for whom, for what, since when.
+"""The spans and the events of a process: who does what, who waits, for whom, since when.
 
 An actor is a task that others may wait for: the trainer, a sample, a session, a call that a worker
 serves. The current actor is a context variable, so tasks and threads inherit it. Open waits are what
@@ -18,30 +18,65 @@ read. Nothing here waits, and nothing imports torch. A registered wait costs les
 | `count("buckets")`, `gauge("tokens", f)` | something moves: slow is not stuck |
 
 A part takes a cause too: it `waits_for` somebody. A span takes the work `what`, `by` somebody outside.
+
+Watchers read the events; they decide nothing. Each track is one place where things happen:
+`trainer`, each replica (`rollout-0`), `rollouts` (all replicas), `rewards`, `teachers`, `sync`,
+`validation`, `checkpoint`, `samples` and `run`.
+
+| phase | meaning |
+|---|---|
+| begin, end | a span. The two have the same track, name and key. Spans of a track may overlap |
+| state | the track is in the state `name` from now on |
+| at | something happened at this moment |
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
-
-from millrace.waits.stream import Clock, Stream
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeVar
 
 T = TypeVar("T")
+Phase = Literal["begin", "end", "state", "at"]
+Clock = Callable[[], float]
 
 OTHER = "other"
 """The state of an actor in no part."""
 
 
-class Registry(Stream):
+class Event(NamedTuple):
+    """One event of a run."""
+
+    time: float
+    """Seconds of the registry's clock."""
+    track: str
+    name: str
+    phase: Phase
+    key: str = ""
+    """What it is about: a session ("17/3"), a sample or a version."""
+    facts: Mapping[str, Any] = MappingProxyType({})
+    """Figures, texts, and for some events the objects of the run. Watchers change nothing."""
+
+
+Watcher = Callable[[Event], None]
+"""Reads an event. It never waits and never raises.
+
+It may have an attribute `names`: it then gets the events of these names alone, and the states of
+the tracks among them.
+"""
+
+
+class Registry:
     """The open waits and actors of one process, its counters, and its stream of events."""
 
-    def __init__(self, name: str, clock: Clock = time.monotonic) -> None:
-        super().__init__(clock)
-        self.name = name
+    def __init__(self, name: str, clock: Clock = time.monotonic, *watchers: Watcher) -> None:
+        self.name, self.clock = name, clock
+        self._watchers = watchers
+        self._readers: dict[str, tuple[Watcher, ...]] = {}
+        """The watchers of each name that occurred."""
         self.states: dict[str, str] = {}
         """The state of each actor that has had one."""
         self.open: set[Wait] = set()
@@ -54,12 +89,39 @@ class Registry(Stream):
         self.root = Actor("", None, self)
         """What runs under no name."""
 
+    @contextmanager
+    def watched_by(self, *watchers: Watcher) -> Iterator[None]:
+        """Hand the events of the body to `watchers`, too."""
+        self._watchers, self._readers = (*self._watchers, *watchers), {}
+        try:
+            yield
+        finally:
+            self._watchers = tuple(w for w in self._watchers if w not in watchers)
+            self._readers = {}
+
+    def emit(self, track: str, name: str, phase: Phase, key: str, facts: Mapping[str, Any]) -> None:
+        """Hand one event to its watchers."""
+        of = track if phase == "state" else name
+        readers = self._readers.get(of)
+        if readers is None:
+            readers = self._readers[of] = tuple(
+                w for w in self._watchers if of in getattr(w, "names", (of,))
+            )
+        if readers:
+            event = Event(self.clock(), track, name, phase, key, facts)
+            for watcher in readers:
+                watcher(event)
+
+    def at(self, track: str, name: str, key: str = "", /, **facts: Any) -> None:
+        """Report that something happens now."""
+        self.emit(track, name, "at", key, facts)
+
     def switch(self, actor: str, state: str) -> str:
         """Put an actor into a state. Return the state before."""
         before = self.states.get(actor, OTHER)
         if state != before:
             self.states[actor] = state
-            self.state(actor, state)
+            self.emit(actor, state, "state", "", {})
         return before
 
     def progress(self) -> dict[str, float]:
@@ -285,20 +347,15 @@ async def as_actor(name: str, work: Awaitable[T]) -> T:
         return await work
 
 
-class measuring:  # noqa: N801 - a verb of this module, like the others
+@contextmanager
+def measuring(name: str, read: Callable[[], float]) -> Iterator[None]:
     """Register a counter for a block, such as the CPU time of a start."""
-
-    __slots__ = ("_name", "_read", "_registry")
-
-    def __init__(self, name: str, read: Callable[[], float]) -> None:
-        self._name, self._read = name, read
-
-    def __enter__(self) -> None:
-        self._registry = _current.get().registry
-        self._registry.gauges[self._name] = self._read
-
-    def __exit__(self, *error: object) -> None:
-        self._registry.gauges.pop(self._name, None)
+    gauges = _current.get().registry.gauges
+    gauges[name] = read
+    try:
+        yield
+    finally:
+        gauges.pop(name, None)
 
 
 class within:  # noqa: N801 - a verb of this module, like the others

@@ -5,6 +5,7 @@ A watch decides that a run stands still, and saves what all processes say.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -230,27 +231,19 @@ def mostly(graph: Graph, found: Sequence[Root]) -> str:
 
 def chain_to(graph: Graph, root: Root) -> list[str]:
     """Return the shortest way from the trainer, or from any waiter, to the culprit."""
+    import networkx
+
     goal = {n.name for n in root.nodes}
 
     def step(edge: Edge) -> str:
         since = f" since {edge.wait.seconds:.1f} s: {edge.wait.what}" if edge.wait else ""
         return f"{edge.tail} waits for {edge.head}{since}"
 
-    heads: dict[str, list[Edge]] = {}
-    for edge in graph.edges:
-        heads.setdefault(edge.tail, []).append(edge)
     starts = [n for n in ("trainer", "sync", "rollouter") if n in graph.nodes]
     for start in [*starts, *(e.tail for e in root.reasons)]:
-        ways: dict[str, list[Edge]] = {start: []}
-        left = [start]
-        while left:
-            name = left.pop(0)
-            if name in goal and ways[name]:
-                return [step(edge) for edge in ways[name]]
-            for edge in heads.get(name, ()):
-                if edge.head not in ways:
-                    ways[edge.head] = [*ways[name], edge]
-                    left.append(edge.head)
+        for name, way in networkx.single_source_shortest_path(graph.ways, start).items():
+            if name in goal and name != start:
+                return [step(graph.ways.edges[pair]["edge"]) for pair in itertools.pairwise(way)]
     return []
 
 

@@ -312,6 +312,15 @@ def test_benchmarks_take_an_address_too(run: Callable[..., Any], command: str) -
     assert code == 2 and "trainer.ray_address = 'ray://head:10001'" in err
 
 
+def test_help_config_of_a_key_or_a_section(run: Callable[..., Any]) -> None:
+    _, out, err = run(
+        "train", "quickstart", "--help-config", "--json", "rollout.n=3", "critic.optim"
+    )
+    keys = list(json.loads(out))
+    assert {key.rpartition(".")[0] for key in keys} == {"critic", "critic.optim", "rollout"}
+    assert "'quickstart': it is ignored" in err
+
+
 def test_defaults_are_those_of_their_own_section_and_written_as_a_recipe_wants_them(
     run: Callable[..., Any],
 ) -> None:

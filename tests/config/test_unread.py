@@ -92,14 +92,16 @@ def test_a_key_is_refused_unless_a_choice_reads_it(key: str, choices: Any) -> No
 
 def test_the_keys_of_a_switch_stay_if_the_switch_is_set_to_false() -> None:
     keys = ["actor.kl_loss_coef=0.5"]
-    load("quickstart", keys, ["actor.use_kl_loss=false"])
+    (note,) = load("quickstart", keys, ["actor.use_kl_loss=false"]).notes
+    assert note == "no effect: actor.kl_loss_coef with actor.use_kl_loss=false"
     with pytest.raises(ConfigError, match=r"actor\.use_kl_loss=false does not read it"):
         load("quickstart", keys)
 
 
 def test_the_keys_of_vllm_stay_if_a_layer_chooses_torch() -> None:
     keys = ["rollout.gpu_memory_utilization=0.5", "rollout.max_num_batched_tokens=64"]
-    load("quickstart", keys, ["rollout.engine=torch"])
+    (note,) = load("quickstart", keys, ["rollout.engine=torch"]).notes
+    assert "rollout.gpu_memory_utilization" in note and "rollout.max_num_batched_tokens" in note
     with pytest.raises(ConfigError, match=r"(?s)gpu_memory.*\n.*max_num_batched_tokens = 64"):
         load("quickstart", keys)
 

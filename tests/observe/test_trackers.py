@@ -21,8 +21,7 @@ import pytest
 
 from millrace.errors import MissingDependency
 from millrace.observe import trackers
-from millrace.observe.background import Background, text_of
-from millrace.observe.trackers import About
+from millrace.observe.trackers import About, Background, text_of
 from tests.listening import listeners, outside
 from tests.waiting import HANG_S, until
 

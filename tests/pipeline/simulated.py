@@ -27,8 +27,7 @@ from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
 from millrace.types import Prompt, Sample, SamplingParams, tokens_of
-from millrace.waits.registry import acting, current
-from millrace.waits.stream import Event, Watcher
+from millrace.waits.registry import Event, Watcher, acting, current
 
 RUNS = (
     *MODES,

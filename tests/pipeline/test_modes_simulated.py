@@ -10,7 +10,7 @@ import pytest
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.schedule import OnSync
 from millrace.simulate.cost import CostModel
-from millrace.waits.stream import Event, Watcher
+from millrace.waits.registry import Event, Watcher
 from tests.pipeline.simulated import RUNS, Outcome, Record, parts_of, schedule_of, simulate
 
 pytestmark = pytest.mark.xdist_group("modes")  # one worker simulates each run of `forty` once

@@ -22,7 +22,7 @@ from millrace.pipeline.record import RunRecord
 from millrace.pipeline.validation import Result
 from millrace.schedule.ledger import LedgerSnapshot, Slot, Totals
 from millrace.types import Prompt, Sample, Score, Trajectory, tokens_of
-from millrace.waits.stream import Event
+from millrace.waits.registry import Event
 from tests.waiting import HANG_S
 
 PROMPT = Prompt(0, tokens_of([1]), "", "d")

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.report.accounts.devices import DeviceAccount, FlowAccount
-from millrace.report.accounts.tokens import TokenAccount
+from millrace.report.accounts import DeviceAccount, FlowAccount, TokenAccount
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, State
 from millrace.schedule.schedule import Schedule
 from millrace.simulate.cost import CostModel
 from millrace.types import Sample
-from millrace.waits.stream import Event
+from millrace.waits.registry import Event
 from tests.pipeline.simulated import Outcome, simulate
 
 COST = CostModel(reward_s=0.3, log_prob_token_s=0.0001)

@@ -16,7 +16,7 @@ from millrace.report.record import Devices, EventRecorder
 from millrace.report.samples.store import SampleStore
 from millrace.schedule.ledger import Ledger, LedgerSnapshot
 from millrace.types import Sample, Tokens
-from millrace.waits.stream import Event
+from millrace.waits.registry import Event
 from tests.pipeline.simulated import Outcome, mixed, schedule_of, simulate
 from tests.report.runs import Watch
 

@@ -21,7 +21,7 @@ from millrace.types import (
     floats_of,
     tokens_of,
 )
-from millrace.waits.stream import Stream, Watcher
+from millrace.waits.registry import Registry, Watcher
 from tests.waiting import HANG_S
 
 
@@ -33,11 +33,15 @@ class Clock:
         return self.now
 
 
-class Watch(Stream):
-    """A stream with watchers, of which no actor is a part."""
+class Watch(Registry):
+    """A registry with watchers, of which no actor is a part."""
 
     def __init__(self, clock: Callable[[], float], watchers: Sequence[Watcher]) -> None:
-        super().__init__(clock, *watchers)
+        super().__init__("run", clock, *watchers)
+
+    def state(self, track: str, name: str) -> None:
+        """Report that `track` is in the state `name` from now on."""
+        self.emit(track, name, "state", "", {})
 
     @contextmanager
     def span(

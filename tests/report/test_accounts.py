@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from millrace.errors import EpisodeError, LimitReached
 from millrace.ports import PolicySession
-from millrace.report.accounts.tokens import tokens_of_slot
+from millrace.report.accounts import tokens_of_slot
 from millrace.schedule.ledger import LedgerSnapshot
 from millrace.types import Author, Ending, Score, Turn, tokens_of
 from tests.pipeline.simulated import RUNS, mixed, schedule_of

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from millrace.config import ReportConfig
 from millrace.persist.accounts import FILE
 from millrace.persist.run_reader import RunReader
-from millrace.report.accounts.tokens import PREFIX
+from millrace.report.accounts import PREFIX
 from millrace.report.record import Devices, EventRecorder
 from millrace.schedule.ledger import Ledger, LedgerSnapshot
 from millrace.simulate.cost import CostModel
-from millrace.waits.stream import Event, Stream
+from millrace.waits.registry import Event, Registry
 from tests.pipeline.simulated import RUNS, Outcome, mixed, schedule_of, simulate
 from tests.report.accounts_cases import held
 from tests.waiting import HANG_S
@@ -211,7 +211,7 @@ def test_the_states_at_the_start_have_no_time_before_the_trace(tmp_path: Path) -
     made = Ledger(schedule_of("async_partial"), 64)
     options = ReportConfig(samples=0.0)
     recorder = EventRecorder(tmp_path, 1, made, {}, devices, options, time.monotonic, print, str)
-    Stream(time.monotonic, *recorder.watchers).state("trainer", "train")
+    Registry("run", time.monotonic, *recorder.watchers).switch("trainer", "train")
     recorder.close()
     lines = json.loads((tmp_path / "trace/attempt-001-000.json").read_text())
     begun = [line for line in lines if line["name"] in ("idle", "other")]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.report.accounts.devices import DeviceAccount, FlowAccount
+from millrace.report.accounts import DeviceAccount, FlowAccount
 from millrace.schedule.schedule import Schedule
-from millrace.waits.stream import Event
+from millrace.waits.registry import Event
 
 
 def account_of(

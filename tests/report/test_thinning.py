@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.persist.run_reader import RunReader
-from millrace.report.accounts.devices import DeviceAccount, FlowAccount
+from millrace.report.accounts import DeviceAccount, FlowAccount
 from millrace.report.page.curves import lengths
 from millrace.report.page.timeline import columns, lanes, timeline
 from millrace.report.query import query
@@ -28,7 +28,7 @@ from millrace.report.trace.chrome import GAP, Line, Translator
 from millrace.report.trace.spans import Span, read
 from millrace.report.trace.writer import SampleChoice, TraceWriter
 from millrace.schedule.schedule import Placement, Schedule
-from millrace.waits.stream import Event
+from millrace.waits.registry import Event
 from tests.report.runs import Clock, Run, Watch, life
 
 Call = tuple[str, str, str, float, float]

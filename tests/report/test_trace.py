@@ -22,7 +22,7 @@ import pytest
 from millrace.report.trace import spans
 from millrace.report.trace.spans import Span, read
 from millrace.report.trace.writer import TraceWriter
-from millrace.waits.stream import Event
+from millrace.waits.registry import Event
 from tests.pipeline.simulated import RUNS, schedule_of, simulate
 from tests.report.runs import Clock, Run, Watch, life
 

@@ -216,13 +216,17 @@ def test_what_is_past_is_said(tmp_path: Path) -> None:
     found = checkpoint_of(tmp_path / "run", *adaptive)
     now = ["sft.steps=300", "sft.lr=1e-3", "algorithm.kl_ctrl.kl_coef=0.1", *adaptive]
     now += ["actor.optim.lr_warmup_steps=0", "actor.optim.lr_warmup_steps_ratio=0.5"]
+    now += ["actor.optim.lr=0.5"]
     run = open_run_dir(config_of(f"trainer.resume={found}", *now))
     assert {note.partition(":")[0] for note in run.notes} == {
         "sft.steps = 300",
         "sft.lr = 0.001",
         "algorithm.kl_ctrl.kl_coef = 0.1",
         "actor.optim.lr_warmup_steps_ratio = 0.5",
+        "changed since the checkpoint, and used from here on",
     }
+    lr = config_of().actor.optim.lr
+    assert f"actor.optim.lr = 0.5 (was {lr})" in run.notes[-1] and "resume" not in run.notes[-1]
 
 
 def test_another_model_is_refused_and_the_same_one_elsewhere_is_not(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from millrace.waits.answer import Acted, Process, ProcessStatus, Waited, collective_in
-from millrace.waits.graph import Graph, components, roots
+from millrace.waits.graph import Graph, roots
 from millrace.waits.verdict import Verdict, judge, report
 
 
@@ -38,24 +38,6 @@ def test_every_waiter_reaches_a_root_and_no_root_waits_outside_of_itself(seed: i
                     seen.add(head)
                     left.append(head)
         assert not heads or seen & reached
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_components_are_what_reach_each_other(seed: int) -> None:
-    _, heads = drawn(seed)
-    reach: dict[str, set[str]] = {}
-    for name in heads:
-        seen, left = {name}, [name]
-        while left:
-            new = [h for h in heads[left.pop()] if h not in seen]
-            seen |= set(new)
-            left += new
-        reach[name] = seen
-    found = [set(c) for c in components(heads)]
-    assert sorted(n for c in found for n in c) == sorted(heads)
-    for circle in found:
-        for a in circle:
-            assert {b for b in heads if b in reach[a] and a in reach[b]} == circle
 
 
 def rank(number: int, passes: int, what: str, stack: str, seconds: float = 184.0) -> ProcessStatus:

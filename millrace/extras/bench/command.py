@@ -64,7 +64,7 @@ def bench_sync(
         async with open_session(config, progress) as s:
             return await measure(s, repeats)
 
-    result = run_async(json_, config.name, "bench sync", work, lambda: False)
+    result = run_async(json_, config.name, "bench sync", work)
     lines = [
         f"{result['bytes'] / 1e6:,.1f} MB over {result['transport']}; "
         f"the bare link carries {result['link_gb_per_s']:.4g} GB/s"
@@ -113,7 +113,7 @@ def bench_train(
         async with open_session(config, progress, work="sft") as s:
             return await measure(s, length=length, steps=steps)
 
-    result = run_async(json_, config.name, "bench train", work, lambda: False)
+    result = run_async(json_, config.name, "bench train", work)
     report(
         json_,
         result,
@@ -175,7 +175,7 @@ def bench_modes(
         )
 
     try:
-        run_async(json_, config.name, "bench modes", measure, lambda: False)
+        run_async(json_, config.name, "bench modes", measure)
     finally:
         if figures:  # after an error or a stop, report the runs that are complete
             lines = [work.table(figures), *work.remarks(figures)]
@@ -247,7 +247,7 @@ def bench_agents(
     run = partial(work.bench_agents, Path(path), overrides, arms, folder, skip=skip)
     try:
         work_on = partial(run, figures=figures, repeats=repeats)
-        run_async(json_, config.name, "bench agents", work_on, lambda: False)
+        run_async(json_, config.name, "bench agents", work_on)
     finally:
         if figures:  # after an error or a stop, report the runs that are complete
             table = work.agents_table(figures)

@@ -41,8 +41,7 @@ from millrace.run.train import train_to_end
 from millrace.schedule.ledger import Ledger
 from millrace.types import Completion, Prompt, Score
 from millrace.waits.answer import ProcessStatus, Pulse, answer_of
-from millrace.waits.registry import Registry, current, within
-from millrace.waits.stream import Event
+from millrace.waits.registry import Event, Registry, current, within
 
 BACK_S = 7.0
 """How long a node may be back until the worker of its replica begins to start."""

@@ -31,7 +31,7 @@ from millrace.schedule.ledger import Ledger, LedgerSnapshot, State
 from millrace.schedule.schedule import OnSync, Schedule
 from millrace.simulate.engines import target_length
 from millrace.types import Prompt, Sample, SamplingParams, joined, tokens_of
-from millrace.waits.stream import Event
+from millrace.waits.registry import Event
 
 
 class Violation(Exception):

@@ -19,7 +19,7 @@ from millrace.extras.plan.fit import WALL, calibrate, steady
 from millrace.extras.plan.search import DEVICES, SLOTS, Choice, Plan, Search
 from millrace.extras.plan.simulation import simulate
 from millrace.persist.run_reader import RunReader
-from millrace.report.accounts.pace import WAIT
+from millrace.report.accounts import WAIT
 from millrace.report.advice import Advice, none
 from millrace.schedule.modes import MODES
 from millrace.schedule.schedule import OnSync

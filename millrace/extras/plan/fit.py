@@ -26,7 +26,7 @@ from millrace.extras.plan.costs import (
 )
 from millrace.persist.accounts import Line
 from millrace.persist.run_reader import RunReader
-from millrace.report.accounts.pace import WAIT
+from millrace.report.accounts import WAIT
 from millrace.run.machine import NVIDIA
 from millrace.schedule.steady import counted
 

@@ -112,14 +112,8 @@ def staleness(run: RunReader) -> Block:
     if len(ages) > 7:
         names[-1] = f"{ages[6]} and older"
     data = [
-        {
-            "type": "bar",
-            "name": name,
-            "x": rounded(versions[::step]),
-            "y": rounded(shares[:, i]),
-            "marker": {"color": colour, "line": {"width": 0}},
-        }
-        for i, (name, colour) in enumerate(zip(names, fig.AGES, strict=False))
+        fig.bars(versions[::step], column, {"color": colour, "line": {"width": 0}}, name=name)
+        for name, colour, column in zip(names, fig.AGES, shares.T, strict=False)
     ]
     mean = float((counts * np.array(ages)).sum() / max(counts.sum(), 1))
     bound = run.key("async_training.staleness_threshold")
@@ -171,16 +165,9 @@ def lengths(all_tokens: Array, trained: Array, source: str) -> Block:
         ("trained", trained, fig.GREEN, "/"),
     ):
         heights, _ = np.histogram(np.minimum(values, top), bins)
-        data.append(
-            {
-                "type": "bar",
-                "name": name,
-                "x": rounded((bins[1:] + bins[:-1]) / 2),
-                "y": rounded(100 * heights / max(len(values), 1)),
-                "marker": {"color": colour, "pattern": {"shape": pattern}},
-                "opacity": 0.75,
-            }
-        )
+        middles, shares = (bins[1:] + bins[:-1]) / 2, 100 * heights / max(len(values), 1)
+        look = {"color": colour, "pattern": {"shape": pattern}}
+        data.append(fig.bars(middles, shares, look, name=name, opacity=0.75))
     both = all_tokens.mean(), trained.mean() if len(trained) else 0.0
     bias = (both[1] / both[0] - 1) if both[0] else 0.0
     how = (
@@ -295,16 +282,7 @@ def _stacked(
     versions = [v for v in sorted(run.rows) if any(name in run.rows[v] for name, *_ in found)]
     versions = versions[:: max(1, len(versions) // 400)]
     return [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": shown,
-            "x": rounded(versions),
-            "y": rounded(values),
-            "stackgroup": "one",
-            "line": {"width": 0, "color": colour},
-            "fillcolor": colour,
-        }
+        fig.area(shown, rounded(versions), values, colour, "one")
         for name, shown, colour in found
         if any(values := [factor * run.rows[v].get(name, 0.0) for v in versions])
     ]

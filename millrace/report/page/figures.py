@@ -86,6 +86,29 @@ def line(
     return trace | more | {"line": line_}
 
 
+def bars(
+    at: Any, values: Any, look: dict[str, Any], *, across: bool = False, **more: Any
+) -> dict[str, Any]:
+    """Return bars of `values` in columns `at`, or in rows. `look` is their marker."""
+    if across:
+        return {
+            "type": "bar",
+            "orientation": "h",
+            "x": rounded(values),
+            "y": at,
+            "marker": look,
+        } | more
+    return {"type": "bar", "x": rounded(at), "y": rounded(values), "marker": look} | more
+
+
+def area(
+    name: str, x: list[float | None], y: Any, colour: str, group: str, **line: Any
+) -> dict[str, Any]:
+    """Return an area of the stack `group`. `line` has further settings of its upper line."""
+    look = {"line": {"width": 0, "color": colour} | line, "fillcolor": colour, "stackgroup": group}
+    return {"type": "scatter", "mode": "lines", "name": name, "x": x, "y": rounded(y)} | look
+
+
 def figure(
     how: str, data: list[dict[str, Any]], height: int = 300, note: str = "", **layout: Any
 ) -> Block:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +15,20 @@ from typing import Any
 import numpy as np
 
 from millrace.observe.timing import TOTALS
-from millrace.persist.accounts import Line
+from millrace.persist.accounts import Device, Line
 from millrace.persist.run_reader import RunReader
-from millrace.report.accounts.devices import IDLE, IDLE_TRACK
-from millrace.report.accounts.tokens import VALIDATION
+from millrace.report.accounts import IDLE, IDLE_TRACK, VALIDATION
 from millrace.report.page import figures as fig
-from millrace.report.page.figures import STATES, Array, Block, figure, label, moments, rounded
+from millrace.report.page.figures import (
+    STATES,
+    Array,
+    Block,
+    StateStyle,
+    figure,
+    label,
+    moments,
+    rounded,
+)
 from millrace.report.page.head import run_seconds
 from millrace.report.trace.chrome import SAMPLES
 from millrace.report.trace.spans import Span
@@ -84,22 +93,28 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
     requests: dict[str, list[tuple[float, float, float]]] = {}
     replicas: dict[str, list[tuple[float, float, float]]] = {}
     idle: list[tuple[float, float, float]] = []
-    lengths = _Lengths()
+    tokens, ended = Counter[tuple[int, str]](), set[tuple[int, str]]()
+    trained: set[str] = set()
     for span in spans:
         by, track, name = shift[span.attempt], span.track, span.name
         start, end = span.start + by, span.end + by
         if name == "request":
             validates = span.key.startswith(VALIDATION)
             requests.setdefault(track, []).append((start, end, validates))
-            if not validates and not (n and _number(span.key.split("/")[1:2]) >= n):
-                lengths.add(span)
+            count: Any = span.facts.get("tokens")
+            response = span.attempt, span.key
+            drawn = type(count) is int and 0 <= count < 2**31
+            if drawn and not validates and not (n and _number(span.key.split("/")[1:2]) >= n):
+                tokens[response] += count  # one that was interrupted has several requests
+                if span.facts.get("stop") not in (None, "interrupted"):
+                    ended.add(response)
         elif name == "thinned":  # anybody may have written the file
             every = span.facts.get("every")
             known = type(every) is int and 0 < every < 2**31
             found.thinned.append((start, int(every or 1) if known else 1))
         elif track == SAMPLES:
             if name == "sealed":
-                lengths.trained.add(span.key)
+                trained.add(span.key)
         elif track == "trainer" and name in fig.PARTS and end > start:
             found.trainer.append((start, end, name))
         elif track == IDLE_TRACK and (name in fig.PARTS or name in STATES) and end > start:
@@ -114,7 +129,12 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
 
     found.thinned = sorted([*found.thinned, *((float(start), 1) for start, _ in attempts)])
     found.trainer.sort()
-    found.lengths = lengths.table()
+    # A response that a later attempt drew again was lost in a kill: the later one is trained.
+    last = {key: attempt for attempt, key in sorted(ended)}
+    found.lengths = np.array(
+        [(tokens[a, key], key.partition("/")[0] in trained and last[key] == a) for a, key in ended],
+        dtype=np.float64,
+    ).reshape(-1, 2)
     found.requests, found.replicas = (
         {track: _sorted(rows) for track, rows in sorted(tracks.items(), key=by_number)}
         for tracks in (requests, replicas)
@@ -126,32 +146,6 @@ def columns(spans: Sequence[Span], n: int = 0) -> Spans:
 def _number(text: Sequence[str]) -> int:
     """Return the number in the first text, or 0: the index of a response, or of a replica."""
     return int(text[0]) if text and re.fullmatch(r"[0-9]{1,9}", text[0]) else 0
-
-
-class _Lengths:
-    """The lengths of responses. A response that was interrupted has several requests."""
-
-    def __init__(self) -> None:
-        self.trained: set[str] = set()
-        """Samples that were trained."""
-        self._tokens: dict[tuple[int, str], float] = {}
-        self._ended: set[tuple[int, str]] = set()
-
-    def add(self, span: Span) -> None:
-        tokens, key = span.facts.get("tokens"), (span.attempt, span.key)
-        if type(tokens) is int and 0 <= tokens < 2**31:
-            self._tokens[key] = self._tokens.get(key, 0.0) + tokens
-            if span.facts.get("stop") not in (None, "interrupted"):
-                self._ended.add(key)
-
-    def table(self) -> Array:
-        # A response that a later attempt drew again was lost in a kill: the later one is trained.
-        last = {key: attempt for attempt, key in sorted(self._ended)}
-        rows = []
-        for attempt, key in self._ended:
-            trained = key.partition("/")[0] in self.trained and last[key] == attempt
-            rows.append((self._tokens[attempt, key], trained))
-        return np.array(rows, dtype=np.float64).reshape(-1, 2)
 
 
 def _squeezed(spans: Sequence[Span]) -> tuple[dict[int, float], Array]:
@@ -267,13 +261,12 @@ def timeline(run: RunReader, found: Spans) -> list[Block]:
         return [_shares(edges, parts, borders, note, _strips(found)), *windows(found, chosen)]
     why = "`report.trace=false`" if run.key("report.trace") is False else "the folder has no trace/"
     if made := _from_accounts(run.accounts):
-        edges, parts, borders = made
         note = f"From the accounts of each version, without single spans: {why}."
-        return [_shares(edges, parts[:MOST_LANES], borders, note, {})]
-    edges, part = _from_rows(run)
-    if len(part):
+    elif made := _from_accounts(_accounts_of_rows(run)):
         note = f"Only the trainer's time is known: {why}, and there is no accounts.jsonl."
-        return [_shares(edges, [("trainer", part)], [], note, {})]
+    if made:
+        edges, parts, borders = made
+        return [_shares(edges, parts[:MOST_LANES], borders, note, {})]
     return [fig.missing("timeline", f"{why}, and the metrics have no times.")]
 
 
@@ -318,34 +311,26 @@ def _from_accounts(
                 bins += [{} for _ in range(len(edges) - 2 - len(bins))] + [spent]
     if not parts:
         return None
-    tables = [(track, _table(bins, len(edges) - 1)) for track, bins in parts.items()]
+    tables = []
+    for track, bins in parts.items():
+        tables.append((track, table := np.zeros((len(edges) - 1, len(NAMES)))))
+        for i, spent in enumerate(bins):
+            for name, value in spent.items():
+                table[i, NAMES.index(fig.state_of(name))] += max(0.0, value)
     return np.array(edges), tables, borders
 
 
-def _from_rows(run: RunReader) -> tuple[Array, Array]:
-    """Return edges of time and the trainer's shares from the rows of metrics."""
-    rows = [run.rows[v] for v in sorted(run.rows) if run.rows[v].get("timing_s/step", 0) > 0]
-    step = max(1, len(rows) // BINS)
-    ends = np.cumsum([row["timing_s/step"] for row in rows])
-    # A bin has the shares of its first row, and the time of all of its rows.
-    edges = np.concatenate([[0.0], ends[step - 1 :: step][: len(rows[::step]) - 1], ends[-1:]])
-    rows = rows[::step]
-    start = "timing_share/"
-    names = {name for row in rows for name in row if name.startswith(start)}
-    parts = {name: name.removeprefix(start) for name in names}
-    bins = [
-        {parts[name]: v for name, v in row.items() if parts.get(name, "gen") not in TOTALS}
-        for row in rows
-    ]
-    return edges, _table(bins, len(edges) - 1)
-
-
-def _table(bins: list[dict[str, float]], count: int) -> Array:
-    made = np.zeros((count, len(NAMES)))
-    for i, spent in enumerate(bins):
-        for name, value in spent.items():
-            made[i, NAMES.index(fig.state_of(name))] += max(0.0, value)
-    return made
+def _accounts_of_rows(run: RunReader) -> list[Line]:
+    """Return the trainer's time in the rows of metrics as lines of accounts."""
+    start, spent, seconds, lines = "timing_share/", Counter[str](), 0.0, list[Line]()
+    for version, row in [(0, dict[str, float]()), *sorted(run.rows.items())]:
+        step = row.get("timing_s/step", 0.0)
+        parts = {n.removeprefix(start): v * step for n, v in row.items() if n.startswith(start)}
+        spent.update({name: v for name, v in parts.items() if name not in TOTALS})
+        seconds += step
+        device = Device(1, dict(spent))
+        lines.append(Line("version", 1, version, 0.0, seconds, 0, {}, devices={"trainer": device}))
+    return lines
 
 
 def _strips(spans: Spans) -> Strips:
@@ -431,19 +416,11 @@ def _moments(found: Sequence[tuple[float, str]], width: int, dash: str) -> dict[
 
 
 def _area(state: str, axis: str, edges: Array, column: Array, legend: bool) -> dict[str, Any]:
-    look = STATES[state]
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": look.words,
+    look, shares = STATES[state], [*np.round(column, 3), round(float(column[-1]), 3)]
+    return fig.area(look.words, moments(edges), shares, look.colour, axis, shape="hv") | {
         "legendgroup": state,
         "showlegend": legend,
-        "x": moments(edges),
-        "y": rounded([*np.round(column, 3), round(float(column[-1]), 3)]),
         "yaxis": axis,
-        "stackgroup": axis,
-        "line": {"width": 0, "shape": "hv", "color": look.colour},
-        "fillcolor": look.colour,
         "fillpattern": look.hatch,
         "hovertemplate": f"{look.words} %{{y:.0%}}<extra></extra>",
     }
@@ -451,24 +428,28 @@ def _area(state: str, axis: str, edges: Array, column: Array, legend: bool) -> d
 
 def _strip_bars(strips: Strips, axis: str) -> list[dict[str, Any]]:
     return [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": look.words,
+        _times(look, [(a, b - a, row) for a, b, _ in pieces], line=edge)
+        | {
             "legendgroup": state,
             "showlegend": False,
-            "base": moments([a for a, _, _ in pieces]),
-            "x": rounded([b - a for a, b, _ in pieces]),
-            "y": [row] * len(pieces),
             "yaxis": axis,
-            "marker": {"color": look.colour, "line": {"width": 1, "color": look.colour}},
             "text": [f"version {label(key)}" for _, _, key in pieces],
             "textposition": "none",
             "hovertemplate": "%{text}, from %{base:.1f} s<extra></extra>",
         }
         for row, (state, pieces) in enumerate(strips.items())
         for look in [STATES[state]]
+        for edge in [{"width": 1, "color": look.colour}]
     ]
+
+
+def _times(
+    look: StateStyle, pieces: Sequence[tuple[float, float, float]], **marker: Any
+) -> dict[str, Any]:
+    """Return a bar of time for each begin, length and row."""
+    begins, lengths, rows = map(list, zip(*pieces, strict=True))
+    marker = {"color": look.colour} | marker
+    return fig.bars(rows, lengths, marker, across=True, name=look.words, base=moments(begins))
 
 
 def _largest_wait(edges: Array, parts: Sequence[tuple[str, Array]]) -> str:
@@ -566,17 +547,8 @@ def _bars(lanes: list[Lane], tops: list[float], begin: float, end: float) -> lis
             a, b = max(float(start), begin), min(float(stop), end)
             pieces.setdefault(int(state), []).append((a, b - a, top + 0.15))
     return [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": look.words,
-            "base": moments([a for a, _, _ in found[:2000]]),
-            "x": rounded([w for _, w, _ in found[:2000]]),
-            "y": [y for _, _, y in found[:2000]],
-            "width": 0.26,
-            "marker": {"color": look.colour, "pattern": look.hatch, "line": {"width": 0}},
-            "hovertemplate": f"{look.words} %{{x:.3f}} s<extra></extra>",
-        }
+        _times(look, found[:2000], pattern=look.hatch, line={"width": 0})
+        | {"width": 0.26, "hovertemplate": f"{look.words} %{{x:.3f}} s<extra></extra>"}
         for state, found in sorted(pieces.items())
         for look in [STATES[NAMES[state]]]
     ]

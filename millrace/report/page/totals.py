@@ -37,6 +37,10 @@ class Track:
     """Seconds of one device by state."""
     all: Seconds = field(default_factory=Seconds)
     """Device-seconds by state. Attempts may have different numbers of devices."""
+    money: Seconds = field(default_factory=Seconds)
+    """The price of `all`. Each attempt has its own."""
+    whole: float = 0.0
+    """Devices x seconds of each attempt."""
 
 
 def tokens(run: RunReader) -> list[Block]:
@@ -62,15 +66,11 @@ def tokens(run: RunReader) -> list[Block]:
         f"Every drawn token is in one bucket. {share(wasted, whole)} of them trained nothing and "
         "are not in flight. The largest of the other buckets shows what to change."
     )
-    chart = {
-        "type": "bar",
-        "orientation": "h",
-        "y": [fig.label(name, 24) for name, _ in reversed(found)],
-        "x": fig.rounded([count for _, count in reversed(found)]),
-        "marker": {"color": [looks[name][1] for name, _ in reversed(found)]},
-        "hovertemplate": "%{y}: %{x:,}<extra></extra>",
-        "showlegend": False,
-    }
+    upwards = dict(reversed(found))
+    look = {"color": [looks[name][1] for name in upwards]}
+    lanes = [fig.label(name, 24) for name in upwards]
+    chart = fig.bars(lanes, upwards.values(), look, across=True)
+    chart |= {"hovertemplate": "%{y}: %{x:,}<extra></extra>", "showlegend": False}
     axes = {"xaxis": fig.axes("", "tokens")["xaxis"], "yaxis": {"automargin": True}}
     return [
         fig.figure(how, [chart], 110 + 26 * len(found), **axes),
@@ -92,7 +92,10 @@ def device_seconds(lines: list[Line]) -> dict[str, Track]:
             track.count = max(device.count, 1)
             track.length += line.seconds
             track.each.update(device.seconds)
-            track.all.update({part: track.count * s for part, s in device.seconds.items()})
+            track.whole += track.count * line.seconds
+            spent = {part: track.count * s for part, s in device.seconds.items()}
+            track.all.update(spent)
+            track.money.update({part: s * line.price / 3600 for part, s in spent.items()})
     return found
 
 
@@ -125,23 +128,17 @@ def devices(run: RunReader) -> list[Block]:
         "wait, raise `async_training.staleness_threshold`."
     )
     head = ["device", *(STATES[s].words for s in states), "all waits"]
-    return [table(how, head, rows[:200]), *_money(last_lines(run.accounts))]
+    return [table(how, head, rows[:200]), *_money(list(found.values()), last_lines(run.accounts))]
 
 
-def _money(lines: list[Line]) -> list[Block]:
-    """Return the device-seconds by part over all devices, and the check that they add up.
-
-    Each attempt has its own devices and its own price.
-    """
-    total, money, expected = Seconds(), Seconds(), 0.0
-    for line in lines:
-        for device in line.devices.values():
-            count = max(device.count, 1)
-            expected += count * line.seconds
-            spent = {part: count * value for part, value in device.seconds.items()}
-            total.update(spent)
-            money.update({part: value * line.price / 3600 for part, value in spent.items()})
+def _money(tracks: list[Track], lines: list[Line]) -> list[Block]:
+    """Return the device-seconds by part over all devices, and the check that they add up."""
+    total, money = Seconds(), Seconds()
+    for track in tracks:
+        total.update(track.all)
+        money.update(track.money)
     whole, price = sum(total.values()), any(line.price for line in lines)
+    expected = sum(track.whole for track in tracks)
     counts = [sum(max(d.count, 1) for d in line.devices.values()) for line in lines]
     words = "devices x seconds of each attempt"
     if len(set(counts)) == 1:

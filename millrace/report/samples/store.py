@@ -31,7 +31,7 @@ from millrace.codec import sendable
 from millrace.observe.files import files_in, make_folder, size_of
 from millrace.persist.run_reader import SAMPLES, RunReader
 from millrace.types import PolicyVersion, Sample, Tokens, Trajectory, tokens_of
-from millrace.waits.stream import Event
+from millrace.waits.registry import Event
 
 Decode = Callable[[Tokens], str]
 

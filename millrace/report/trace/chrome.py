@@ -27,7 +27,7 @@ import msgspec
 from msgspec import Raw
 
 from millrace.codec import sendable
-from millrace.waits.stream import Event
+from millrace.waits.registry import Event
 
 SAMPLES = "samples"
 """The track of samples."""

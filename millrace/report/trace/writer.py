@@ -28,7 +28,7 @@ from zlib import crc32
 import msgspec
 
 from millrace.observe.files import files_in, make_folder, size_of
-from millrace.report.accounts.tokens import VALIDATION
+from millrace.report.accounts import VALIDATION
 from millrace.report.trace.chrome import (
     CALLS,
     ENDS,
@@ -39,7 +39,7 @@ from millrace.report.trace.chrome import (
     Translator,
     as_json,
 )
-from millrace.waits.stream import Event
+from millrace.waits.registry import Event
 
 NAME = re.compile(r"attempt-(\d{3,9})-(\d{3,9})\.json")
 HEADER = "clock_zero"

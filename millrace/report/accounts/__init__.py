@@ -1,1 +1,0 @@
-"""Accounts of every token, every second of a device and every wait."""
