@@ -61,7 +61,7 @@ from millrace.config import recipe
 from millrace.observe.progress import Progress, make_view
 from millrace.run.folder import open_run_dir
 from millrace.run.session import Session, open_session
-from millrace.run.stop import StopRequest
+from millrace.run.signals import StopRequest
 from millrace.run.train import Outcome, run_training
 from millrace.schedule.ledger import Ledger
 

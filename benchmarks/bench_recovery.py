@@ -28,8 +28,8 @@ from millrace.observe.progress import Lines, Progress
 from millrace.persist.history import audit
 from millrace.process.rpc import Peer
 from millrace.run.session import Session, open_session
+from millrace.run.signals import StopRequest
 from millrace.run.start import start_state
-from millrace.run.stop import StopRequest
 from millrace.run.train import run_training
 
 

@@ -298,7 +298,7 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 BUDGETS = {
     "agents": 4310,
     "algorithms": 3370,
-    "api": 760,
+    "api": 751,
     "cli": 1900,
     "config": 4840,
     "data": 3200,

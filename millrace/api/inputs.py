@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config import Config
-from millrace.config.cached import VARIABLE, cache_folder
 from millrace.config.layers import settings_of
+from millrace.config.packaged import VARIABLE, cache_folder
 from millrace.config.recipe import load
 from millrace.data.row_store import encoded
 from millrace.data.user_code import IN_DRIVER, spec_of
@@ -102,7 +102,10 @@ def _add(given: dict[str, Any], parameter: str, key: str, value: Any) -> None:
     section, _, name = key.partition(".")
     inner = given.get(section)
     if key in given or (isinstance(inner, Mapping) and name in inner):
-        raise bad_value(parameter, _short(value), f"{key} is given too", "one of them")
+        # Rows may be millions.
+        brief = callable(value) or isinstance(value, str)
+        shown = value if brief else f"a {type(value).__name__}"
+        raise bad_value(parameter, shown, f"{key} is given too", "one of them")
     given[key] = _sources(key, value) if parameter in ("train", "val") else value
 
 
@@ -169,11 +172,6 @@ def rows_of(name: str, given: Any) -> list[dict[str, Any]]:
     if not rows:
         raise bad_value(name, [], "has no rows", "at least one row")
     return rows
-
-
-def _short(value: Any) -> Any:
-    """Return a value as an error names it. Rows may be millions."""
-    return value if callable(value) or isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def is_coroutine(function: Callable[..., Any]) -> bool:

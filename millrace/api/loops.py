@@ -59,14 +59,14 @@ def run_to_end(
     except RuntimeError:
         if threading.current_thread() is threading.main_thread():
             with _own_handlers():
-                return _unwrapped(lambda: asyncio.run(with_signals(work(), progress, request_stop)))
+                return unwrapped(lambda: asyncio.run(with_signals(work(), progress, request_stop)))
         lonely = Interrupts()
-        return _unwrapped(lambda: asyncio.run(with_signals(work(), progress, request_stop, lonely)))
+        return unwrapped(lambda: asyncio.run(with_signals(work(), progress, request_stop, lonely)))
     interrupts = Interrupts()
     ended = in_thread(
         lambda: asyncio.run(with_signals(work(), progress, request_stop, interrupts)), "run"
     )
-    return _unwrapped(lambda: wait_for(ended, interrupts.interrupt))
+    return unwrapped(lambda: wait_for(ended, interrupts.interrupt))
 
 
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:
@@ -107,7 +107,7 @@ def end_if_stopped(complete: bool, text: str) -> None:
         raise KeyboardInterrupt(text) if code == 128 + signal.SIGINT else SystemExit(code)
 
 
-def _unwrapped(run: Callable[[], T]) -> T:
+def unwrapped(run: Callable[[], T]) -> T:
     """Return what `run` returns, and raise the first cause of an error. A signal's is its own."""
     try:
         return run()

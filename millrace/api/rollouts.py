@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from millrace.api.inputs import Recipe, rows_of, setup
-from millrace.api.loops import in_thread, only_run, wait_for
+from millrace.api.loops import in_thread, only_run, unwrapped, wait_for
 from millrace.api.result import Run
 from millrace.api.training import shown
 from millrace.config.packaged import named
@@ -21,10 +21,10 @@ from millrace.data.row_store import RowCache
 from millrace.data.rows import RowCheck
 from millrace.data.sources import Part, Rows
 from millrace.data.user_code import kept
-from millrace.errors import MillraceError, bad_value, first_cause
+from millrace.errors import MillraceError, bad_value
 from millrace.pipeline.validation import Played
 from millrace.rewards.sources import refusal
-from millrace.run.drawn import DrawnResponse, drawn
+from millrace.run.callbacks import DrawnResponse, drawn
 from millrace.run.evaluate import revived, validator_of
 from millrace.run.session import Session, open_session
 from millrace.run.start import start_state
@@ -86,10 +86,7 @@ class Rollouts:
             ready: Future[None] = Future()
             self._ended = in_thread(lambda: asyncio.run(self._serve(ready, seen)), "rollouts")
             try:
-                wait_for(ready, self._interrupt)
-            except BaseExceptionGroup as error:
-                cause = first_cause(error)
-                raise cause from cause.__cause__
+                unwrapped(lambda: wait_for(ready, self._interrupt))
             except asyncio.CancelledError:
                 raise KeyboardInterrupt from None
             self._stack = self._stack.pop_all()
@@ -103,10 +100,10 @@ class Rollouts:
     ) -> None:
         with self._stack:
             self._call(lambda: self._end.set() if self._end is not None else None)
-            if self._ended is not None and error is None:
-                self._raise_end(self._ended)
-            elif self._ended is not None:  # the error of the body counts
-                wait([self._ended])
+            if (ended := self._ended) is not None and error is None:
+                unwrapped(lambda: wait_for(ended, self._interrupt))
+            elif ended is not None:  # the error of the body counts
+                wait([ended])
             self._session = None
 
     def draw(self, prompts: Prompts, n: int | None = None) -> list[list[DrawnResponse]]:
@@ -142,17 +139,9 @@ class Rollouts:
         try:
             return wait_for(drawing, interrupt)
         except (asyncio.CancelledError, CancelledError):
-            if not stopped and self._ended is not None:
-                self._raise_end(self._ended)
+            if not stopped and (ended := self._ended) is not None:
+                unwrapped(lambda: wait_for(ended, self._interrupt))
             raise KeyboardInterrupt from None
-
-    def _raise_end(self, ended: Future[None]) -> None:
-        """Raise the error that ended the engines."""
-        try:
-            wait_for(ended, self._interrupt)
-        except BaseExceptionGroup as error:
-            cause = first_cause(error)
-            raise cause from cause.__cause__
 
     async def _draw(
         self, s: Session, rows: list[dict[str, Any]], n: int, scored: bool

@@ -15,7 +15,7 @@ from millrace.data.user_code import kept
 from millrace.errors import bad_value
 from millrace.observe.progress import Lines, Progress, State, make_view
 from millrace.run.callbacks import Callback
-from millrace.run.stop import StopRequest
+from millrace.run.signals import StopRequest
 from millrace.run.train import train as work
 
 

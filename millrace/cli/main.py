@@ -70,7 +70,7 @@ from millrace.errors import (
     redact,
 )
 from millrace.observe.panel import shown
-from millrace.run import get_model as getting
+from millrace.run import model_folders as getting
 from millrace.run import supervised
 from millrace.run.signals import signal_exit_code
 
@@ -187,7 +187,7 @@ def train(
         _validate(config, json_)
         return
     from millrace.run import summary
-    from millrace.run.stop import StopRequest
+    from millrace.run.signals import StopRequest
     from millrace.run.train import train as work
 
     stop, name = StopRequest(), config.name
@@ -218,7 +218,7 @@ def sft(
     """
     all_overrides = overrides_on(address, overrides)
     config = configure(path, all_overrides, json_, dry_run, help_config, work="sft")
-    from millrace.run.sft import run_sft as work
+    from millrace.run.start import run_sft as work
 
     if not config.sft.steps:
         raise bad_value("sft.steps", 0, "the warm-up has no steps", "sft.steps=200")

@@ -9,63 +9,41 @@ from millrace.config.algorithm_keys import (
     ActorConfig,
     AlgorithmConfig,
     CriticConfig,
-    FilterGroupsConfig,
-    KlCtrlConfig,
     KlType,
-    PolicyLossConfig,
+    OptimConfig,
     TppoConfig,
 )
-from millrace.config.correction_keys import CorrectionConfig
-from millrace.config.data_keys import DataConfig, OverlongBufferConfig, RewardConfig
-from millrace.config.keys import Config, Derived
-from millrace.config.megatron_keys import MegatronConfig
+from millrace.config.data_keys import DataConfig, RewardConfig
+from millrace.config.keys import Config, Sides
 from millrace.config.model_keys import ModelConfig, ModelShape, SftConfig
-from millrace.config.optim_keys import OptimConfig
-from millrace.config.report_keys import ObserveConfig, ReportConfig
-from millrace.config.reward_keys import JudgeConfig, MixedReward, OneReward, RewardModelConfig
-from millrace.config.rollout_keys import DrawnLengthsConfig, RolloutConfig, ValidationConfig
-from millrace.config.schedule_keys import AsyncConfig
-from millrace.config.section import Section
-from millrace.config.sides import Sides
+from millrace.config.reward_keys import JudgeConfig, OneReward, RewardModelConfig
+from millrace.config.rollout_keys import RolloutConfig
 from millrace.config.teacher_keys import DistillationConfig, TeacherConfig
-from millrace.config.trainer_keys import GuardConfig, SyncConfig, TrainerConfig
+from millrace.config.trainer_keys import GuardConfig, MegatronConfig, ReportConfig, TrainerConfig
 
 __all__ = [
     "ActorConfig",
     "AgentConfig",
     "AlgorithmConfig",
-    "AsyncConfig",
     "Config",
-    "CorrectionConfig",
     "CriticConfig",
     "DataConfig",
-    "Derived",
     "DistillationConfig",
-    "DrawnLengthsConfig",
-    "FilterGroupsConfig",
     "GuardConfig",
     "JudgeConfig",
-    "KlCtrlConfig",
     "KlType",
     "MegatronConfig",
-    "MixedReward",
     "ModelConfig",
     "ModelShape",
-    "ObserveConfig",
     "OneReward",
     "OptimConfig",
-    "OverlongBufferConfig",
-    "PolicyLossConfig",
     "ReportConfig",
     "RewardConfig",
     "RewardModelConfig",
     "RolloutConfig",
-    "Section",
     "SftConfig",
     "Sides",
-    "SyncConfig",
     "TeacherConfig",
     "TppoConfig",
     "TrainerConfig",
-    "ValidationConfig",
 ]

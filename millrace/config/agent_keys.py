@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from millrace.config.facts import Fixed
-from millrace.config.section import Section
-from millrace.errors import bad_value
+from millrace.config.section import Fixed, Rule, Section
 
 SERVED = ("program", "command", "remote")
 """The players that are programs: the endpoint serves them."""
@@ -157,12 +156,12 @@ class AgentConfig(Section):
                 found[key] = players
         return found
 
-    def check(self) -> None:
-        both = [key for key in PLAYERS if getattr(self, key)]
-        if len(both) > 1 and not set(both) <= set(TOOLS):
-            raise bad_value(
-                f"agents.{both[1]}",
-                getattr(self, both[1]),
-                f"agents.{both[0]} names who plays already",
+    def rules(self, here: str) -> Iterator[Rule]:
+        first, *others = [key for key in PLAYERS if getattr(self, key)] or [""]
+        for key in others:
+            yield (
+                not {first, key} <= set(TOOLS),
+                key,
+                f"agents.{first} names who plays already",
                 f"only one of {', '.join(f'agents.{key}' for key in PLAYERS)}",
             )

@@ -1,9 +1,12 @@
-"""The keys of losses, optimizers and advantages."""
+"""The keys of losses, optimizers, advantages and the off-policy correction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import math
+from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, create_model
@@ -15,18 +18,238 @@ from millrace.algorithms.advantage import (
     TokenWeights,
     as_estimator,
 )
+from millrace.algorithms.correction_plan import (
+    RULES,
+    CorrectionOptions,
+    CorrectionPlan,
+    Proximal,
+    parse_rules,
+    parse_threshold,
+)
 from millrace.algorithms.estimators import ESTIMATORS
 from millrace.algorithms.losses import POLICY_LOSSES
 from millrace.algorithms.norm_options import Level, NormOptions
 from millrace.algorithms.policy_loss import AggMode, LossOptions, PolicyLoss, as_policy_loss
-from millrace.config.correction_keys import CorrectionConfig
-from millrace.config.facts import Choice, Choices, Compared, Fixed, Past, ReadWith, Switch
-from millrace.config.optim_keys import OptimConfig
 from millrace.config.plugins import load as load_part
 from millrace.config.plugins import names
-from millrace.config.section import Section
+from millrace.config.section import (
+    Choice,
+    Choices,
+    Compared,
+    Fixed,
+    Past,
+    ReadWith,
+    Rule,
+    Section,
+    Switch,
+)
 from millrace.data.user_code import load
 from millrace.errors import bad_value
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimConfig(Section):
+    lr: float = Field(1e-6, ge=0)
+    """Peak learning rate. With 0, nothing is trained: use it to measure speed."""
+    lr_warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps of linear warm-up. The first step uses lr / lr_warmup_steps."""
+    lr_warmup_steps_ratio: Annotated[
+        float,
+        Past(
+            "the warm-up keeps its length in steps from the first start of the run",
+            lambda now, before, key: not now.value_of(key),
+            "another value than 0",
+        ),
+    ] = Field(0.0, ge=0, le=1)
+    """Share of the run's optimizer steps that are warm-up, rounded down to a whole step.
+
+    It is used if lr_warmup_steps is 0. Set only one of the two keys.
+    """
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the schedule after the warm-up. It ends at the run's last optimizer step."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Final learning rate of linear and cosine, as a share of lr."""
+    optimizer: Annotated[
+        Literal["adamw", "muon"], Switch(), Fixed("the checkpoint has its moments")
+    ] = "adamw"
+    """muon: Muon for the matrices inside the layers, and AdamW for all other weights.
+
+    Its steps have the rms of AdamW's, so a learning rate of AdamW fits.
+    """
+    muon_momentum: Annotated[Decay, ReadWith({".optimizer": ("muon",)})] = 0.95
+    """Decay rate of Muon's momentum."""
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled weight decay of AdamW. It applies to matrices only."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+    eps: float = Field(1e-8, gt=0)
+    """Epsilon of AdamW."""
+    clip_grad: float = Field(1.0, ge=0)
+    """Largest norm of the whole gradient.
+
+    A larger gradient is scaled down to it. 0 disables clipping.
+    """
+
+    def warmup_steps(self, horizon: int) -> int:
+        """Return the number of warm-up steps in a run of `horizon` optimizer steps."""
+        # 1e-9 guards against rounding errors: 0.29 * 100 must be 29, not 28.
+        return self.lr_warmup_steps or math.floor(self.lr_warmup_steps_ratio * horizon + 1e-9)
+
+    def rules(self, here: str) -> Iterator[Rule]:
+        yield (
+            self.lr_warmup_steps and self.lr_warmup_steps_ratio,
+            "lr_warmup_steps_ratio",
+            f"{here}lr_warmup_steps is {self.lr_warmup_steps}, and both keys set the length of "
+            "the warm-up",
+            f"{here}lr_warmup_steps_ratio=0, or {here}lr_warmup_steps=0",
+        )
+
+
+PROXIMAL = {
+    "recompute": Proximal.RECOMPUTED,
+    "interpolate": Proximal.INTERPOLATED,
+    "linear": Proximal.LINEAR,
+}
+"""The proximal policies of decoupled settings, by the values of `proximal`."""
+
+
+class CorrectionConfig(Section):
+    rollout_is: Literal["token", "sequence", "geometric"] | None = None
+    """Importance weights against the mismatch of trainer and rollout.
+
+    They are for each token, or for each response: the product of its ratios, or their geometric
+    mean. A weight is a trainer probability over the
+    rollout probability. With use_rollout_log_probs=false, the trainer probability is that of the
+    old policy (see proximal). With true, it is that of the current policy, and the loss must have
+    no ratio (gpg, reinforce).
+    """
+    rollout_is_threshold: Annotated[
+        float | str, ReadWith({".rollout_is": ("token", "sequence", "geometric")})
+    ] = 2.0
+    """A number is an upper bound: larger weights become the bound (TIS).
+
+    A pair "lo_hi" sets weights outside of it to 0 (IcePop).
+    """
+    rollout_is_threshold_lower: float | None = Field(None, gt=0)
+    """Lower bound of truncated weights: smaller ones become the bound."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the truncated weights by their mean over the batch."""
+    rollout_rs: str | None = None
+    """Rejection rules, separated by commas. A token is trained if every rule accepts it.
+
+    The rules are token_k1|k2|k3, seq_sum_k1|k2|k3, seq_mean_k1|k2|k3 and seq_max_k1|k2|k3.
+    """
+    rollout_rs_threshold: float | str | tuple[float | str, ...] | None = None
+    """Bounds of rollout_rs: one for all rules, or one for each.
+
+    k1 takes "lo_hi" on the ratio; a single number u means 1/u to u. k2 and k3 take an upper bound
+    on the divergence.
+    """
+    rollout_token_veto_threshold: float | None = Field(None, gt=0)
+    """Reject a whole response if the ratio of one of its tokens is below this."""
+    m2_threshold: float | None = Field(None, gt=0)
+    """Second-moment mask (M2PO): the largest mean of the squared log-ratios.
+
+    The tokens with the largest ones are rejected, until the mean over the others is at most this.
+    AReaL's recipe has 0.04.
+    """
+    off_policy_mask_threshold: float | None = Field(None, ge=0)
+    """Off-policy sequence mask (DeepSeek-V3.2): the largest KL of a response, in nats per token.
+
+    Tokens with a negative advantage have no policy loss in a response whose mean of rollout
+    log-prob - current log-prob is over this. They still count in denominators.
+    """
+    max_token_age: int | None = Field(None, ge=0)
+    """Reject tokens that are more than this many versions older than the live version."""
+    reject_before_baseline: bool = False
+    """Leave responses that are rejected whole out of their group's baseline too."""
+    proximal: Literal["recompute", "interpolate", "linear"] = "recompute"
+    """The old policy of PPO's ratio if use_rollout_log_probs is false.
+
+    recompute takes the trainer's policy at the batch's arrival, which costs a forward pass.
+    interpolate mixes the rollout's and the current log-probs by each token's version, which costs
+    none. linear mixes their probabilities.
+    """
+
+    @property
+    def active(self) -> bool:
+        """Whether any weight, rule, veto, second moment or age limit is set."""
+        return bool(
+            self.rollout_is
+            or self.rollout_rs
+            or self.rollout_token_veto_threshold
+            or self.m2_threshold
+            or self.max_token_age is not None
+        )
+
+    def rules(self, here: str) -> Iterator[Rule]:
+        self.plan(bypass=False)
+        for key, what in (
+            ("rollout_is_batch_normalize", "normalise"),
+            ("rollout_is_threshold_lower", "bound"),
+        ):
+            rule = f"there are no importance weights to {what}"
+            alone = getattr(self, key) and not self.rollout_is
+            yield alone, key, rule, f"{here}rollout_is=token"
+        key, early = "reject_before_baseline", self.reject_before_baseline
+        rejects = self.rollout_rs or self.rollout_token_veto_threshold or self.m2_threshold
+        yield (
+            early and not rejects,
+            key,
+            "no rejection rule and no veto is set",
+            f"{here}rollout_rs=seq_mean_k1 {here}rollout_rs_threshold=0.5_2.0",
+        )
+        yield (
+            early and self.proximal != "recompute",
+            key,
+            "an interpolated proximal policy is known only after the advantages are computed",
+            f"{here}proximal=recompute",
+        )
+
+    def plan(self, *, bypass: bool) -> CorrectionPlan:
+        """Return the plan that this section describes.
+
+        `bypass` is async_training.use_rollout_log_probs. Raises ConfigError if a threshold or a
+        rule cannot be parsed.
+        """
+        here = "algorithm.rollout_correction."
+        try:
+            threshold = parse_threshold(self.rollout_is_threshold)
+        except ValueError as error:
+            key = f"{here}rollout_is_threshold"
+            raise bad_value(key, self.rollout_is_threshold, str(error), f"{key}=2.0") from None
+        try:
+            rules = parse_rules(self.rollout_rs, self.rollout_rs_threshold)
+        except ValueError as error:
+            unknown = "unknown rule" in str(error) or "twice" in str(error)
+            bounded = not unknown and self.rollout_rs_threshold is not None
+            key = "rollout_rs_threshold" if bounded else "rollout_rs"
+            first = (self.rollout_rs or "").split(",")[0].strip()
+            near = [first] if first in RULES else difflib.get_close_matches(first, RULES, 1)
+            rule = (near or ["token_k1"])[0]
+            bound = "0.5_2.0" if rule.endswith("k1") else "0.01"
+            fix = f"{here}rollout_rs={rule} {here}rollout_rs_threshold={bound}"
+            raise bad_value(f"{here}{key}", getattr(self, key), str(error), fix) from None
+        lower, key = self.rollout_is_threshold_lower, f"{here}rollout_is_threshold_lower"
+        if lower is not None:
+            if isinstance(threshold, tuple):
+                rule = "a pair in rollout_is_threshold sets weights outside of it to 0, so none is raised"
+                fix = f"a single number in {here}rollout_is_threshold, or no lower bound"
+                raise bad_value(key, lower, rule, fix)
+            if lower > threshold:
+                rule = f"must not be over rollout_is_threshold = {threshold}"
+                raise bad_value(key, lower, rule, f"{key}={min(0.5, threshold)}")
+        names = {field.name for field in fields(CorrectionOptions)}
+        parsed = {"rollout_is_threshold": threshold, "rollout_rs": rules}
+        return CorrectionPlan(
+            options=CorrectionOptions(**self.model_dump(include=names) | parsed),
+            proximal=Proximal.ROLLOUT if bypass else PROXIMAL[self.proximal],
+            max_token_age=self.max_token_age,
+            before_baseline=self.reject_before_baseline,
+            off_policy_mask_threshold=self.off_policy_mask_threshold,
+        )
+
 
 KlType = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "abs+", "k2+", "k3+", "low_var_kl+"
@@ -145,31 +368,28 @@ class PolicyLossKeys(Section):
             return {name: getattr(self, name) for name in self.loss.own_options}
         return self.options
 
-    def check(self) -> None:
+    def rules(self, here: str) -> Iterator[Rule]:
         loss = self.loss
-        if self.options and self.loss_mode in POLICY_LOSSES:
-            raise bad_value(
-                "actor.policy_loss.options",
-                self.options,
-                f"the options of {self.loss_mode} are keys of actor.policy_loss",
-                f"actor.policy_loss.{next(iter(self.options))}=VALUE",
-            )
+        yield (
+            self.options and self.loss_mode in POLICY_LOSSES,
+            "options",
+            f"the options of {self.loss_mode} are keys of actor.policy_loss",
+            f"actor.policy_loss.{next(iter(self.options), '')}=VALUE",
+        )
         by_response = sorted(name for name, x in POLICY_LOSSES.items() if x.sequence_level)
-        if self.importance_sampling_level == "sequence" and not loss.sequence_level:
-            raise bad_value(
-                "actor.policy_loss.importance_sampling_level",
-                "sequence",
-                f"{self.loss_mode} has no form with the ratio of a whole response",
-                f"{_LOSS}={' or '.join(by_response)}, or token",
-            )
-        if self.top_entropy_quantile < 1 and loss.joint:
-            raise bad_value(
-                "actor.policy_loss.top_entropy_quantile",
-                self.top_entropy_quantile,
-                f"the loss {self.loss_mode} {loss.joint}",
-                "actor.policy_loss.top_entropy_quantile=1, or another "
-                "actor.policy_loss.loss_mode, such as gspo or clip_cov",
-            )
+        yield (
+            self.importance_sampling_level == "sequence" and not loss.sequence_level,
+            "importance_sampling_level",
+            f"{self.loss_mode} has no form with the ratio of a whole response",
+            f"{_LOSS}={' or '.join(by_response)}, or token",
+        )
+        yield (
+            self.top_entropy_quantile < 1 and loss.joint,
+            "top_entropy_quantile",
+            f"the loss {self.loss_mode} {loss.joint}",
+            "actor.policy_loss.top_entropy_quantile=1, or another actor.policy_loss.loss_mode, "
+            "such as gspo or clip_cov",
+        )
 
 
 def _with_options() -> type[PolicyLossKeys]:
@@ -284,21 +504,19 @@ class ActorConfig(Section):
             whole = not first["loc"] or first["type"] == "missing"
             raise bad_value(key, own if whole else first["input"], rule, fix) from None
 
-    def check(self) -> None:
+    def rules(self, here: str) -> Iterator[Rule]:
         self.loss_options()
-        self.optim.check_warmup("actor.optim")
-        key = "actor.use_bias_correction_kl"
-        if self.use_bias_correction_kl and not self.use_kl_loss:
-            raise bad_value(key, True, "there is no KL in the loss", "actor.use_kl_loss=true")
-        if self.use_bias_correction_kl and self.kl_loss_type.endswith("+"):
-            plain = self.kl_loss_type.removesuffix("+")
-            raise bad_value(
-                key,
-                True,
-                f"{self.kl_loss_type} already has the gradient of the KL, and the ratio would add "
-                "another one",
-                f"actor.kl_loss_type={plain}",
-            )
+        key, twice = "use_bias_correction_kl", self.kl_loss_type.endswith("+")
+        wanted = self.use_bias_correction_kl
+        no_kl = wanted and not self.use_kl_loss
+        yield no_kl, key, "there is no KL in the loss", "actor.use_kl_loss=true"
+        yield (
+            wanted and twice,
+            key,
+            f"{self.kl_loss_type} already has the gradient of the KL, and the ratio would add "
+            "another one",
+            f"actor.kl_loss_type={self.kl_loss_type.removesuffix('+')}",
+        )
 
 
 class CriticConfig(Section):
@@ -315,9 +533,6 @@ class CriticConfig(Section):
         10.0, gt=0
     )
     """huber: the error beyond which the loss is linear."""
-
-    def check(self) -> None:
-        self.optim.check_warmup("critic.optim")
 
 
 class KlCtrlConfig(Section):
@@ -359,13 +574,7 @@ class NormConfig(Section):
         return {"mean_level": self.mean_level, "std_level": self.std_level}
 
     def options(self) -> NormOptions:
-        return NormOptions(
-            mean_level=self.mean_level,
-            mean_leave1out=self.mean_leave1out,
-            std_level=self.std_level,
-            std_unbiased=self.std_unbiased,
-            eps=self.eps,
-        )
+        return NormOptions(**self.model_dump())
 
 
 class FilterGroupsConfig(Section):
@@ -401,14 +610,13 @@ class TppoConfig(Section):
     adaptive_lam: bool = False
     """lambda of a response is 1 - 1 / (0.05 x its length), and at least algorithm.lam (VAPO)."""
 
-    def check(self) -> None:
-        if self.ignore_last_k and self.ignore_last_k >= self.window:
-            raise bad_value(
-                "algorithm.tppo.ignore_last_k",
-                self.ignore_last_k,
-                f"must be less than algorithm.tppo.window = {self.window}, or nothing is trained",
-                "algorithm.tppo.ignore_last_k=0, or a larger algorithm.tppo.window",
-            )
+    def rules(self, here: str) -> Iterator[Rule]:
+        yield (
+            self.ignore_last_k and self.ignore_last_k >= self.window,
+            "ignore_last_k",
+            f"must be less than algorithm.tppo.window = {self.window}, or nothing is trained",
+            "algorithm.tppo.ignore_last_k=0, or a larger algorithm.tppo.window",
+        )
 
 
 class AlgorithmConfig(Section):
@@ -526,34 +734,31 @@ class AlgorithmConfig(Section):
             adv_norm=self.adv_norm.options(),
         )
 
-    def check(self) -> None:
+    def rules(self, here: str) -> Iterator[Rule]:
         _ = self.weigh_tokens
-        if self.tppo.adaptive_lam and (self.lam == 1 or not self.tppo.window):
-            key, alone = "algorithm.tppo.adaptive_lam", "whole responses have algorithm.lam alone"
-            least = "algorithm.lam = 1 is the least lambda, so the length changes nothing"
-            fix = "algorithm.lam=0.95" if self.tppo.window else "algorithm.tppo.window=TOKENS"
-            raise bad_value(key, True, least if self.tppo.window else alone, fix)
+        key, alone = "tppo.adaptive_lam", "whole responses have algorithm.lam alone"
+        least = "algorithm.lam = 1 is the least lambda, so the length changes nothing"
+        adapts, window = self.tppo.adaptive_lam, self.tppo.window
+        yield adapts and not window, key, alone, "algorithm.tppo.window=TOKENS"
+        yield adapts and self.lam == 1, key, least, "algorithm.lam=0.95"
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
-        if weights and len(weights) != len(keys):
-            raise bad_value(
-                "algorithm.gdpo_reward_weights",
-                list(weights),
-                f"needs one weight for each of algorithm.gdpo_reward_keys = {list(keys)}",
-                "as many weights as keys, or none",
-            )
+        yield (
+            weights and len(weights) != len(keys),
+            "gdpo_reward_weights",
+            f"needs one weight for each of algorithm.gdpo_reward_keys = {list(keys)}",
+            "as many weights as keys, or none",
+        )
         part = self.estimator.not_normalised
-        if part and self.reward_norm.options().active:
-            raise bad_value(
-                "algorithm.reward_norm",
-                self.reward_norm.model_dump(),
-                f"{self.adv_estimator} reads {part} of the reward, which it does not normalise",
-                "algorithm.adv_norm in its place",
-            )
-        if self.needs_components and self.use_kl_in_reward:
-            raise bad_value(
-                "algorithm.use_kl_in_reward",
-                True,
-                f"{self.adv_estimator} normalises each component of the reward and has none for "
-                "a KL penalty",
-                "actor.use_kl_loss=true",
-            )
+        yield (
+            part and self.reward_norm.options().active,
+            "reward_norm",
+            f"{self.adv_estimator} reads {part} of the reward, which it does not normalise",
+            "algorithm.adv_norm in its place",
+        )
+        yield (
+            self.needs_components and self.use_kl_in_reward,
+            "use_kl_in_reward",
+            f"{self.adv_estimator} normalises each component of the reward and has none for a KL "
+            "penalty",
+            "actor.use_kl_loss=true",
+        )

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from millrace.config.facts import STREAM, Choices, Fixed, FixedRows, NoEffectOnWeights, ReadWith
-from millrace.config.reward_keys import MixedReward, OneReward, check_mix
-from millrace.config.section import Section, Sources
+from millrace.config.reward_keys import NAMES, RESERVED, SET_FOR_FUNCTIONS, MixedReward, OneReward
+from millrace.config.section import (
+    STREAM,
+    Choices,
+    Fixed,
+    FixedRows,
+    NoEffectOnWeights,
+    ReadWith,
+    Rule,
+    Section,
+    Sources,
+)
 from millrace.errors import bad_value
 
 
@@ -81,14 +92,9 @@ class DataConfig(Section):
     val_max_samples: Annotated[int, NoEffectOnWeights()] = Field(0, ge=0)
     """Use only this many of the first validation rows. 0 uses all rows."""
 
-    def check(self) -> None:
-        if self.gen_batch_size != 1:
-            raise bad_value(
-                "data.gen_batch_size",
-                self.gen_batch_size,
-                "samples are admitted one by one",
-                "data.gen_batch_size=1",
-            )
+    def rules(self, here: str) -> Iterator[Rule]:
+        rule = "samples are admitted one by one"
+        yield self.gen_batch_size != 1, "gen_batch_size", rule, "data.gen_batch_size=1"
 
 
 class OverlongBufferConfig(Section):
@@ -131,6 +137,13 @@ class RewardConfig(OneReward):
         mixed = {f"reward.mix.{name}": part for name, part in self.mix.items()}
         return {**mixed} if mixed else {"reward": self}
 
-    def check(self) -> None:
-        self.check_at("reward")
-        check_mix(self.mix, self)
+    def rules(self, here: str) -> Iterator[Rule]:
+        yield from super().rules(here)
+        for name in self.mix:
+            if not re.fullmatch(r"[A-Za-z]\w*", name) or name in RESERVED:
+                rule = "a part's name has letters, digits and _, and is none of "
+                rule += ", ".join(RESERVED)
+                raise bad_value("reward.mix", name, rule, "another name for this part")
+        for key in (*NAMES, *SET_FOR_FUNCTIONS):
+            rule, fix = "reward.mix already names the rewards", f"a part of reward.mix with {key}"
+            yield self.mix and self.value_of(key), key, rule, fix

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from millrace.config.section import Section
+from millrace.config.section import Rule, Section
 from millrace.errors import bad_value
 
 
@@ -32,23 +33,22 @@ class EndpointConfig(Section):
     retry_wait_s: float = Field(1.0, gt=0)
     """Seconds before the first retry. It doubles with each retry. Retry-After goes first."""
 
-    def check_endpoint(self, key: str) -> None:
-        """Raise ConfigError for a value that cannot work. `key` is this section's name.
-
-        A value that may contain a secret is not shown.
-        """
+    def rules(self, here: str) -> Iterator[Rule]:
+        """Yield the rules. A value that may contain a secret is not shown."""
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
             rule = "must be the name of an environment variable, not the key itself"
-            raise bad_value(f"{key}.api_key_env", "...", rule, f"{key}.api_key_env=OPENAI_API_KEY")
-        url = urlsplit(self.base_url)
+            fix = f"{here}api_key_env=OPENAI_API_KEY"
+            raise bad_value(f"{here}api_key_env", "...", rule, fix)
+        url, key = urlsplit(self.base_url), f"{here}base_url"
         if self.base_url and (url.scheme not in ("http", "https") or not url.hostname):
             rule = "is not an address with http:// or https://"
-            fix = f"{key}.base_url=http://localhost:8000/v1"
-            raise bad_value(f"{key}.base_url", self.base_url.rpartition("@")[2], rule, fix)
+            shown = self.base_url.rpartition("@")[2]
+            raise bad_value(key, shown, rule, f"{key}=http://localhost:8000/v1")
         if url.username or url.password or url.query:
             rule = "may contain a secret, which would be in the run's config.yaml"
-            fix = f"an address alone, with the key in the variable of {key}.api_key_env"
-            raise bad_value(f"{key}.base_url", url.hostname, rule, fix)
+            fix = f"an address alone, with the key in the variable of {here}api_key_env"
+            raise bad_value(key, url.hostname, rule, fix)
+        yield from super().rules(here)
 
 
 class PlaceConfig(Section):
@@ -69,12 +69,10 @@ class PlaceConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights and of the computation."""
 
-    def check_place(self, key: str) -> None:
-        """Raise ConfigError for keys that contradict each other. `key` is this section's name."""
-        if self.share != "none" and self.device == "cpu":
-            raise bad_value(
-                f"{key}.share",
-                self.share,
-                f"{key}.device=cpu takes no GPU that could be shared",
-                f"{key}.share=none, or {key}.device=cuda",
-            )
+    def rules(self, here: str) -> Iterator[Rule]:
+        yield (
+            self.share != "none" and self.device == "cpu",
+            "share",
+            f"{here}device=cpu takes no GPU that could be shared",
+            f"{here}share=none, or {here}device=cuda",
+        )

@@ -1,4 +1,4 @@
-"""Names, types and meanings of all keys, and the error for a wrong key or value."""
+"""Names, types and meanings of all keys, the error for a wrong one, and keys that nobody reads."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from millrace.config.facts import Choices, Compared, Fixed, FixedRows, Past
 from millrace.config.keys import Config
 from millrace.config.plugins import OWN, Named, load, names
 from millrace.config.reward_keys import MixedReward
+from millrace.config.section import (
+    Choice,
+    Choices,
+    Compared,
+    Fixed,
+    FixedRows,
+    Past,
+    ReadWith,
+    Switch,
+)
 from millrace.config.teacher_keys import TeacherConfig
 from millrace.errors import ConfigError, bad_value
 
@@ -221,3 +230,68 @@ def shown(value: Any) -> str:
         if isinstance(value, bool)
         else str(value)
     )
+
+
+ENGINES = {"rollout.engine": "rollout_engines", "trainer.engine": "train_engines"}
+"""The group of the names in each key."""
+
+
+def check_unread(value_of: Callable[[str], Any]) -> None:
+    """Raise ConfigError for keys that the run would ignore. `value_of` is that of a Config.
+
+    The error names all such keys. Recipes and overrides are checked. Checkpoints are not, because
+    those of earlier versions may have such a key.
+    """
+    errors = []
+    for key, rule, (other, values) in unread(value_of):
+        fix = f"{other}={' or '.join(map(shown, values))}, or {example(key)}"
+        errors.append(str(bad_value(key, value_of(key), rule, fix)))
+    agents = value_of("agents")
+    for name, players in agents.unread().items():
+        reads = " or ".join(f"agents.{player}" for player in players)
+        who = f"agents.{agents.agent_kind}" if agents.agent_kind else "an episode without an agent"
+        key = f"agents.{name}"
+        fix = f"{reads}, or {example(key)}"
+        errors.append(str(bad_value(key, value_of(key), f"{who} does not read it", fix)))
+    if errors:
+        raise ConfigError("\n".join(errors))
+
+
+def unread(
+    value_of: Callable[[str], Any],
+) -> Iterator[tuple[str, str, tuple[str, tuple[Any, ...]]]]:
+    """Yield each key that the run would ignore, the reason, and a choice that reads it."""
+    for key, unmet in _unmet(value_of):
+        if not _switched(unmet[0], value_of):
+            yield key, f"{unmet[0]}={shown(value_of(unmet[0]))} does not read it", unmet
+
+
+def unread_note(value_of: Callable[[str], Any]) -> str:
+    """Return a note on the keys that a switch leaves without effect, or "" if there are none."""
+    switches: dict[str, list[str]] = {}
+    for key, (other, _) in _unmet(value_of):
+        if _switched(other, value_of):
+            switches.setdefault(f"{other}={shown(value_of(other))}", []).append(key)
+    parts = (f"{', '.join(keys)} with {switch}" for switch, keys in switches.items())
+    return f"no effect: {'; '.join(parts)}" if switches else ""
+
+
+def _unmet(value_of: Callable[[str], Any]) -> Iterator[tuple[str, tuple[str, tuple[Any, ...]]]]:
+    """Yield each key that is set and not read, and a choice that would read it."""
+
+    def unmet_of(choice: Choice) -> list[tuple[str, tuple[Any, ...]]]:
+        unmet = [(key, values) for key, values in choice.items() if value_of(key) not in values]
+        # An engine of another package may read each key.
+        return [u for u in unmet if u[0] not in ENGINES or value_of(u[0]) in OWN[ENGINES[u[0]]]]
+
+    for key, fact in facts(ReadWith):
+        choices = fact.choices_in(key.rpartition(".")[0])
+        unmet = min(map(unmet_of, choices), key=len)  # the choice that needs the fewest changes
+        if unmet and value_of(key) != default_of(key):
+            yield key, unmet[0]
+
+
+def _switched(key: str, value_of: Callable[[str], Any]) -> bool:
+    """Whether a layer sets the switch `key`: to false, or to the torch engine."""
+    place, _, name = key.rpartition(".")
+    return key in {k for k, _ in facts(Switch)} and name in value_of(place).model_fields_set

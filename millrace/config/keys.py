@@ -5,28 +5,129 @@ Each section has a file of its own. Every key has a default there, and a docstri
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
 from millrace.config.agent_keys import AgentConfig
 from millrace.config.algorithm_keys import ActorConfig, AlgorithmConfig, CriticConfig
 from millrace.config.data_keys import DataConfig, RewardConfig
-from millrace.config.facts import NoEffectOnWeights
 from millrace.config.model_keys import ModelConfig, SftConfig
-from millrace.config.report_keys import ObserveConfig, ReportConfig
 from millrace.config.rollout_keys import RolloutConfig
-from millrace.config.schedule_keys import AsyncConfig
-from millrace.config.section import Section
-from millrace.config.sides import Sides
+from millrace.config.section import NoEffectOnWeights, Rule, Section
 from millrace.config.teacher_keys import DistillationConfig, TeacherConfig
-from millrace.config.trainer_keys import GuardConfig, SyncConfig, TrainerConfig
+from millrace.config.trainer_keys import (
+    GuardConfig,
+    ObserveConfig,
+    ReportConfig,
+    SyncConfig,
+    TrainerConfig,
+)
 from millrace.errors import bad_value
 from millrace.schedule.modes import ModeName, name_of, overridden, update_steps
-from millrace.schedule.schedule import Schedule
+from millrace.schedule.schedule import OnSync, Placement, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """The training side and the rollout side.
+
+    `colocated` says that they take turns on the same devices.
+    """
+
+    trainer: TrainerConfig
+    rollout: RolloutConfig
+    colocated: bool
+
+    @property
+    def share_nodes(self) -> bool:
+        """Whether the devices of both sides fit together on one node."""
+        both = self.trainer.n_gpus_per_node + self.rollout.n_gpus_per_node
+        return self.colocated or both <= (self.trainer.gpus_in_node or 8)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of both sides together."""
+        both = (self.trainer.ranks, self.rollout.devices)
+        return max(both) if self.colocated else sum(both)
+
+    @property
+    def nodes_needed(self) -> int:
+        """The nodes of the larger side if the sides share nodes, else the sum of both."""
+        nnodes = (self.trainer.nnodes, self.rollout.nnodes)
+        return max(nnodes) if self.share_nodes else sum(nnodes)
+
+
+class AsyncConfig(Section):
+    require_batches: int = Field(1, ge=1)
+    """Mini-batches in one local step.
+
+    The trainer takes them at once and makes one optimizer step for each of them in each of
+    actor.ppo_epochs.
+    """
+    trigger_parameter_sync_step: int = Field(1, ge=1)
+    """Local steps between two weight syncs."""
+    staleness_threshold: float = Field(0.0, ge=0, le=1000)
+    """How many samples may be in flight beyond one window, as a share of the window.
+
+    The capacity is (1 + staleness_threshold) x window. 0 is on-policy within each window.
+    """
+    partial_rollout: bool = False
+    """true means on_sync=interrupt."""
+    on_sync: OnSync = OnSync.DRAIN
+    """The fate of running trajectories at a weight sync.
+
+    drain waits for them. interrupt stops them and continues them with the new version. swap changes
+    the weights while they run.
+    """
+    placement: Placement = Placement.SEPARATE
+    """separate gives each side its own devices.
+
+    colocated puts both sides on the same devices, which they use in turns.
+    """
+    overlap_sync: bool = False
+    """Train the next samples while a version is sent to the rollouts.
+
+    Each trainer rank keeps a copy of its share of the weights until they are sent. Needs
+    placement=separate and a staleness_threshold over 0. The trainer still waits for a version that
+    is checkpointed.
+    """
+    lookahead: int = Field(0, ge=0)
+    """How many samples the trainer searches for a ready one, counted from the oldest.
+
+    1 trains in strict order of admission. 0 means one window if there is staleness, and 1 otherwise
+    and in deterministic runs.
+    """
+    use_rollout_log_probs: bool = True
+    """Which old log-probs PPO uses.
+
+    true (bypass) takes the rollout's. false (decoupled) takes the trainer's, by
+    algorithm.rollout_correction.proximal. algorithm.rollout_correction.bypass_mode is another name
+    of this key.
+    """
+
+    @property
+    def colocated(self) -> bool:
+        return self.placement is Placement.COLOCATED
+
+    def rules(self, here: str) -> Iterator[Rule]:
+        yield (
+            self.partial_rollout and self.on_sync is not OnSync.INTERRUPT,
+            "on_sync",
+            "partial_rollout=true means on_sync=interrupt",
+            "remove one of the two keys",
+        )
+        yield (
+            self.overlap_sync and (self.colocated or not self.staleness_threshold),
+            "overlap_sync",
+            "while a version is sent, the trainer needs other samples to train and devices of its "
+            "own",
+            "async_training.placement=separate async_training.staleness_threshold=0.5",
+        )
+
 
 Work = Literal["train", "sft", "eval"]
 """The work of a command: a run, the warm-up alone, or the use of a policy that is not trained."""
@@ -118,10 +219,15 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_sections(self) -> Config:
-        for name in type(self).model_fields:
-            if isinstance(section := getattr(self, name), Section):
-                section.check_all()
+        self.check()
         return self
+
+    def rules(self, here: str) -> Iterator[Rule]:
+        for name in self.teachers:
+            if not re.fullmatch(r"[A-Za-z]\w*", name):
+                rule = "a teacher's name begins with a letter and has letters, digits and _ alone"
+                raise bad_value("teachers", name, rule, "another name for this teacher")
+        yield from ()
 
     @property
     def schedule(self) -> Schedule:
@@ -221,24 +327,13 @@ class Config(Section):
 
     @property
     def sides(self) -> Sides:
-        """The devices of both sides."""
-        return Sides(self.trainer, self._rollout, self.async_training.colocated)
-
-    @property
-    def _rollout(self) -> RolloutConfig:
-        """The rollout section, with the default that depends on who plays."""
+        """The devices of both sides, with the default of the rollouts that depends on who plays."""
         rollout = self.rollout
-        if rollout.session_kv_slots is not None:
-            return rollout
-        keeps = (
-            self.agents.agent_kind and rollout.engine == "torch" and not self.trainer.deterministic
-        )
-        slots = rollout.max_num_seqs if keeps else 0
-        return rollout.model_copy(update={"session_kv_slots": slots})
-
-    def value_of(self, key: str) -> Any:
-        """Return the value of a dotted key."""
-        return functools.reduce(getattr, key.split("."), self)
+        if rollout.session_kv_slots is None:
+            keeps = self.agents.agent_kind and rollout.engine == "torch"
+            slots = rollout.max_num_seqs if keeps and not self.trainer.deterministic else 0
+            rollout = rollout.model_copy(update={"session_kv_slots": slots})
+        return Sides(self.trainer, rollout, self.async_training.colocated)
 
     def limits(self, rows: int | None, trained: ResumeProgress = NO_PROGRESS) -> dict[str, int]:
         """Return the number of samples that each key allows, for the keys that set a limit.

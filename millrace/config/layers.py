@@ -1,4 +1,4 @@
-"""Layers of plain data: recipe files with the files that they inherit, and overrides."""
+"""Layers of plain data: recipe files with the files that they inherit, and overrides. None has a secret."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from millrace.config import cached
 from millrace.config.explain import all_keys, example, section_of
-from millrace.config.packaged import find, hides
+from millrace.config.packaged import find, hides, resolved
 from millrace.config.plugins import load, names
-from millrace.errors import ConfigError, bad_value
+from millrace.errors import ConfigError, bad_value, forms_of, secrets_of_user
 
 Tree = dict[str, Any]
 Setting = tuple[str, Any]
@@ -130,7 +129,7 @@ def settings_of(overrides: Sequence[str] | Tree) -> list[Setting]:
     if isinstance(overrides, dict):
         for key, value in _leaves(overrides, ""):
             value = str(value) if isinstance(value, Path) else value
-            settings.append((key, cached.resolved(value) if isinstance(value, str) else value))
+            settings.append((key, resolved(value) if isinstance(value, str) else value))
         return settings
     for item in overrides:
         key, equals, text = item.partition("=")
@@ -142,10 +141,11 @@ def settings_of(overrides: Sequence[str] | Tree) -> list[Setting]:
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
             rule = "must be of the form key=value, without spaces"
             raise bad_value("override", item, rule, f"for example {example(key)}")
-        text = cached.resolved(text)
-        lists = text[:1] == "[" and key in _text_lists()
+        text = resolved(text)
+        kind = _annotations().get(key)
+        lists = text[:1] == "[" and get_args(kind) == (str, ...)
         reader = yaml.BaseLoader if lists else _Loader  # BaseLoader reads every scalar as a text
-        value = text if key in _texts() and text[:1] not in ("'", '"') else _value(text, reader)
+        value = text if kind is str and text[:1] not in ("'", '"') else _value(text, reader)
         settings += _leaves({key: _interpolated(item, value)}, "")
     return settings
 
@@ -162,23 +162,11 @@ def _interpolated(item: str, value: Any) -> Any:
         raise bad_value("override", item, rule, fix) from None
 
 
-@cache
-def _texts() -> set[str]:
-    """Return the keys whose values are texts. An override of one is that text as it is."""
-    return {key for key, field in all_keys() if field.annotation is str}
-
-
 _NUMBERS = {
     "int": r"[-+]?(?:0|[1-9][\d_]*|0x[\da-fA-F]+|0o[0-7]+|0b[01]+)",
     "float": r"[-+]?(?:(?:0|[1-9][\d_]*)?\.\d+|(?:0|[1-9][\d_]*)\.?)(?:[eE][-+]?\d+)?|[-+]?\.inf|\.nan",
     "timestamp": "",
 }
-
-
-@cache
-def _text_lists() -> set[str]:
-    """Return the keys whose values are lists of texts."""
-    return {key for key, field in all_keys() if get_args(field.annotation) == (str, ...)}
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
@@ -238,7 +226,7 @@ def nest(settings: Iterable[Setting]) -> Tree:
     """Return settings as a tree. Later settings win. `{}` empties a mapping with free names."""
     expanded: Tree = {}
     for path, value in settings:
-        nested: Any = Fresh() if value == {} and _fields().get(path) else value
+        nested: Any = Fresh() if value == {} and _has_free_names(path) else value
         for part in reversed(path.split(".")):
             nested = {part: nested}
         merge(expanded, nested)
@@ -246,18 +234,20 @@ def nest(settings: Iterable[Setting]) -> Tree:
 
 
 @cache
-def _fields() -> dict[str, bool]:
-    """Return every section and key of millrace, and whether it is a mapping with free names."""
-    return {
-        key: section_of(field.annotation) is None and "dict" in str(field.annotation)
-        for key, field in all_keys()
-    }
+def _annotations() -> dict[str, Any]:
+    """Return every section and key of millrace, with its type."""
+    return {key: field.annotation for key, field in all_keys()}
+
+
+def _has_free_names(key: str) -> bool:
+    kind = _annotations().get(key)
+    return section_of(kind) is None and "dict" in str(kind)
 
 
 def is_native(key: str) -> bool:
     """Return whether `key` is millrace's own: a section, a key, or a name inside a free mapping."""
     parents = (key.rsplit(".", n)[0] for n in range(1, key.count(".") + 1))
-    return key in _fields() or any(_fields().get(parent) for parent in parents)
+    return key in _annotations() or any(map(_has_free_names, parents))
 
 
 def _leaves(tree: Tree, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -284,3 +274,54 @@ def _copy(value: Any) -> Any:
     return (
         type(value)({k: _copy(v) for k, v in value.items()}) if isinstance(value, dict) else value
     )
+
+
+_NAME = re.compile(
+    r"(?:api|access|auth|bearer|hf|private|secret)[_-]?(?:key|token)$"
+    r"|^(?:authorization|credentials?|passwd|password|secret)$",
+    re.IGNORECASE,
+)
+"""The names of a mapping with free keys, such as reward.judge.extra_body."""
+_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+_PARAMETER = re.compile(
+    r"(?:[?&]|--)[\w-]*(?:api[_-]?key|(?:access|api|auth)[_-]?token|passwd|password|secret|signature)"
+    r"[= ]\S",
+    re.IGNORECASE,
+)
+
+
+def check_secrets(tree: dict[str, Any]) -> None:
+    """Raise ConfigError if a key has a secret. The error does not show it."""
+    known = secrets_of_user()
+    for key, value in _texts_in("", tree):
+        names = [n for n, secret in known.items() if any(f in value for f in forms_of(secret))]
+        if names:
+            raise _refusal(key, f"has the value of {names[0]}")
+        if _NAME.search(key.rpartition(".")[2]) and value:
+            raise _refusal(key, "has the name of a secret")
+        if _PASSWORD.search(value):
+            raise _refusal(key, "is an address with a password")
+        if _PARAMETER.search(value):
+            raise _refusal(key, "has a parameter with the name of a secret")
+
+
+def _refusal(key: str, found: str) -> ConfigError:
+    rule = f"it {found}, and config.yaml, logs and trackers show every key"
+    fix = "the secret in the environment, where its library reads it, and none in the configuration"
+    if key.endswith("judge.base_url"):
+        variable = key.removesuffix("base_url") + "api_key_env"
+        fix = f"an address alone, with the key in the variable of {variable}"
+    return bad_value(key, "***", rule, fix)
+
+
+def _texts_in(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield each text and number of a tree with its dotted key. A name is a text of its parent."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield key, str(name)
+            yield from _texts_in(f"{key}.{name}" if key else str(name), inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts_in(key, inner)
+    elif isinstance(value, str | int | float) and not isinstance(value, bool):
+        yield key, str(value)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from millrace.config.facts import Compared, Fixed, Past
-from millrace.config.section import Home, OneOrMore, Section, Sources
-from millrace.errors import bad_value
+from millrace.config.section import Compared, Fixed, Home, OneOrMore, Past, Rule, Section, Sources
 
 _BUILT = Fixed(
     "the model was built with it",
@@ -46,39 +45,26 @@ class ModelShape(Section):
     0 means the size of the tokenizer. Set it for models without a tokenizer.
     """
 
-    def check(self) -> None:
-        key, chosen = "model.shape.num_experts_per_tok", self.num_experts_per_tok
-        if 0 < self.num_experts < chosen:
-            rule = f"must be at most model.shape.num_experts = {self.num_experts}"
-            raise bad_value(key, chosen, rule, f"{key}={self.num_experts}")
-        if (
-            not self.num_experts
-            and chosen != ModelShape.model_fields["num_experts_per_tok"].default
-        ):
-            rule = "model.shape.num_experts is 0, so the model is dense"
-            raise bad_value(key, chosen, rule, f"model.shape.num_experts={4 * chosen}")
+    def rules(self, here: str) -> Iterator[Rule]:
+        experts, key, chosen = self.num_experts, "num_experts_per_tok", self.num_experts_per_tok
+        rule = f"must be at most model.shape.num_experts = {experts}"
+        yield 0 < experts < chosen, key, rule, f"{here}{key}={experts}"
+        idle = not experts and chosen != ModelShape.model_fields[key].default
+        rule = "model.shape.num_experts is 0, so the model is dense"
+        yield idle, key, rule, f"model.shape.num_experts={4 * chosen}"
         heads = self.num_attention_heads
-        if self.hidden_size % heads:
-            raise bad_value(
-                "model.shape.num_attention_heads",
-                heads,
-                f"must divide model.shape.hidden_size = {self.hidden_size}",
-                "a divisor of the width",
-            )
-        if (size := self.hidden_size // heads) % 2:
-            raise bad_value(
-                "model.shape.hidden_size",
-                self.hidden_size,
-                f"the head size hidden_size / num_attention_heads = {size} must be even",
-                "a multiple of 2 x num_attention_heads",
-            )
-        if heads % self.num_key_value_heads:
-            raise bad_value(
-                "model.shape.num_key_value_heads",
-                self.num_key_value_heads,
-                f"must divide model.shape.num_attention_heads = {heads}",
-                "a divisor of the heads",
-            )
+        rule = f"must divide model.shape.hidden_size = {self.hidden_size}"
+        yield self.hidden_size % heads, "num_attention_heads", rule, "a divisor of the width"
+        size = self.hidden_size // heads
+        yield (
+            size % 2,
+            "hidden_size",
+            f"the head size hidden_size / num_attention_heads = {size} must be even",
+            "a multiple of 2 x num_attention_heads",
+        )
+        rule = f"must divide model.shape.num_attention_heads = {heads}"
+        wrong = heads % self.num_key_value_heads
+        yield wrong, "num_key_value_heads", rule, "a divisor of the heads"
 
 
 class ModelConfig(Section):
@@ -163,26 +149,20 @@ class ModelConfig(Section):
         """The factor of B @ A, if there are adapters."""
         return self.lora_alpha / self.lora_rank
 
-    def check(self) -> None:
+    def rules(self, here: str) -> Iterator[Rule]:
         names = self.target_modules
-        if not names or ("all-linear" in names and len(names) > 1):
-            raise bad_value(
-                "model.target_modules",
-                list(names),
-                "all-linear must be the only name, because it already means every linear module"
-                if names
-                else "without a module, adapters train nothing",
-                "model.target_modules=all-linear, or [q_proj,v_proj]",
-            )
+        key, fix = "target_modules", "model.target_modules=all-linear, or [q_proj,v_proj]"
+        yield not names, key, "without a module, adapters train nothing", fix
+        rule = "all-linear must be the only name, because it already means every linear module"
+        yield "all-linear" in names and len(names) > 1, key, rule, fix
         widest = min(self.shape.hidden_size, self.shape.intermediate_size)
-        if not self.path and self.lora_rank > widest:
-            raise bad_value(
-                "model.lora_rank",
-                self.lora_rank,
-                f"an adapter with a rank over min(hidden_size, intermediate_size) = {widest} is "
-                "larger than the matrix that it adapts",
-                f"model.lora_rank={max(1, widest // 4)}",
-            )
+        yield (
+            not self.path and self.lora_rank > widest,
+            "lora_rank",
+            f"an adapter with a rank over min(hidden_size, intermediate_size) = {widest} is "
+            "larger than the matrix that it adapts",
+            f"model.lora_rank={max(1, widest // 4)}",
+        )
 
 
 class SftConfig(Section):

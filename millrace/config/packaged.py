@@ -1,10 +1,14 @@
-"""The recipes inside the package, by name. They work from any folder."""
+"""The recipes inside the package, by name, and the folder of what millrace downloads."""
 
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from functools import cache
 from pathlib import Path
+
+from omegaconf import OmegaConf
 
 from millrace.errors import ConfigError, bad_value
 
@@ -70,6 +74,7 @@ def _unknown(given: Path, folder: Path, key: str, shown: str) -> ConfigError:
     if len(matches) > 1:
         rule = f"{where}, and the name fits several packaged recipes"
         return bad_value(key, shown, rule, " or ".join(matches))
+    full = {name.rpartition("/")[2]: name for name in packaged()}
     files = [p.name for p in (folder / given).parent.glob("*.yaml")]
     rule = f"{where}, and no packaged recipe has this name"
     if (recipe := named(str(given))) is not None:
@@ -77,8 +82,8 @@ def _unknown(given: Path, folder: Path, key: str, shown: str) -> ConfigError:
         fix = _name_of(recipe)
     elif near := difflib.get_close_matches(given.name, files, 1, 0.7):
         fix = str(given.parent / near[0])
-    elif close := _close(given.name.removesuffix(".yaml")):
-        fix = " or ".join(close)
+    elif close := difflib.get_close_matches(given.name.removesuffix(".yaml"), full, 3, 0.6):
+        fix = " or ".join(full[name] for name in close)
     else:
         fix = "the path of a YAML file, or a name that `millrace recipes` lists"
     return bad_value(key, shown, rule, fix)
@@ -89,11 +94,30 @@ def _ending(name: str) -> list[str]:
     return [full for full in packaged() if full.rpartition("/")[2] == name]
 
 
-def _close(name: str) -> list[str]:
-    """Return the packaged names that are most similar to `name`, whole or by their last part."""
-    full = {n.rpartition("/")[2]: n for n in packaged()}
-    return [full[n] for n in difflib.get_close_matches(name, full, 3, 0.6)]
-
-
 def _name_of(path: Path) -> str:
     return next(name for name, own in packaged().items() if own == path)
+
+
+VARIABLE = "MILLRACE_CACHE"
+"""The environment variable that names another folder than the user's cache."""
+
+
+def cache_folder() -> Path:
+    """Return $MILLRACE_CACHE, or millrace's folder in the user's cache."""
+    if named := os.environ.get(VARIABLE, "").strip():
+        return Path(named).expanduser().absolute()
+    cache = os.environ.get("XDG_CACHE_HOME", "").strip()
+    return Path(cache or "~/.cache").expanduser().absolute() / "millrace"
+
+
+def model_folder(name: str) -> Path:
+    """Return the folder of a model that `millrace get-model NAME` gets."""
+    return cache_folder() / name
+
+
+def resolved(override: str) -> str:
+    """Return the value of an override with the folders that `${model:NAME}` means."""
+    return re.sub(r"\$\{model:([\w.-]+)\}", lambda found: str(model_folder(found[1])), override)
+
+
+OmegaConf.register_resolver("model", lambda name: str(model_folder(name)), replace=True)

@@ -17,11 +17,20 @@ import yaml
 from pydantic import ValidationError
 
 from millrace.config.checks import check
-from millrace.config.explain import all_keys, describe, explain, no_section, section_of
+from millrace.config.explain import (
+    all_keys,
+    check_unread,
+    describe,
+    explain,
+    no_section,
+    section_of,
+    unread_note,
+)
 from millrace.config.keys import Config
 from millrace.config.layers import (
     Tree,
     Updates,
+    check_secrets,
     expand,
     file_layers,
     merge,
@@ -29,8 +38,6 @@ from millrace.config.layers import (
     tree_layers,
 )
 from millrace.config.packaged import find
-from millrace.config.secrets import check_secrets
-from millrace.config.unused_keys import check_unread, unread_note
 from millrace.errors import ConfigError, bad_value
 from millrace.schedule.modes import MODES, update_steps
 from millrace.schedule.schedule import Placement
@@ -162,16 +169,9 @@ def _train_batch(merged: Tree, layers: Sequence[Tree]) -> None:
             if batch > step
             else f"actor.ppo_mini_batch_size={max(1, batch // require)}, the batch that there is",
         )
-    batch_layers = [
-        i for i, layer in enumerate(layers) if "train_batch_size" in (layer.get("data") or {})
-    ]
-    trigger_layers = [
-        i
-        for i, layer in enumerate(layers)
-        if "trigger_parameter_sync_step" in (layer.get("async_training") or {})
-    ]
     # A trigger in the same layer, or in a later one, must agree with the batch: `parse` checks it.
-    if max(batch_layers) > max(trigger_layers, default=-1):
+    trigger = _last(layers, "async_training", "trigger_parameter_sync_step")
+    if _last(layers, "data", "train_batch_size") > trigger:
         schedule["trigger_parameter_sync_step"] = batch // step
 
 

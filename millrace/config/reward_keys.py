@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from millrace.config.endpoint_keys import EndpointConfig, PlaceConfig
-from millrace.config.section import Home, Section
+from millrace.config.section import Home, Rule, Section
 from millrace.data.user_code import is_in_driver
-from millrace.errors import bad_value
 
 Kind = Literal["function", "model", "judge"]
 
@@ -84,23 +83,18 @@ class JudgeConfig(EndpointConfig):
     price_out: float = Field(0.0, ge=0)
     """Price of a million tokens received."""
 
-    def check_at(self, key: str) -> None:
-        """Raise ConfigError for a value that cannot work. `key` is this section's name."""
-        self.check_endpoint(key)
-        if "{response}" not in self.template:
-            fix = "a text with {prompt} and {response}"
-            raise bad_value(f"{key}.template", self.template, "has no {response}", fix)
+    def rules(self, here: str) -> Iterator[Rule]:
+        yield from super().rules(here)
+        lacks, fix = "{response}" not in self.template, "a text with {prompt} and {response}"
+        yield lacks, "template", "has no {response}", fix
+        fix = r"SCORE:\s*(\d+)"
         try:
-            groups = re.compile(self.pattern).groups
+            groups, wrong = re.compile(self.pattern).groups, ""
         except re.error as error:
-            rule = f"is not a regular expression: {error}"
-            raise bad_value(f"{key}.pattern", self.pattern, rule, r"SCORE:\s*(\d+)") from None
-        if not groups:
-            rule = "has no group for the score"
-            raise bad_value(f"{key}.pattern", self.pattern, rule, r"SCORE:\s*(\d+)")
-        if self.min >= self.max:
-            rule = f"must be less than {key}.max = {self.max:g}"
-            raise bad_value(f"{key}.min", self.min, rule, f"{key}.min={self.max - 1:g}")
+            groups, wrong = 0, f"is not a regular expression: {error}"
+        yield not groups, "pattern", wrong or "has no group for the score", fix
+        rule = f"must be less than {here}max = {self.max:g}"
+        yield self.min >= self.max, "min", rule, f"{here}min={self.max - 1:g}"
 
 
 class FormatConfig(Section):
@@ -110,17 +104,14 @@ class FormatConfig(Section):
     The whole response must match. A dot matches every character, also the end of a line.
     """
 
-    def check_at(self, key: str) -> None:
-        """Raise ConfigError if the pattern is no regular expression. `key` is this section's name."""
+    def rules(self, here: str) -> Iterator[Rule]:
         try:
             re.compile(self.pattern, re.DOTALL)
+            wrong = ""
         except re.error as error:
-            raise bad_value(
-                f"{key}.pattern",
-                self.pattern,
-                f"is not a regular expression of Python: {error}",
-                "correct it; try it with re.compile(pattern, re.DOTALL)",
-            ) from None
+            wrong = f"is not a regular expression of Python: {error}"
+        fix = "correct it; try it with re.compile(pattern, re.DOTALL)"
+        yield wrong, "pattern", wrong, fix
 
 
 class RepetitionPenaltyConfig(Section):
@@ -132,6 +123,8 @@ class RepetitionPenaltyConfig(Section):
     """Score of a response of which all n-grams are repeated. Without a repetition it is 0."""
 
 
+NAMES = ("function", "model.path", "judge.model")
+"""The keys that name a reward."""
 SET_FOR_FUNCTIONS = ("memory_mb", "sandbox")
 """Keys that protect. They are never ignored silently."""
 
@@ -182,33 +175,18 @@ class OneReward(Section):
     def kind(self) -> Kind:
         return "model" if self.model.path else "judge" if self.judge.model else "function"
 
-    def check_at(self, key: str) -> None:
-        """Raise ConfigError if keys of this reward contradict each other."""
-        named = {
-            "function": self.function,
-            "model.path": self.model.path,
-            "judge.model": self.judge.model,
-        }
-        chosen = [name for name, value in named.items() if value]
-        if len(chosen) > 1:
-            raise bad_value(
-                f"{key}.{chosen[1]}",
-                named[chosen[1]],
-                f"{key}.{chosen[0]} = {named[chosen[0]]!r} already names the reward",
-                "one of them, or both as parts of reward.mix",
-            )
+    def rules(self, here: str) -> Iterator[Rule]:
+        first, *others = [name for name in NAMES if self.value_of(name)] or [""]
+        for name in others:
+            rule = f"{here}{first} = {self.value_of(first)!r} already names the reward"
+            yield True, name, rule, "one of them, or both as parts of reward.mix"
         for name in SET_FOR_FUNCTIONS:
-            if (value := getattr(self, name)) and self.kind != "function":
-                rule = f"is for functions, and {key}.{self.kind} is none"
-                raise bad_value(f"{key}.{name}", value, rule, f"leave out {key}.{name}")
-        for name in SET_FOR_FUNCTIONS if is_in_driver(self.function) else ():
-            if value := getattr(self, name):
-                rule = f"limits a process, and {self.function} exists only in the driver"
-                fix = f"{key}.function=path.py:name, a function at the outermost level of a file"
-                raise bad_value(f"{key}.{name}", value, rule, fix)
-        self.format.check_at(f"{key}.format")
-        self.model.check_place(f"{key}.model")
-        self.judge.check_at(f"{key}.judge")
+            value, key = getattr(self, name), f"{here}{name}"
+            rule = f"is for functions, and {here}{self.kind} is none"
+            yield value and self.kind != "function", name, rule, f"leave out {key}"
+            rule = f"limits a process, and {self.function} exists only in the driver"
+            fix = f"{here}function=path.py:name, a function at the outermost level of a file"
+            yield value and is_in_driver(self.function), name, rule, fix
 
 
 class MixedReward(OneReward):
@@ -218,24 +196,5 @@ class MixedReward(OneReward):
     """Factor of this part's score in the sum."""
 
 
-_RESERVED = ("score", "greedy", "overlong_reward")
+RESERVED = ("score", "greedy", "overlong_reward")
 """Names that metrics of the reward already have."""
-
-
-def check_mix(mix: Mapping[str, MixedReward], plain: OneReward) -> None:
-    """Raise ConfigError if a part of reward.mix is wrong, or if a plain reward is set too."""
-    for name, part in mix.items():
-        if not re.fullmatch(r"[A-Za-z]\w*", name) or name in _RESERVED:
-            rule = f"a part's name has letters, digits and _, and is none of {', '.join(_RESERVED)}"
-            raise bad_value("reward.mix", name, rule, "another name for this part")
-        part.check_at(f"reward.mix.{name}")
-    named: dict[str, object] = {
-        "function": plain.function,
-        "model.path": plain.model.path,
-        "judge.model": plain.judge.model,
-        **{name: getattr(plain, name) for name in SET_FOR_FUNCTIONS},
-    }
-    for key, value in named.items():
-        if mix and value:
-            rule = "reward.mix already names the rewards"
-            raise bad_value(f"reward.{key}", value, rule, f"a part of reward.mix with {key}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from millrace.config.facts import Fixed, NoEffectOnWeights, ReadWith, Switch
 from millrace.config.plugins import Named
-from millrace.config.section import Home, Section
+from millrace.config.section import Fixed, Home, NoEffectOnWeights, ReadWith, Rule, Section, Switch
 from millrace.errors import bad_value
 
 SERVING = ("vllm", "sglang")
@@ -220,53 +220,31 @@ class RolloutConfig(Section):
         """Largest number of tokens of a prompt with its response."""
         return self.max_prompt_length + self.max_response_length
 
-    def check(self) -> None:
-        self._check_sampling()
-        self._check_lengths()
-        self._check_replicas()
-        self._check_stop()
-
-    def _check_stop(self) -> None:
-        """Refuse a backslash and a letter: the policy would have to draw both."""
+    def rules(self, here: str) -> Iterator[Rule]:
+        whole = "training needs the log-probs of the full distribution, and"
+        rule, fix = f"{whole} a nucleus renormalises them", "rollout.top_p=1"
+        yield self.top_p < 1, "top_p", rule, f"{fix} (rollout.val_kwargs.top_p may be less)"
+        rule = f"{whole} a top-k cut renormalises them"
+        yield self.top_k > 0, "top_k", rule, "rollout.top_k=0"
+        drawn, limit = self.drawn_lengths, self.max_response_length
+        yield (
+            drawn.enable and not 1 <= drawn.median <= limit,
+            "drawn_lengths.median",
+            f"must be from 1 to rollout.max_response_length = {limit}",
+            f"rollout.drawn_lengths.median={max(1, limit // 8)}",
+        )
+        size, key = self.tensor_model_parallel_size, "tensor_model_parallel_size"
+        split = size > 1 and self.engine == "torch"
+        rule = "a replica of engine=torch has one device"
+        yield split, key, rule, f"rollout.engine=vllm or sglang, or rollout.{key}=1"
+        yield (
+            self.n_gpus_per_node % size,
+            key,
+            "the devices of a replica must be on one node, and a node has "
+            f"rollout.n_gpus_per_node = {self.n_gpus_per_node} devices",
+            f"a divisor of {self.n_gpus_per_node}",
+        )
+        # The policy would have to draw both characters.
         if text := next((s for s in self.stop if re.fullmatch(r"(?:\\[nrt])+", s)), ""):
             rule = "is a backslash and a letter: YAML reads them as one in double quotes alone"
             raise bad_value("rollout.stop", text, rule, f"'rollout.stop=[\"{text}\"]'")
-
-    def _check_sampling(self) -> None:
-        for key, value, cut, fix in (
-            ("top_p", self.top_p, self.top_p < 1, "1 (rollout.val_kwargs.top_p may be less)"),
-            ("top_k", self.top_k, self.top_k > 0, "0"),
-        ):
-            if cut:
-                name = "a nucleus" if key == "top_p" else "a top-k cut"
-                raise bad_value(
-                    f"rollout.{key}",
-                    value,
-                    "training needs the log-probs of the full distribution, and "
-                    f"{name} renormalises them",
-                    f"rollout.{key}={fix}",
-                )
-
-    def _check_lengths(self) -> None:
-        drawn, limit = self.drawn_lengths, self.max_response_length
-        if drawn.enable and not 1 <= drawn.median <= limit:
-            raise bad_value(
-                "rollout.drawn_lengths.median",
-                drawn.median,
-                f"must be from 1 to rollout.max_response_length = {limit}",
-                f"rollout.drawn_lengths.median={max(1, limit // 8)}",
-            )
-
-    def _check_replicas(self) -> None:
-        size, key = self.tensor_model_parallel_size, "rollout.tensor_model_parallel_size"
-        if size > 1 and self.engine == "torch":
-            rule = "a replica of engine=torch has one device"
-            raise bad_value(key, size, rule, f"rollout.engine=vllm or sglang, or {key}=1")
-        if self.n_gpus_per_node % size:
-            raise bad_value(
-                key,
-                size,
-                "the devices of a replica must be on one node, and a node has "
-                f"rollout.n_gpus_per_node = {self.n_gpus_per_node} devices",
-                f"a divisor of {self.n_gpus_per_node}",
-            )

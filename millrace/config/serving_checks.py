@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from millrace.config.rollout_keys import RolloutConfig
+from millrace.config.section import Rule
 from millrace.config.trainer_keys import TrainerConfig
 from millrace.errors import bad_value
 
@@ -122,58 +123,39 @@ HOST_PID = "MILLRACE_VLLM_HOST"
 """Environment variable of vLLM's processes: the process that started them. They end with it."""
 
 
-def check_serving(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
-    """Raise ConfigError at the first check that fails."""
-    given = rollout.engine_kwargs
+def serving_rules(rollout: RolloutConfig, trainer: TrainerConfig) -> Iterator[Rule]:
+    """Yield the rules of engines, of their arguments and of the replicas' interpreter."""
+    given, key, engine = rollout.engine_kwargs, "rollout.engine_kwargs", rollout.engine
     if rollout.python:
-        _check_python(rollout, trainer)
-    if rollout.engine not in ARGUMENTS:
-        if given and rollout.engine == "torch":
-            raise bad_value(
-                "rollout.engine_kwargs",
-                given,
-                "engine=torch takes no arguments",
-                "rollout.engine=vllm, or remove the key",
-            )
+        rule = "Ray starts the replicas in its own environment"
+        fix = "trainer.runtime=local, or remove the key"
+        yield trainer.runtime == "ray", "rollout.python", rule, fix
+        check_program(rollout.python)
+    rule, fix = "engine=torch takes no arguments", "rollout.engine=vllm, or remove the key"
+    yield given and engine == "torch", key, rule, fix
+    if engine not in ARGUMENTS:
         return
-    label, settings, fixed, _ = ARGUMENTS[rollout.engine]
-    if trainer.deterministic:
-        raise bad_value(
-            "trainer.deterministic",
-            True,
-            f"{label}'s results depend on which requests share a batch, so the same seed does not "
-            "give the same bits",
-            "rollout.engine=torch, or trainer.deterministic=false",
-        )
-    for name, value in given.items():
-        if name in settings:
-            raise bad_value(
-                f"rollout.engine_kwargs.{name}", value, "has a key of its own", settings[name]
-            )
-        if name in fixed:
-            raise bad_value(
-                f"rollout.engine_kwargs.{name}", value, f"is fixed: {fixed[name]}", "remove it"
-            )
-    size = given.get("page_size")
-    if rollout.engine == "sglang" and size is not None and not (type(size) is int and size > 0):
-        rule = "must be a whole number of tokens, at least 1"
-        raise bad_value("rollout.engine_kwargs.page_size", size, rule, "1, or leave it out")
-    overrides = given.get("hf_overrides", {})
-    if rollout.engine == "vllm" and not isinstance(overrides, dict):
-        rule = "must be a mapping of settings of the model's config.json"
-        raise bad_value(
-            "rollout.engine_kwargs.hf_overrides",
-            overrides,
-            rule,
-            "rollout.engine_kwargs.hf_overrides.KEY=VALUE",
-        )
-    if rollout.engine == "vllm" and "quantization_config" in overrides:
-        raise bad_value(
-            "rollout.engine_kwargs.hf_overrides.quantization_config",
-            overrides["quantization_config"],
-            "has a key of its own",
-            "rollout.quantization",
-        )
+    label, settings, fixed, _ = ARGUMENTS[engine]
+    yield (
+        trainer.deterministic,
+        "trainer.deterministic",
+        f"{label}'s results depend on which requests share a batch, so the same seed does not give "
+        "the same bits",
+        "rollout.engine=torch, or trainer.deterministic=false",
+    )
+    own = "has a key of its own"
+    for name in given:
+        yield name in settings, f"{key}.{name}", own, settings.get(name, "")
+        yield name in fixed, f"{key}.{name}", f"is fixed: {fixed.get(name)}", "remove it"
+    size = given.get("page_size", 1) if engine == "sglang" else 1
+    rule = "must be a whole number of tokens, at least 1"
+    yield type(size) is not int or size < 1, f"{key}.page_size", rule, "1, or leave it out"
+    overrides = given.get("hf_overrides", {}) if engine == "vllm" else {}
+    rule = "must be a mapping of settings of the model's config.json"
+    fix = f"{key}.hf_overrides.KEY=VALUE"
+    yield not isinstance(overrides, dict), f"{key}.hf_overrides", rule, fix
+    name = "quantization_config"
+    yield name in overrides, f"{key}.hf_overrides.{name}", own, "rollout.quantization"
 
 
 def check_known(engine: str, given: Iterable[str], known: Collection[str]) -> None:
@@ -183,15 +165,6 @@ def check_known(engine: str, given: Iterable[str], known: Collection[str]) -> No
             near = difflib.get_close_matches(key, known, 1)
             rule = f"{ARGUMENTS[engine].label}'s engine has no such argument"
             raise bad_value("rollout.engine_kwargs", key, rule, near[0] if near else "leave it out")
-
-
-def _check_python(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
-    """Raise ConfigError unless the replicas' interpreter can be started."""
-    if trainer.runtime == "ray":
-        rule = "Ray starts the replicas in its own environment"
-        fix = "trainer.runtime=local, or remove the key"
-        raise bad_value("rollout.python", rollout.python, rule, fix)
-    check_program(rollout.python)
 
 
 def check_program(path: str) -> None:

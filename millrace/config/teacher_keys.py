@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from millrace.config.endpoint_keys import EndpointConfig, PlaceConfig
-from millrace.config.facts import Choices, ReadWith
-from millrace.config.section import Folder, Section, Sources
+from millrace.config.section import Choices, Folder, ReadWith, Rule, Section, Sources
 from millrace.data.user_code import load
-from millrace.errors import bad_value
 
 _TOP_K: tuple[str, ...] = ("forward_kl_topk", "reverse_kl_topk")
 
@@ -62,25 +59,21 @@ class TeacherConfig(EndpointConfig, PlaceConfig):
         """The name of the model, whatever its address is."""
         return self.model if self.base_url else self.path
 
-    def check_at(self, key: str) -> None:
-        """Raise ConfigError for keys that contradict each other. `key` is this section's name."""
-        if not self.path and not self.base_url:
-            rule, fix = "a teacher needs a model", f"{key}.path=FOLDER, or {key}.base_url=ADDRESS"
-            raise bad_value(f"{key}.path", "", rule, fix)
-        self.check_endpoint(key)
-        if self.base_url and not self.model:
-            rule = "the endpoint needs the name of the model that it serves"
-            raise bad_value(f"{key}.model", "", rule, f"{key}.model=NAME")
-        self.check_place(key)
-        if self.base_url and self.place == "own":
-            rule = f"{key}.base_url already computes its log-probs"
-            raise bad_value(f"{key}.place", self.place, rule, f"one of {key}.place and base_url")
-        used = _OF_PLACE if self.place == "own" else _OF_CLIENT if self.base_url else ()
-        fix = f"{key}.base_url=ADDRESS or {key}.place=own, or leave it out"
+    def rules(self, here: str) -> Iterator[Rule]:
+        served, own = bool(self.base_url), self.place == "own"
+        fix = f"{here}path=FOLDER, or {here}base_url=ADDRESS"
+        yield not self.path and not served, "path", "a teacher needs a model", fix
+        yield from super().rules(here)
+        rule = "the endpoint needs the name of the model that it serves"
+        yield served and not self.model, "model", rule, f"{here}model=NAME"
+        rule = f"{here}base_url already computes its log-probs"
+        yield served and own, "place", rule, f"one of {here}place and base_url"
+        used = _OF_PLACE if own else _OF_CLIENT if served else ()
+        rule = "this teacher does not read it"
+        fix = f"{here}base_url=ADDRESS or {here}place=own, or leave it out"
         for name in sorted({*_OF_PLACE, *_OF_CLIENT}.difference(used)):
-            if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                rule = "this teacher does not read it"
-                raise bad_value(f"{key}.{name}", value, rule, fix)
+            given = getattr(self, name) != type(self).model_fields[name].default
+            yield given, name, rule, fix
 
 
 _PATIENCE = ("on_failure", "timeout_s", "wait_deadline_s")
@@ -121,15 +114,6 @@ class DistillationConfig(Section):
     def candidates(self) -> int:
         """The number of tokens whose probabilities a teacher gives beside the drawn one."""
         return self.topk if self.loss_mode in _TOP_K else 0
-
-
-def check_names(teachers: Mapping[str, TeacherConfig]) -> None:
-    """Raise ConfigError for a teacher's name that cannot be in a metric's, or for its keys."""
-    for name, teacher in teachers.items():
-        if not re.fullmatch(r"[A-Za-z]\w*", name):
-            rule = "a teacher's name begins with a letter and has letters, digits and _ alone"
-            raise bad_value("teachers", name, rule, "another name for this teacher")
-        teacher.check_at(f"teachers.{name}")
 
 
 def weights_of(

@@ -1,17 +1,111 @@
-"""The keys of the training side, of the weight sync and of the guard."""
+"""The keys of the training side, of the weight sync, of the guard, and of what a run leaves."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from millrace.config.facts import STREAM, Fixed, NoEffectOnWeights, ReadWith, Switch
-from millrace.config.megatron_keys import MegatronConfig
 from millrace.config.plugins import Named
-from millrace.config.section import Home, Section
-from millrace.errors import ConfigError, bad_value
+from millrace.config.section import (
+    STREAM,
+    Choices,
+    Fixed,
+    Home,
+    NoEffectOnWeights,
+    OneOrMore,
+    ReadWith,
+    Rule,
+    Section,
+    Switch,
+)
+from millrace.errors import bad_value
+
+Size = Annotated[int, Field(ge=1)]
+_MEGATRON = ReadWith({"trainer.engine": ("megatron",)})
+_FULL = ReadWith(
+    {".recompute_granularity": ("full",)},
+    {".recompute_granularity": (None,), "model.gradient_checkpointing": (True,)},
+)
+
+
+class MegatronConfig(Section):
+    tensor_model_parallel_size: Annotated[Size, _MEGATRON] = 1
+    """Ranks that share every matrix of a layer."""
+    pipeline_model_parallel_size: Annotated[Size, _MEGATRON] = 1
+    """Stages, each with an equal number of consecutive layers."""
+    context_parallel_size: Annotated[Size, _MEGATRON] = 1
+    """Ranks that share the tokens of a micro-batch. They exchange heads for tokens in attention."""
+    expert_model_parallel_size: Annotated[Size, _MEGATRON] = 1
+    """Ranks that share the experts of a layer."""
+    expert_tensor_parallel_size: Annotated[int, _MEGATRON] = Field(0, ge=0)
+    """Ranks that share every matrix of an expert. 0 means tensor_model_parallel_size."""
+    sequence_parallel: Annotated[bool, _MEGATRON] = False
+    """Divide the tokens outside of attention and MLP among the ranks of tensor parallelism.
+
+    It needs less memory for activations, and no more time.
+    """
+    use_distributed_optimizer: Annotated[bool, _MEGATRON] = True
+    """Divide the optimizer state among the ranks of data parallelism."""
+    overlap_grad_reduce: Annotated[bool, _MEGATRON] = False
+    """Sum the gradients of a layer while the backward pass computes those of the next one."""
+    overlap_param_gather: Annotated[bool, _MEGATRON] = False
+    """Gather the weights of a layer while the forward pass computes the layer before.
+
+    Needs use_distributed_optimizer and overlap_grad_reduce.
+    """
+    recompute_granularity: Annotated[Literal["full", "selective"] | None, _MEGATRON] = None
+    """The activations that the backward pass recomputes: whole layers, or recompute_modules.
+
+    null follows model.gradient_checkpointing, which means full.
+    """
+    recompute_method: Annotated[Literal["uniform", "block"], _FULL] = "uniform"
+    """With full: uniform recomputes every layer, in groups of recompute_num_layers.
+
+    block recomputes the first recompute_num_layers layers of each stage.
+    """
+    recompute_num_layers: Annotated[Size, _FULL] = 1
+    """The layers of one group, or of one stage."""
+    recompute_modules: Annotated[
+        tuple[Literal["core_attn", "mlp", "moe"], ...],
+        OneOrMore,
+        ReadWith({".recompute_granularity": ("selective",)}),
+    ] = ("core_attn",)
+    """With selective: the parts of a layer that are recomputed: attention, or the MLP or experts.
+
+    Megatron recomputes norms only with TransformerEngine.
+    """
+
+    @property
+    def expert_tensor(self) -> int:
+        """The size of expert tensor parallelism, after the default is resolved."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    def rules(self, here: str) -> Iterator[Rule]:
+        tensor, key = self.tensor_model_parallel_size, f"{here}tensor_model_parallel_size"
+        yield (
+            self.sequence_parallel and tensor == 1,
+            "sequence_parallel",
+            "the ranks of tensor parallelism divide the tokens, and there is one",
+            f"{key}=2, or {here}sequence_parallel=false",
+        )
+        gathers = self.use_distributed_optimizer and self.overlap_grad_reduce
+        yield (
+            self.overlap_param_gather and not gathers,
+            "overlap_param_gather",
+            "only a distributed optimizer gathers weights, and Megatron overlaps this only "
+            "together with the gradients",
+            f"{here}use_distributed_optimizer=true {here}overlap_grad_reduce=true",
+        )
+        if self.expert_model_parallel_size == 1 and self.expert_tensor < tensor:
+            # Megatron then takes experts for dense weights, and trains them wrongly.
+            rule = f"without expert parallelism it must be {key} = {tensor}"
+            fix = f"{here}expert_tensor_parallel_size={tensor}, or "
+            fix += f"{here}expert_model_parallel_size={tensor}"
+            raise bad_value(f"{here}expert_tensor_parallel_size", self.expert_tensor, rule, fix)
+
 
 LOGGERS = Named("trackers", ("console", "tensorboard"))
 """The names in trainer.logger: trackers, and sinks in the run's folder."""
@@ -210,64 +304,49 @@ class TrainerConfig(Section):
         """Number of ranks that share one copy of the model."""
         return self.fsdp_size or self.ranks
 
-    def check(self) -> None:
-        self._check_address()
-        if self.ranks % self.shard_size:
-            raise bad_value(
-                "trainer.fsdp_size",
-                self.fsdp_size,
-                f"must divide the number of ranks, trainer.nnodes x n_gpus_per_node = {self.ranks}",
-                f"a divisor of {self.ranks}, or trainer.fsdp_size=0 for one copy",
-            )
-        if self.gpus_in_node and self.n_gpus_per_node > self.gpus_in_node:
-            raise too_many_devices("trainer", self.n_gpus_per_node, self.gpus_in_node)
-
+    def rules(self, here: str) -> Iterator[Rule]:
+        key, ray = "ray_address", self.ray_address
+        yield (
+            "://" in ray,
+            key,
+            "the driver must run inside the cluster, so Ray Client does not work",
+            "trainer.ray_address=auto on a node of the cluster, or its HOST:PORT of "
+            "`ray start --head`",
+        )
+        yield (
+            not re.fullmatch(r"(auto|[^\s-]\S*:[0-9]{1,5})?", ray),
+            key,
+            "must be HOST:PORT or auto",
+            "the HOST:PORT that `ray start --head` printed",
+        )
+        yield (
+            self.prometheus_port and "prometheus" not in self.logger,
+            "prometheus_port",
+            f"trainer.logger=[{','.join(self.logger)}] does not read it",
+            "a trainer.logger with prometheus, or trainer.prometheus_port=0",
+        )
+        rule, fix = "trainer.runtime=local uses no Ray cluster", "trainer.runtime=ray, or "
+        yield ray and self.runtime != "ray", key, rule, f"{fix}trainer.ray_address=''"
+        ranks = self.ranks
+        yield (
+            ranks % self.shard_size,
+            "fsdp_size",
+            f"must divide the number of ranks, trainer.nnodes x n_gpus_per_node = {ranks}",
+            f"a divisor of {ranks}, or trainer.fsdp_size=0 for one copy",
+        )
+        yield too_many_devices(here, self.n_gpus_per_node, self.gpus_in_node)
         if self.mirror and not re.fullmatch(r"[a-z][a-z0-9+]*://[^\s@]+", self.mirror):
-            raise bad_value(
-                "trainer.mirror",
-                re.sub(r"//[^/]*@", "//...@", self.mirror),
-                "must be an address with a protocol, and without a user and a password",
-                "an address such as s3://bucket/runs/mine, with its keys in the environment, or "
-                "file:///FOLDER",
-            )
-
-    def _check_address(self) -> None:
-        if "://" in self.ray_address:
-            raise bad_value(
-                "trainer.ray_address",
-                self.ray_address,
-                "the driver must run inside the cluster, so Ray Client does not work",
-                "trainer.ray_address=auto on a node of the cluster, or its HOST:PORT of "
-                "`ray start --head`",
-            )
-        if not re.fullmatch(r"(auto|[^\s-]\S*:[0-9]{1,5})?", self.ray_address):
-            raise bad_value(
-                "trainer.ray_address",
-                self.ray_address,
-                "must be HOST:PORT or auto",
-                "the HOST:PORT that `ray start --head` printed",
-            )
-        if self.prometheus_port and "prometheus" not in self.logger:
-            raise bad_value(
-                "trainer.prometheus_port",
-                self.prometheus_port,
-                f"trainer.logger=[{','.join(self.logger)}] does not read it",
-                "a trainer.logger with prometheus, or trainer.prometheus_port=0",
-            )
-        if self.ray_address and self.runtime != "ray":
-            raise bad_value(
-                "trainer.ray_address",
-                self.ray_address,
-                "trainer.runtime=local uses no Ray cluster",
-                "trainer.runtime=ray, or trainer.ray_address=''",
-            )
+            rule = "must be an address with a protocol, and without a user and a password"
+            fix = "an address such as s3://bucket/runs/mine, with its keys in the environment, or "
+            shown = re.sub(r"//[^/]*@", "//...@", self.mirror)
+            raise bad_value("trainer.mirror", shown, rule, f"{fix}file:///FOLDER")
 
 
-def too_many_devices(side: str, devices: int, limit: int) -> ConfigError:
-    """Return the error for a side that wants more devices of a node than a node has."""
-    key = f"{side}.n_gpus_per_node"
+def too_many_devices(side: str, devices: int, limit: int) -> Rule:
+    """Return the rule that a side wants no more devices of a node than a node has, if that is known."""
     rule = f"a node has trainer.gpus_in_node = {limit} devices"
-    return bad_value(key, devices, rule, f"{key}={limit} or less")
+    fix = f"{side}n_gpus_per_node={limit} or less"
+    return limit and devices > limit, "n_gpus_per_node", rule, fix
 
 
 class SyncConfig(Section):
@@ -335,11 +414,36 @@ class GuardConfig(Section):
     equal_reward_versions: int = Field(3, ge=1)
     """Alarm equal_rewards: reward/std is 0 in this many consecutive versions."""
 
-    def check(self) -> None:
-        if self.min_grad_rows > self.grad_rows:
-            raise bad_value(
-                "guard.min_grad_rows",
-                self.min_grad_rows,
-                f"the median has at most guard.grad_rows = {self.grad_rows} rows",
-                f"guard.min_grad_rows={self.grad_rows} or less",
-            )
+    def rules(self, here: str) -> Iterator[Rule]:
+        yield (
+            self.min_grad_rows > self.grad_rows,
+            "min_grad_rows",
+            f"the median has at most guard.grad_rows = {self.grad_rows} rows",
+            f"guard.min_grad_rows={self.grad_rows} or less",
+        )
+
+
+class ObserveConfig(Section):
+    metrics: Annotated[str, Choices(("",))] = ""
+    """More metrics of each version: path.py:name of a function of your own.
+
+    It gets the samples that trained the version. docs/own_algorithm.md explains it.
+    """
+
+
+class ReportConfig(Section):
+    enable: bool = True
+    """Write RUN/report.html at the end of the run."""
+    trace: bool = True
+    """Write RUN/trace/ as the run goes. Perfetto opens these files."""
+    trace_mb: int = Field(512, ge=1)
+    """MiB of the traces of all attempts. Beyond it, the trace ends."""
+    trace_load: float = Field(0.005, gt=0, le=1)
+    """Share of a core that the trace's thread may take: 0.01 is 1 %. Beyond it, the trace has one
+    sample in 2, 4, ... 64. The states of devices stay exact. 1 has all samples."""
+    samples: float = Field(1.0, ge=0, le=1)
+    """Share of the samples whose texts are kept in RUN/samples/. 0 keeps none."""
+    samples_mb: int = Field(512, ge=1)
+    """MiB of RUN/samples/. Beyond it, no more samples are kept."""
+    price: float = Field(0.0, ge=0)
+    """Money that one device costs per hour. 0 prints no money."""

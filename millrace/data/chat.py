@@ -159,7 +159,13 @@ class Chat:
                 texts[n] = prompt, self._split or not self._rendered(prompt)
             elif not self._apart(prompt):
                 whole[n] = prompt
-        for n, text in zip(whole, self._templates([*whole.values()]), strict=True):
+        try:
+            made = template.render_all(
+                self.tokenizer, [*whole.values()], head=self.generation_prompt
+            )
+        except template.Refused:  # the template refuses one of them
+            made = [""] * len(whole)
+        for n, text in zip(whole, made, strict=True):
             texts[n] = (text, self._split) if text and not _lost(whole[n], text) else None
         exact: dict[bool, list[tuple[int, str]]] = {True: [], False: []}
         for n, one in enumerate(texts):
@@ -168,9 +174,13 @@ class Chat:
             elif one is not None and self._core is not None:
                 exact[one[1]].append((n, one[0]))
         for split, group in exact.items():
-            for (n, _), ids in zip(
-                group, self._encode_all([t for _, t in group], split), strict=True
-            ):
+            if not group:
+                continue
+            self._encode("", split)  # sets the core, which encodes on all cores
+            given = [text for _, text in group]
+            encoded = self._core.encode_batch_fast(given, add_special_tokens=False)
+            for (n, _), found in zip(group, encoded, strict=True):
+                ids = found.ids
                 whole_text = self._begin + ids if n not in whole and ids[:1] != self._begin else ids
                 lengths[n] = 0 if self.unk_id in ids else len(whole_text)
         return lengths
@@ -183,20 +193,6 @@ class Chat:
         return special is not None and any(
             special.search(m["content"]) or m.keys() - {"role", "content"} for m in messages
         )
-
-    def _templates(self, conversations: list[Messages]) -> list[str]:
-        """Return the template's text of each conversation. It is empty if the template refuses one."""
-        try:
-            return template.render_all(self.tokenizer, conversations, head=self.generation_prompt)
-        except template.Refused:
-            return [""] * len(conversations)
-
-    def _encode_all(self, texts: list[str], split: bool) -> list[list[int]]:
-        """Return the tokens of texts, encoded on all cores."""
-        if not texts:
-            return []
-        self._encode("", split)  # sets the core
-        return [e.ids for e in self._core.encode_batch_fast(texts, add_special_tokens=False)]
 
     @cached_property
     def _by_bytes(self) -> bool:

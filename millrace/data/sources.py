@@ -12,14 +12,14 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from millrace.data import hub
 from millrace.data.row_store import Read, Row, RowCache, StoredRows
-from millrace.data.spec import nearest, refused, split_spec, typed
+from millrace.data.spec import Wrong, nearest, refused, split_spec, typed
 from millrace.data.tasks import TASKS, UNLIMITED, Stream, Task, task_row
 from millrace.errors import bad_row, bad_value
 
@@ -276,46 +276,39 @@ def load_sources(
 
 
 def _part(key: str, spec: str, seed: int, split: str, cache: RowCache) -> Part:
-    path = Path(spec).expanduser()
+    wrong, path = partial(bad_value, key, spec), Path(spec).expanduser()
     if spec.startswith("task:"):
-        return _task(key, spec, seed, split)
+        return _task(wrong, spec, seed, split)
     if spec.startswith("reasoning_gym:"):
-        return _reasoning_gym(key, spec, seed, split)
+        return _reasoning_gym(wrong, spec, seed, split)
     if path.suffix in READERS:
-        return _file(key, spec, path, cache)
+        return _file(wrong, spec, path, cache)
     match = _HUB.fullmatch(spec)
     if path.suffix in _OTHER_FILES or path.exists() or spec[:1] in "/.~":
-        raise bad_value(
-            key,
-            spec,
-            f"a source is {_KINDS}; {path.suffix or 'no extension'} is none",
-            "convert it to .jsonl" if spec else f"one of these forms, or {key}=[] for no source",
-        )
+        rule = f"a source is {_KINDS}; {path.suffix or 'no extension'} is none"
+        none = f"one of these forms, or {key}=[] for no source"
+        raise wrong(rule, "convert it to .jsonl" if spec else none)
     if match is None:
-        close = difflib.get_close_matches(spec.partition(":")[0], ["task", "reasoning_gym"], n=1)
-        fix = (
-            f"{close[0]}:{spec.partition(':')[2]}"
-            if close and ":" in spec
-            else "write one of these forms"
-        )
-        raise bad_value(key, spec, f"a source is {_KINDS}", fix)
-    return _hub(key, spec, match["path"], match["config"], match["split"], split, cache)
+        kind, colon, rest = spec.partition(":")
+        close = difflib.get_close_matches(kind, ["task", "reasoning_gym"], n=1)
+        fix = f"{close[0]}:{rest}" if close and colon else "write one of these forms"
+        raise wrong(f"a source is {_KINDS}", fix)
+    return _hub(wrong, spec, match, split, cache)
 
 
-def _file(key: str, spec: str, path: Path, cache: RowCache) -> Part:
+def _file(wrong: Wrong, spec: str, path: Path, cache: RowCache) -> Part:
     if not path.is_file():
         folder = path.parent
         anywhere = f"a path from {Path.cwd()}, or absolute"
         if "," in spec:  # one string, because it has no brackets or only one
-            raise bad_value(key, spec, "no such file", f"'{key}=[{spec.strip('[]')}]', in brackets")
+            key = wrong.args[0]
+            raise wrong("no such file", f"'{key}=[{spec.strip('[]')}]', in brackets")
         if not folder.is_dir():
-            raise bad_value(
-                key, spec, f"no such file: the folder {folder} does not exist", anywhere
-            )
+            raise wrong(f"no such file: the folder {folder} does not exist", anywhere)
         names = [p.name for p in folder.iterdir() if p.suffix in READERS]
         fix = nearest(path.name, names, f"{folder}/{{}}") if names else anywhere
         inside = ", ".join(sorted(names)[:8]) or "no data file"
-        raise bad_value(key, spec, f"no such file; {folder.resolve()} has {inside}", fix)
+        raise wrong(f"no such file; {folder.resolve()} has {inside}", fix)
 
     def parse(number: int, line: bytes) -> Row:
         return _object(f"{path.name} row {number}", line)
@@ -324,53 +317,38 @@ def _file(key: str, spec: str, path: Path, cache: RowCache) -> Part:
     return Part(path.name, path.stem, len(stored), stored.get, stored=stored)
 
 
-def _hub(
-    key: str,
-    spec: str,
-    path: str,
-    config: str | None,
-    named: str | None,
-    split: str,
-    cache: RowCache,
-) -> Part:
-    if named is None and split != "train":
-        raise bad_value(key, spec, "held-out problems need a split", f"{spec}:test")
+def _hub(wrong: Wrong, spec: str, match: re.Match[str], split: str, cache: RowCache) -> Part:
+    path = match["path"]
+    if match["split"] is None and split != "train":
+        raise wrong("held-out problems need a split", f"{spec}:test")
     where = "owner/name[/config]:split, a network, or a file that you downloaded"
     if why := hub.refusal("dataset", path):
-        raise bad_value(key, spec, why, where)
+        raise wrong(why, where)
     import datasets  # after the request: at import it reads whether the hub is offline
 
     try:
-        table = datasets.load_dataset(path, config, split=named or "train")
+        table = datasets.load_dataset(path, match["config"], split=match["split"] or "train")
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        rule = f"cannot be loaded from the hub: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        raise bad_value(key, spec, rule, where) from error
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise wrong(f"cannot be loaded from the hub: {why}", where) from error
     fingerprint = str(getattr(table, "_fingerprint", ""))  # of the revision, the split and the code
-    source = (lambda: enumerate(table, 1)), path
     made = cache if fingerprint else _IN_MEMORY
-    stored = made.of_rows(f"hub-{fingerprint}", *source)
+    stored = made.of_rows(f"hub-{fingerprint}", lambda: enumerate(table, 1), path)
     return Part(spec, path, len(stored), stored.get, stored=stored)
 
 
-def _task(key: str, spec: str, seed: int, split: str) -> Part:
-    name, given = split_spec(key, spec)
+def _task(wrong: Wrong, spec: str, seed: int, split: str) -> Part:
+    name, given = split_spec(wrong, spec)
     if name not in TASKS:
-        raise bad_value(
-            key,
-            spec,
-            f"unknown task {name!r}; known are {', '.join(TASKS)}",
-            nearest(name, TASKS, "task:{}"),
-        )
-    kind = TASKS[name]
-    stream_fields = Stream.__dataclass_fields__
-    mine = {k: v for k, v in given.items() if k in stream_fields}
-    rest = {k: v for k, v in given.items() if k not in stream_fields}
-    chosen: dict[str, Any] = {"seed": seed, "split": split} | typed(key, spec, mine, Stream)
+        rule = f"unknown task {name!r}; known are {', '.join(TASKS)}"
+        raise wrong(rule, nearest(name, TASKS, "task:{}"))
+    mine = {k: given.pop(k) for k in Stream.__dataclass_fields__ if k in given}
+    chosen: dict[str, Any] = {"seed": seed, "split": split} | typed(wrong, mine, Stream)
     try:
         stream = Stream(**chosen)
-        task = kind(**typed(key, spec, rest, kind))
+        task = TASKS[name](**typed(wrong, given, TASKS[name]))
     except ValueError as error:
-        raise refused(key, spec, error) from None
+        raise refused(wrong, error) from None
     return Part(
         spec,
         name,
@@ -382,39 +360,29 @@ def _task(key: str, spec: str, seed: int, split: str) -> Part:
     )
 
 
-def _reasoning_gym(key: str, spec: str, seed: int, split: str) -> Part:
-    name, given = split_spec(key, spec)
+def _reasoning_gym(wrong: Wrong, spec: str, seed: int, split: str) -> Part:
+    name, given = split_spec(wrong, spec)
     import reasoning_gym
 
     known = reasoning_gym.factory.DATASETS
     if name not in known:
-        raise bad_value(
-            key,
-            spec,
-            f"reasoning-gym has no data set {name!r}",
-            nearest(name, known, "reasoning_gym:{}"),
-        )
-    default = (
-        int.from_bytes(blake2b(f"{name}|{seed}|{split}".encode(), digest_size=4).digest()) % 2**31
-    )
-    params = {"seed": default} | typed(key, spec, given, known[name][1])
+        rule = f"reasoning-gym has no data set {name!r}"
+        raise wrong(rule, nearest(name, known, "reasoning_gym:{}"))
+    digest = blake2b(f"{name}|{seed}|{split}".encode(), digest_size=4).digest()
+    own = {"seed": int.from_bytes(digest) % 2**31}
+    params = own | typed(wrong, given, known[name][1])
     try:
         dataset = reasoning_gym.create_dataset(name, **params)
         dataset[0]
     except Exception as error:  # each generator raises its own errors
-        raise refused(key, spec, error) from error
+        raise refused(wrong, error) from error
 
     @lru_cache(maxsize=4096)
     def get(i: int) -> Row:
         entry = dataset[i]
         extra = {"reasoning_gym": name, "index": i, "metadata": entry["metadata"]}
-        return {
-            "prompt": entry["question"],
-            "answer": entry["answer"],
-            "data_source": name,
-            "extra_info": extra,
-        }
+        columns = {"prompt": entry["question"], "answer": entry["answer"]}
+        return columns | {"data_source": name, "extra_info": extra}
 
-    return Part(
-        spec, name, len(dataset), get, generated=True, parameters=f"{name} {sorted(params.items())}"
-    )
+    parameters = f"{name} {sorted(params.items())}"
+    return Part(spec, name, len(dataset), get, generated=True, parameters=parameters)

@@ -9,11 +9,15 @@ import difflib
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
 
-from millrace.errors import ConfigError, bad_value
+from millrace.errors import ConfigError
+
+Wrong = partial[ConfigError]
+"""Makes the error of a source from a rule and a fix."""
 
 
 def nearest(name: str, known: Iterable[str], form: str = "{}") -> str:
@@ -32,7 +36,7 @@ def nearest(name: str, known: Iterable[str], form: str = "{}") -> str:
     )
 
 
-def split_spec(key: str, spec: str) -> tuple[str, dict[str, str]]:
+def split_spec(wrong: Wrong, spec: str) -> tuple[str, dict[str, str]]:
     """Return (NAME, parameters) of `kind:NAME?param=value`.
 
     Raise ConfigError if the query is not a list of param=value.
@@ -42,40 +46,32 @@ def split_spec(key: str, spec: str) -> tuple[str, dict[str, str]]:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as error:
         rule = f"the text after ? must be param=value pairs joined by & ({error})"
-        raise bad_value(key, spec, rule, f"{spec.partition('?')[0]}?size=500") from None
+        raise wrong(rule, f"{spec.partition('?')[0]}?size=500") from None
     params = dict(pairs)
     if len(params) < len(pairs):
-        raise bad_value(key, spec, "a parameter is given twice", "leave one of them out")
+        raise wrong("a parameter is given twice", "leave one of them out")
     return name, params
 
 
-def typed(key: str, spec: str, given: dict[str, str], shape: type) -> dict[str, Any]:
+def typed(wrong: Wrong, given: dict[str, str], shape: type) -> dict[str, Any]:
     """Return `given` with each value in the type of the default in the dataclass `shape`.
 
     Raise ConfigError with the parameter's name if it is unknown or its value has another type.
     """
-    known = {f.name: f for f in fields(shape)}
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        rule = f"unknown parameter {unknown[0]!r}; known are {', '.join(known)}"
-        raise bad_value(key, spec, rule, nearest(unknown[0], known))
-    return {name: _convert(key, spec, known[name], text) for name, text in given.items()}
-
-
-def _convert(key: str, spec: str, field: Field[Any], text: str) -> Any:
-    default = field.default
-    if default is MISSING:
-        default = None if field.default_factory is MISSING else field.default_factory()
-    try:
-        return _value(default, text)
-    except ValueError:
-        kind = type(default).__name__
-        raise bad_value(
-            key,
-            spec,
-            f"{field.name}={text!r} is not a value of type {kind}",
-            f"{field.name}={default}",
-        ) from None
+    known, found = {f.name: f for f in fields(shape)}, dict[str, Any]()
+    if unknown := next((name for name in given if name not in known), ""):
+        rule = f"unknown parameter {unknown!r}; known are {', '.join(known)}"
+        raise wrong(rule, nearest(unknown, known))
+    for name, text in given.items():
+        default, made = known[name].default, known[name].default_factory
+        if default is MISSING:
+            default = None if made is MISSING else made()
+        try:
+            found[name] = _value(default, text)
+        except ValueError:
+            rule = f"{name}={text!r} is not a value of type {type(default).__name__}"
+            raise wrong(rule, f"{name}={default}") from None
+    return found
 
 
 def _value(default: Any, text: str) -> Any:
@@ -104,11 +100,7 @@ def _refuse(text: str) -> Any:
     raise ValueError(text)
 
 
-def refused(key: str, spec: str, error: Exception) -> ConfigError:
+def refused(wrong: Wrong, error: Exception) -> ConfigError:
     """Return the ConfigError for parameters of the right types that the generator refuses."""
-    return bad_value(
-        key,
-        spec,
-        f"refused by the generator: {error or type(error).__name__}",
-        "a value that holds to this rule",
-    )
+    rule = f"refused by the generator: {error or type(error).__name__}"
+    return wrong(rule, "a value that holds to this rule")

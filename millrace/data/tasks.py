@@ -45,8 +45,8 @@ class Stream:
 class Task(Protocol):
     """A frozen dataclass whose fields are the task's parameters."""
 
-    def problem(self, rng: Random) -> tuple[str, str]:
-        """Return (prompt text, right answer)."""
+    def row(self, rng: Random) -> dict[str, Any]:
+        """Return `prompt`, the right `answer`, and other columns. Messages need `extra_info`."""
         ...
 
     def corrupt(self, rng: Random, prompt: str, answer: str) -> str:
@@ -55,14 +55,6 @@ class Task(Protocol):
 
     def alphabet(self) -> str:
         """Return every character that can occur in prompts and answers."""
-        ...
-
-
-class RowTask(Task, Protocol):
-    """A task whose rows have more columns: messages, or what only the environment knows."""
-
-    def row(self, rng: Random) -> dict[str, Any]:
-        """Return the columns of a row. They have `prompt`, `answer` and `extra_info`."""
         ...
 
 
@@ -102,9 +94,9 @@ class _Digits:
 class SortDigits(_Digits):
     """`83521>` asks for `12358`."""
 
-    def problem(self, rng: Random) -> tuple[str, str]:
+    def row(self, rng: Random) -> dict[str, Any]:
         digits = self._digits(rng)
-        return digits + ">", "".join(sorted(digits))
+        return {"prompt": digits + ">", "answer": "".join(sorted(digits))}
 
     def corrupt(self, rng: Random, prompt: str, answer: str) -> str:
         """Return the digits in reverse order, or a copy of them."""
@@ -116,9 +108,9 @@ class SortDigits(_Digits):
 class Copy(_Digits):
     """`83521>` asks for `83521`."""
 
-    def problem(self, rng: Random) -> tuple[str, str]:
+    def row(self, rng: Random) -> dict[str, Any]:
         digits = self._digits(rng)
-        return digits + ">", digits
+        return {"prompt": digits + ">", "answer": digits}
 
     def corrupt(self, rng: Random, prompt: str, answer: str) -> str:
         return corrupt_answer(rng, answer)
@@ -153,10 +145,6 @@ class Chase:
             "ground_truth": at,
             "extra_info": {"table": "".join(table)},
         }
-
-    def problem(self, rng: Random) -> tuple[str, str]:
-        row = self.row(rng)
-        return row["prompt"][0]["content"], row["answer"]
 
     def corrupt(self, rng: Random, prompt: str, answer: str) -> str:
         """Return turns that stop one step short, or that end in a wrong digit."""
@@ -197,10 +185,6 @@ class FillIn:
             },
         }
 
-    def problem(self, rng: Random) -> tuple[str, str]:
-        row = self.row(rng)
-        return row["prompt"][0]["content"], row["answer"]
-
     def corrupt(self, rng: Random, prompt: str, answer: str) -> str:
         """Return the right operator with a wrong constant, or the reverse."""
         if rng.random() < 0.5:
@@ -239,18 +223,14 @@ class Arithmetic:
             (a, b) for a in range(self.least, self.smaller + 1) for b in range(a, self.larger + 1)
         ]
 
-    def columns(self, rng: Random, numbers: Sequence[int]) -> dict[str, Any]:
-        """Return the columns of the row of a problem, with its numbers in some order."""
-        a, b = rng.sample(numbers, 2)
+    def row(self, rng: Random, numbers: Sequence[int] = ()) -> dict[str, Any]:
+        """Return the row of a problem, with its numbers in some order."""
+        a, b = rng.sample(numbers or rng.choice(self.problems()), 2)
         question = f"What is {a} {self.sign} {b}?"
         return {
             "prompt": [{"role": "user", "content": question}],
             "answer": str(self.result(a, b)),
         }
-
-    def problem(self, rng: Random) -> tuple[str, str]:
-        row = self.columns(rng, rng.choice(self.problems()))
-        return row["prompt"][0]["content"], row["answer"]
 
     def corrupt(self, rng: Random, prompt: str, answer: str) -> str:
         return corrupt_answer(rng, answer)
@@ -300,16 +280,13 @@ def task_row(name: str, task: Task, stream: Stream, i: int) -> dict[str, Any]:
     if isinstance(task, Arithmetic):
         order = _epoch(task, stream)
         rng = Random(f"{name}|{task!r}|{stream.seed}|{stream.split}|{i}")
-        row = task.columns(rng, order[i % len(order)])
+        row = task.row(rng, order[i % len(order)])
         return row | {"data_source": name, "extra_info": {"index": i, "split": stream.split}}
     for attempt in range(_TRIES):
         rng = Random(f"{name}|{task!r}|{stream.seed}|{stream.split}|{i}|{attempt}")
-        if hasattr(task, "row"):  # a RowTask. isinstance takes as long as the row itself.
-            row = task.row(rng)
-            problem = repr((row["prompt"], row["extra_info"]))
-        else:
-            problem, answer = task.problem(rng)
-            row = {"prompt": problem, "answer": answer}
+        row = task.row(rng)
+        prompt = row["prompt"]
+        problem = prompt if isinstance(prompt, str) else repr((prompt, row["extra_info"]))
         if (_hash(problem) % 8 == 0) == (stream.split == "val"):
             break
     extra = {"index": i, "split": stream.split} | row.get("extra_info", {})

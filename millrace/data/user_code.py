@@ -129,20 +129,14 @@ def spec_of(function: Any) -> str:
     assert module is not None
     path = Path(file).resolve()
     if module.__name__ == "__main__":
-        return f"{path}:{name}" if path.is_file() and _is_guarded(path) else ""
+        top = ast.parse(path.read_bytes()).body if path.is_file() else []
+        tests = [ast.unparse(n.test) for n in top if isinstance(n, ast.If)]
+        return f"{path}:{name}" if "__name__ == '__main__'" in tests else ""
     root = path.parents[module.__name__.count(".") + (path.stem == "__init__")]
     known = [Path.cwd(), *map(Path, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if {"site-packages", "dist-packages"} & {*path.parts} or root in [p.resolve() for p in known]:
         return f"{module.__name__}:{name}"
     return f"{path}:{name}"
-
-
-def _is_guarded(path: Path) -> bool:
-    """Return whether a script has an `if __name__ == "__main__":` at its outermost level."""
-    tests = [
-        ast.unparse(n.test) for n in ast.parse(path.read_bytes()).body if isinstance(n, ast.If)
-    ]
-    return "__name__ == '__main__'" in tests
 
 
 def load(key: str, spec: str, *, kind: str = "function") -> Callable[..., Any]:

@@ -118,13 +118,13 @@ def _first_eos(*sources: Any) -> tuple[int, ...]:
     return ()
 
 
-def empty_model(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Build the float32 model in `folder` (or of a hub id) on the meta device.
+def empty_model(source: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Build the float32 model in a folder, of a hub id or of a config.json on the meta device.
 
     Its parameters have names and shapes, but use no memory.
     """
     with torch.device("meta"):
-        return _from_config(folder, "sdpa", trust_remote_code).eval()
+        return _from_config(source, "sdpa", trust_remote_code).eval()
 
 
 def unfilled_model(
@@ -142,10 +142,10 @@ def unfilled_model(
     return cast(PreTrainedModel, model.eval())
 
 
-def _from_config(
-    folder: str | Path, attn_implementation: str, trust_remote_code: bool
-) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+def _from_config(source: Any, attn_implementation: str, trust_remote_code: bool) -> PreTrainedModel:
+    config = source
+    if isinstance(source, str | Path):
+        config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         config,
         dtype=torch.float32,

@@ -163,19 +163,17 @@ async def open_agent(
         history=agents.history,
         main_models=agents.train_models,
     )
-    opened = _serve if agents.served else _play
-    async with opened(agents, rollout, tokenizer, converse, folder, note) as agent:
+    playing = _play(agents, tokenizer, converse)
+    serving = _serve(agents, rollout, converse, folder, note)
+    async with serving if agents.served else playing as agent:
         yield agent
 
 
 @asynccontextmanager
 async def _play(
     agents: AgentConfig,
-    rollout: RolloutConfig,
     tokenizer: PreTrainedTokenizerBase,
     converse: Callable[[PolicySession], Conversation],
-    folder: Path,
-    note: Note,
 ) -> AsyncIterator[Agent]:
     """Yield the agent of an environment or of tools."""
     from millrace.agents.chat_agent import ChatAgent, ChatOptions
@@ -231,7 +229,6 @@ async def _environments(agents: AgentConfig) -> Maker:
 async def _serve(
     agents: AgentConfig,
     rollout: RolloutConfig,
-    tokenizer: PreTrainedTokenizerBase,
     converse: Callable[[PolicySession], Conversation],
     folder: Path,
     note: Note,

@@ -11,7 +11,7 @@ from millrace.algorithms.advantage import Estimator
 from millrace.algorithms.estimators import ESTIMATORS
 from millrace.algorithms.losses import POLICY_LOSSES
 from millrace.algorithms.policy_loss import PolicyLoss
-from millrace.config import ActorConfig, AlgorithmConfig, Config
+from millrace.config import ActorConfig, AlgorithmConfig, Config, DistillationConfig
 from millrace.config.algorithm_keys import load_algorithm
 from millrace.data.curriculum import KEY as SAMPLER
 from millrace.data.spec import nearest
@@ -48,16 +48,18 @@ def check(spec: str, options: Mapping[str, Any]) -> tuple[str, list[Finding]]:
             not isinstance(found, Estimator)
             and next(iter(inspect.signature(found).parameters), "-") != "batch"
         )
+    from millrace.algorithms.conformance import findings  # torch
+
     if is_loss:
         actor = ActorConfig.model_validate(
             {"policy_loss": {"loss_mode": spec} | _options(spec, options)}
         )
-        return LOSS, _findings(actor.policy_loss.loss, actor.loss_options())
+        return LOSS, findings(actor.policy_loss.loss, actor.loss_options())
     if options:
         name, value = next(iter(options.items()))
         raise bad_value(name, value, "an estimator has no options of its own", "remove it")
     algorithm = AlgorithmConfig(adv_estimator=spec)
-    return ESTIMATOR, _findings(algorithm.estimator, algorithm.advantage_options())
+    return ESTIMATOR, findings(algorithm.estimator, algorithm.advantage_options())
 
 
 def _options(spec: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,26 +78,45 @@ def try_algorithms(config: Config, note: Callable[[str], None]) -> None:
 
     Raises ConfigError if one fails on made-up batches. Other broken properties are notes.
     """
-    for key, spec in ((SAMPLER, config.data.sampler), (METRICS, config.observe.metrics)):
-        if spec:
-            load(key, spec)
-    actor, algorithm = config.actor, config.algorithm
-    if ":" in actor.policy_loss.loss_mode:
-        found = _findings(actor.policy_loss.loss, actor.loss_options())
-        _tell(LOSS, actor.policy_loss.loss_mode, found, note)
-    if ":" in algorithm.adv_estimator:
-        found = _findings(algorithm.estimator, algorithm.advantage_options())
-        _tell(ESTIMATOR, algorithm.adv_estimator, found, note)
-    if (signal := config.distillation.own_signal) is not None:
-        from millrace.algorithms.conformance import check_signal
+    sections = config.actor, config.algorithm, config.distillation
+    for key, spec in _own(config.value_of).items():
+        for broken in _broken(*sections, key, spec):
+            from millrace.algorithms.conformance import FAILS
 
-        broken = check_signal(config.distillation.loss_mode, signal)
-        _tell(SIGNAL, config.distillation.loss_mode, [broken] if broken else [], note)
-    if (weights := algorithm.weigh_tokens) is not None:
-        from millrace.algorithms.conformance import check_weights
+            if broken.name == FAILS:
+                fix = f"{broken.fix}: millrace check-algorithm {spec}"
+                raise bad_value(key, spec, broken.seen, fix)
+            note(f"warning: {key}={spec}: {broken}")
 
-        broken = check_weights(algorithm.token_weights, weights)
-        _tell(WEIGHTS, algorithm.token_weights, [broken] if broken else [], note)
+
+def _own(value_of: Callable[[str], str]) -> dict[str, str]:
+    """Return the names of the user's functions by their keys."""
+    keys = (LOSS, ESTIMATOR, SIGNAL, WEIGHTS, SAMPLER, METRICS)
+    return {key: spec for key in keys if ":" in (spec := value_of(key))}
+
+
+def _broken(
+    actor: ActorConfig,
+    algorithm: AlgorithmConfig,
+    distillation: DistillationConfig,
+    key: str,
+    spec: str,
+) -> list[Finding]:
+    """Return the properties that the function of a key has not."""
+    if key in (SAMPLER, METRICS):
+        load(key, spec)
+        return []
+    from millrace.algorithms.conformance import check_signal, check_weights, findings  # torch
+
+    if key == LOSS:
+        return findings(actor.policy_loss.loss, actor.loss_options())
+    if key == ESTIMATOR:
+        return findings(algorithm.estimator, algorithm.advantage_options())
+    signal, weights = distillation.own_signal, algorithm.weigh_tokens
+    found = check_signal(spec, signal) if signal and key == SIGNAL else None
+    if weights and key == WEIGHTS:
+        found = check_weights(spec, weights)
+    return [found] if found else []
 
 
 async def tried(config: Config, note: Callable[[str], None]) -> None:
@@ -104,33 +125,7 @@ async def tried(config: Config, note: Callable[[str], None]) -> None:
         async with asyncio.timeout(CHECK_S):
             await abandonable(try_algorithms, config, note)
     except TimeoutError:
-        named = {
-            LOSS: config.actor.policy_loss.loss_mode,
-            ESTIMATOR: config.algorithm.adv_estimator,
-            SIGNAL: config.distillation.loss_mode,
-            WEIGHTS: config.algorithm.token_weights,
-            SAMPLER: config.data.sampler,
-            METRICS: config.observe.metrics,
-        }
-        key, spec = next((k, v) for k, v in named.items() if ":" in v)
+        key, spec = next(iter(_own(config.value_of).items()))
         rule = f"its checks on small batches took over {CHECK_S:g} s, where seconds are usual"
-        raise bad_value(
-            key, spec, rule, "a function that returns; millrace check-algorithm"
-        ) from None
-
-
-def _findings(algorithm: PolicyLoss | Estimator, options: Any) -> list[Finding]:
-    from millrace.algorithms.conformance import findings  # torch
-
-    return findings(algorithm, options)
-
-
-def _tell(key: str, spec: str, found: list[Finding], note: Callable[[str], None]) -> None:
-    from millrace.algorithms.conformance import FAILS
-
-    for broken in found:
-        if broken.name == FAILS:
-            raise bad_value(
-                key, spec, broken.seen, f"{broken.fix}: millrace check-algorithm {spec}"
-            )
-        note(f"warning: {key}={spec}: {broken}")
+        fix = "a function that returns; millrace check-algorithm"
+        raise bad_value(key, spec, rule, fix) from None

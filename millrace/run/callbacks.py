@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,68 @@ from millrace.data.user_code import failure
 from millrace.errors import MillraceError, bad_value
 from millrace.observe.metrics import RunCounts
 from millrace.pipeline.validation import Result
-from millrace.run.drawn import DrawnResponse, drawn
+from millrace.rollout.scoring import completion_of, conversation_of
 from millrace.run.session import Session
-from millrace.run.stop import StopRequest
-from millrace.types import PolicyVersion, Sample
+from millrace.run.signals import StopRequest
+from millrace.types import Author, PolicyVersion, Prompt, Sample, Stop, Tokens, Trajectory
 from millrace.waits.registry import Event
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnResponse:
+    """One response to a prompt, with its score."""
+
+    prompt: str
+    """The text of the prompt, as the policy reads it."""
+    text: str
+    """The policy's last message."""
+    score: float | None
+    """None if the response was not scored, or if the reward or the episode failed."""
+    components: dict[str, float] = field(default_factory=dict)
+    """The named parts of the score."""
+    tokens: tuple[int, ...] = ()
+    """All tokens after the prompt, also those of tools and users."""
+    log_probs: tuple[float, ...] = ()
+    """The log-prob of each token. NaN for tokens that the policy did not draw."""
+    data_source: str = ""
+    ground_truth: Any = None
+    conversation: str = ""
+    """All messages by author, if there are any besides the prompt and the text."""
+    truncated: bool = False
+    """Whether a limit cut it."""
+    versions: tuple[PolicyVersion, ...] = ()
+    """The policy versions that drew it."""
+    error: str = ""
+    """Why there is no score."""
+
+
+def drawn(
+    prompt: Prompt, trajectory: Trajectory | None, decode: Callable[[Tokens], str], error: str = ""
+) -> DrawnResponse:
+    """Return a trajectory in plain values. None is an episode that failed."""
+    about = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth}
+    if trajectory is None:
+        return DrawnResponse(prompt.text, "", None, **about, error=error)
+    log_probs = [
+        value
+        for s in trajectory.segments
+        for value in (s.log_probs if s.author is Author.POLICY else [math.nan] * len(s.tokens))
+    ]
+    score = trajectory.score
+    return DrawnResponse(
+        prompt.text,
+        completion_of(trajectory, decode).text,
+        None if score is None or error else score.value,
+        {} if score is None else dict(score.extra),
+        tuple(trajectory.tokens),
+        tuple(log_probs),
+        **about,
+        conversation=conversation_of(trajectory, decode),
+        truncated=trajectory.stop is Stop.LENGTH,
+        versions=tuple(sorted(set(trajectory.versions))),
+        error=error,
+    )
+
 
 SLOW_S = 1.0
 """Seconds after which a callback is named: rollouts and syncs wait for it."""

@@ -18,7 +18,7 @@ from millrace.persist import ownership
 from millrace.pipeline.checkpoint import Checkpoints, read_manifest, verify
 from millrace.process.files import replace_file
 from millrace.run import resume_checks, supervised
-from millrace.run.store import Store, fetch, open_store, unusable
+from millrace.run.mirror import Store, fetch, open_store, unusable
 
 _FROM_THE_BEGINNING = ("so the run starts from the beginning", "so a new run starts")
 
@@ -112,9 +112,7 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
     try:
         if not (path / "history.jsonl").exists():  # no run began: its model may be stale
             ownership.remove(path / "model")
-        (path / "logs").mkdir(parents=True, exist_ok=True)
-        replace_file(path / "config.yaml", dump(config))
-        _take_model(checkpoint, path)
+        _fill(path, dump(config), checkpoint)
     except OSError as error:
         raise ownership.unwritable(path, error) from None
     return RunDir(path, checkpoint, tuple(notes), made, store)
@@ -176,14 +174,17 @@ def open_eval_dir(config: Config, root: Path = Path("runs")) -> RunDir:
             "trainer.resume=auto validates the newest checkpoint of that run"
         )
     ownership.claim(path)
-    (path / "logs").mkdir()
-    replace_file(path / "config.yaml", dump(config))
-    _take_model(checkpoint, path)
+    _fill(path, dump(config), checkpoint)
     return RunDir(path, checkpoint, tuple(notes), (path, *missing_parents))
 
 
-def _take_model(checkpoint: Path | None, path: Path) -> None:
-    """Copy the checkpoint's model folder. Its tokens have meaning only with its own tokenizer."""
+def _fill(path: Path, config: str, checkpoint: Path | None) -> None:
+    """Write the configuration, and copy the checkpoint's model folder.
+
+    Its tokens have meaning only with its own tokenizer.
+    """
+    (path / "logs").mkdir(parents=True, exist_ok=True)
+    replace_file(path / "config.yaml", config)
     if checkpoint is not None and (checkpoint / "model").is_dir() and not (path / "model").exists():
         shutil.copytree(checkpoint / "model", path / "model")
 

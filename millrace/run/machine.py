@@ -19,8 +19,8 @@ from millrace.config import (
     TrainerConfig,
     plugins,
 )
+from millrace.config.explain import ENGINES
 from millrace.config.serving_checks import ARGUMENTS, check_known, check_program, check_sglang
-from millrace.config.unused_keys import ENGINES
 from millrace.errors import INSTALL, MissingDependency, bad_value
 
 _PYTHON_S = 60.0

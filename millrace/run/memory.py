@@ -14,7 +14,6 @@ from millrace.config import (
     Config,
     MegatronConfig,
     ModelConfig,
-    ModelShape,
     RolloutConfig,
     TeacherConfig,
     TrainerConfig,
@@ -77,14 +76,15 @@ class Size:
 def size_of(section: ModelConfig) -> Size | None:
     """Return the size of the policy, or None if only its data decides it.
 
-    A model in model.path is built on the meta device, without its weights. A new model needs
+    The model is built on the meta device, without its weights. A new model needs
     model.shape.vocab_size.
     """
-    if not section.path:
-        return _size_of_shape(section.shape)
-    from millrace.models.model import empty_model
+    if not (section.path or section.shape.vocab_size):
+        return None
+    from millrace.models.model import empty_model, shape_config
 
-    model = empty_model(section.path, trust_remote_code=section.trust_remote_code)
+    source = section.path or shape_config(section)
+    model = empty_model(source, trust_remote_code=section.trust_remote_code)
     return size_of_model(model.config.get_text_config(), sum(p.numel() for p in model.parameters()))
 
 
@@ -105,33 +105,6 @@ def size_of_model(hf: Any, parameters: int) -> Size:
         experts=experts,
         chosen=hf.num_experts_per_tok if experts else 1,
         head_norms=hf.model_type.startswith("qwen3"),
-    )
-
-
-def _size_of_shape(s: ModelShape) -> Size | None:
-    if not s.vocab_size:
-        return None
-    kv = s.hidden_size // s.num_attention_heads * s.num_key_value_heads
-    attention = 2 * s.hidden_size**2 + 2 * s.hidden_size * kv
-    if s.num_experts:  # Qwen3-MoE: a norm of queries and one of keys, no biases, and a router
-        attention += 2 * (s.hidden_size // s.num_attention_heads) + s.hidden_size * s.num_experts
-    else:
-        attention += s.hidden_size + 2 * kv
-    mlps = 3 * s.hidden_size * s.intermediate_size * max(s.num_experts, 1)
-    layer = attention + mlps + 2 * s.hidden_size
-    embeddings = s.vocab_size * s.hidden_size * (1 if s.tie_word_embeddings else 2)
-    return Size(
-        parameters=embeddings + s.num_hidden_layers * layer + s.hidden_size,
-        hidden=s.hidden_size,
-        intermediate=s.intermediate_size,
-        layers=s.num_hidden_layers,
-        kv_width=kv,
-        width=s.hidden_size,
-        vocabulary=s.vocab_size,
-        tied=s.tie_word_embeddings,
-        experts=s.num_experts,
-        chosen=s.num_experts_per_tok if s.num_experts else 1,
-        head_norms=s.num_experts > 0,
     )
 
 
@@ -212,7 +185,7 @@ def _fsdp(
         "weights and moments": home * state * size.parameters // trainer.shard_size,
         "gradients": home * trained * gradients // shards,
         "gathered weights": width * (matrices + layers) if gathers else 0,
-        "activations": tokens * values + (_beyond(logits, again) if recomputing else 0),
+        "activations": tokens * values + (max(0, again - logits) if recomputing else 0),
         "logits": logits,
     }
 
@@ -220,11 +193,6 @@ def _fsdp(
 def _mlp_gradients(size: Size, width: int) -> int:
     """Return the bytes of a token's gradients in the backward pass of an MLP: three at a time."""
     return 3 * width * size.intermediate * (size.chosen if size.experts else 1)
-
-
-def _beyond(logits: int, recomputed: int) -> int:
-    """Return what the backward pass of a recomputed layer needs more than that of the logits."""
-    return max(0, recomputed - logits)
 
 
 def layer_bytes(size: Size, width: int, *, compiled: bool = False) -> int:
@@ -311,7 +279,7 @@ def _stage(
     # The first stage begins one micro-batch for each stage before the first backward pass.
     flying = 1 if last else stages
     passing = {
-        "activations": tokens * kept * flying + _beyond(logits, tokens * recomputed),
+        "activations": tokens * kept * flying + max(0, tokens * recomputed - logits),
         "logits": logits,
         "AdamW": 0,
     }

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from millrace import __version__
 from millrace.config import AgentConfig, Config, ModelConfig, TeacherConfig
-from millrace.config.cached import cache_folder
 from millrace.config.keys import Work
+from millrace.config.packaged import cache_folder
 from millrace.config.reward_keys import OneReward
 from millrace.data.chat import Chat, Reading
 from millrace.data.curriculum import Curriculum
@@ -38,6 +38,7 @@ from millrace.models import checks as model_checks
 from millrace.models.shape import write_shape
 from millrace.observe.user_metrics import KEY as METRICS
 from millrace.observe.user_metrics import UserMetrics
+from millrace.pipeline.checkpoint import read_manifest
 from millrace.rewards.builtin import NEEDS_TRUTH, number
 from millrace.rewards.functions import check_name
 from millrace.rewards.sources import advice_for_chat, refusal, scorer_of
@@ -235,18 +236,24 @@ def prepare(
     sources: Sources,
     model_folder: Path,
     *,
-    growth: Sequence[tuple[int, int]] = (),
-    use_from: int | None = None,
+    checkpoint: Path | None = None,
+    ahead: bool = False,
     tries: bool = False,
     note: Note = silent,
     progress: Progress = quiet,
 ) -> Problems:
     """Return the prompt streams, and write the model folder if it is missing.
 
-    The model folder has the tokenizer and config.json. If a row is bad, no folder is written.
-    `PromptStream` explains `growth` and `use_from`. With `tries`, the sampler and the metrics of the
-    user are tried first.
+    The model folder has the tokenizer and config.json. If a row is bad, no folder is written. The
+    rows must be those of the `checkpoint`. With `ahead`, many rows are checked while a run goes on.
+    With `tries`, the sampler and the metrics of the user are tried first.
     """
+    growth: rows.Growth = ()
+    if checkpoint is not None:
+        growth, lines = rows.check(config.data, checkpoint, sources.train, sources.val)
+        for line in lines:
+            note(line)
+    begun = 0 if checkpoint is None else read_manifest(checkpoint).begun
     made = (model_folder / "tokenizer_config.json").is_file()
     model, key, seed = config.model, config.data.prompt_key, config.trainer.seed
     tokenizer = (
@@ -277,8 +284,14 @@ def prepare(
         progress=progress,
     )
     train = opened(
-        sources.train, shuffle=config.data.shuffle, growth=growth, use_from=use_from, note=note
+        sources.train,
+        shuffle=config.data.shuffle,
+        growth=growth,
+        use_from=begun if ahead else None,
+        note=note,
     )
+    if checkpoint is not None:
+        rows.check_kept(checkpoint, train)
     if tries and (curriculum := curriculum_of(config.data.sampler, config.schedule, train)):
         curriculum.try_out()
     if tries and (metrics := user_metrics_of(config.observe.metrics, chat, silent)):
@@ -411,14 +424,13 @@ def prompts_of_an_epoch(
     Prompts that a run leaves out do not count. `inspect` gets the tokenizer, and `note` each line
     on how prompts are read. The rows must be those of the checkpoint `resume_from`.
     """
-    shown = shown_slowly(lambda work, done, total: note(_counted(work, done, total)), 5.0, 5.0)
+
+    def counted(work: str, done: int, total: int) -> None:
+        note(f"{work}: {done:,}" + (f" of {total:,}" if total else ""))
+
+    shown = shown_slowly(counted, 5.0, 5.0)
     scored, config = work != "sft", config.for_work(work)
     sources = load(config, scored=scored, note=note, progress=shown)
-    growth: rows.Growth = ()
-    if resume_from is not None:
-        growth, lines = rows.check(config.data, resume_from, sources.train, sources.val)
-        for line in lines:
-            note(line)
     if scored:
         asyncio.run(check_functions(config.reward, sources.scored(), note))
     if not (config.model.path or config.data.filter_overlong_prompts or inspect):
@@ -427,20 +439,21 @@ def prompts_of_an_epoch(
         model = Path(folder) / "model"
         if resume_from is not None and (resume_from / "model" / "tokenizer_config.json").is_file():
             model = resume_from / "model"  # as in the run, which makes no tokenizer again
-        tries = work == "train"
-        prepared = prepare(config, sources, model, growth=growth, tries=tries, progress=shown)
-    if resume_from is not None:
-        rows.check_kept(resume_from, prepared.train)
+        prepared = prepare(
+            config,
+            sources,
+            model,
+            checkpoint=resume_from,
+            tries=work == "train",
+            note=note,
+            progress=shown,
+        )
     first = () if config.agents.agent_kind else first_prompts(prepared.chat, prepared.train)
     for line in (*prepared.notes, *first):
         note(line)
     if inspect:
         inspect(prepared.chat.tokenizer)
     return len(prepared.train)
-
-
-def _counted(work: str, done: int, total: int) -> str:
-    return f"{work}: {done:,}" + (f" of {total:,}" if total else "")
 
 
 def _check_overrides(model: ModelConfig) -> None:
@@ -515,24 +528,17 @@ def copy_config(model: ModelConfig, model_folder: Path) -> None:
 
     Checkpoints are then complete.
     """
-    _copy_config(model, model_folder)
+    source = Path(model.path)
+    if model.path and not source.is_dir():
+        from transformers import AutoConfig
+
+        hf = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        hf.save_pretrained(model_folder)
+    elif model.path:
+        for name in ("config.json", "generation_config.json"):
+            if (source / name).is_file() and not (model_folder / name).is_file():
+                shutil.copy(source / name, model_folder / name)
     if model.override_config:
         from millrace.models.overrides import write
 
         write(model.override_config, model.path, model_folder)
-
-
-def _copy_config(model: ModelConfig, model_folder: Path) -> None:
-    if not model.path:
-        return
-    source = Path(model.path)
-    if not source.is_dir():
-        from transformers import AutoConfig
-
-        AutoConfig.from_pretrained(
-            str(source), trust_remote_code=model.trust_remote_code
-        ).save_pretrained(model_folder)
-        return
-    for name in ("config.json", "generation_config.json"):
-        if (source / name).is_file() and not (model_folder / name).is_file():
-            shutil.copy(source / name, model_folder / name)

@@ -16,8 +16,8 @@ import yaml
 from millrace.config import AlgorithmConfig, Config, ModelConfig, RewardConfig, TeacherConfig
 from millrace.config.algorithm_keys import without_own_algorithm
 from millrace.config.explain import all_keys, facts, section_of, shown
-from millrace.config.facts import Fixed, FixedRows, Past
 from millrace.config.recipe import parse
+from millrace.config.section import Fixed, FixedRows, Past
 from millrace.config.teacher_keys import weights_of
 from millrace.errors import ConfigError, bad_value
 from millrace.pipeline.checkpoint import ROWS, read_ledger
@@ -37,9 +37,18 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     then = (tree.get("algorithm") or {}).get("adv_estimator", "")
     moved = now.rpartition(":")[2] == then.rpartition(":")[2]  # the same function in another file
     before = parse(without_own_algorithm(tree, now if moved else then))
-    fixed: list[tuple[str, FixedRows | Fixed]] = [*_changed(Fixed, config, before)]
+
+    def differing(kind: type[_Fact]) -> list[tuple[str, _Fact]]:
+        """Return the keys with such a fact whose values differ, with the fact."""
+        return [
+            (key, fact)
+            for key, fact in facts(kind)
+            if config.value_of(key) != before.value_of(key) and not fact.unless(config, before, key)
+        ]
+
+    fixed: list[tuple[str, FixedRows | Fixed]] = [*differing(Fixed)]
     if not (checkpoint / ROWS).is_file():
-        fixed += _changed(FixedRows, config, before)
+        fixed += differing(FixedRows)
     refused = [
         bad_value(
             key,
@@ -62,7 +71,7 @@ def check(config: Config, checkpoint: Path) -> list[str]:
         raise bad_value(key, config.needs_reference, rule, fix)
     _check_components(config.algorithm, config.reward, before.reward, checkpoint)
     _check_teachers(config.teachers, before.teachers, checkpoint)
-    past = dict(_changed(Past, config, before))
+    past = dict(differing(Past))
     lines = [
         f"{key} = {config.value_of(key)!r}: no effect, because {fact.why}"
         for key, fact in past.items()
@@ -89,15 +98,6 @@ def _template(model: Path) -> str:
         return file.read_text(errors="replace")
     found = _read_json(model / "tokenizer_config.json").get("chat_template")
     return found if isinstance(found, str) else ""
-
-
-def _changed(kind: type[_Fact], now: Config, before: Config) -> list[tuple[str, _Fact]]:
-    """Return the keys with such a fact that differ between two configurations, with the fact."""
-    return [
-        (key, fact)
-        for key, fact in facts(kind)
-        if now.value_of(key) != before.value_of(key) and not fact.unless(now, before, key)
-    ]
 
 
 ARCHITECTURE = (

@@ -15,11 +15,10 @@ from typing import Any
 from millrace.config import Config
 from millrace.config.checks import placed
 from millrace.config.explain import facts
-from millrace.config.facts import Fixed, NoEffectOnWeights
 from millrace.config.keys import NO_PROGRESS, Derived, ResumeProgress, Work
+from millrace.config.section import Fixed, NoEffectOnWeights
 from millrace.config.teacher_keys import CLIENT_KEYS
 from millrace.data.curriculum import FILE, Curriculum
-from millrace.data.identity import identity_of
 from millrace.errors import MillraceError, bad_value
 from millrace.observe import trackers
 from millrace.observe.files import flat
@@ -212,9 +211,8 @@ async def open_session(
             ):
                 if rollout:
                     open_caches(reward, run.path, progress.note)
-                opening = _Opening(config, run, progress, work)
-                problems = await opening.prepare(sources, folder)
-                config = opening.config
+                prepared = _prepared(config, run, progress, work, sources, folder)
+                config, problems, rows_key = await prepared
                 outside = OutsideTeachers(
                     config.teachers,
                     temperature=config.rollout.temperature,
@@ -256,7 +254,7 @@ async def open_session(
             keeper.begin(engines.scaler.serve(run.path / wait_server.FOLDER), "scaling")
             keeper.begin(engines.scaler.follow(), "scaling")
             made = config, run, problems, engines, reward, progress, agent, mirror
-            yield Session(*made, opening.rows, teachers)
+            yield Session(*made, rows_key, teachers)
     except MillraceError:
         if run is not None and refusable:  # If workers fail, their logs stay.
             run.discard()
@@ -267,64 +265,45 @@ async def open_session(
             release(run.path)
 
 
-@dataclass
-class _Opening:
-    """A session whose problems are prepared."""
+async def _prepared(
+    config: Config,
+    run: RunDir,
+    progress: Progress,
+    work: Work,
+    sources: problems_.Sources,
+    folder: str,
+) -> tuple[Config, Problems, str]:
+    """Return the configuration with what a checkpoint has, the problems, and the name of the rows.
 
-    config: Config
-    """Changed by what a checkpoint has."""
-    run: RunDir
-    progress: Progress
-    work: Work
-    rows: str = ""
-    """The name of the rows that the run trains on."""
-
-    async def prepare(self, sources: problems_.Sources, folder: str) -> Problems:
-        """Return the problems, and check what they decide. `folder` has the model's weights."""
-        config, run, note = self.config, self.run, self.progress.note
-        with starting("prompts"):
-            problems = await abandonable(self._problems, sources)
-        if run.resume_from is not None:
-            config = config.with_warm_up_of(read_manifest(run.resume_from).counts)
-        problems_.copy_config(config.model, run.model)
-        check_shape(config.model, config.actor, config.trainer, folder)
-        if self.work != "eval":
-            check_end(config, len(problems.train), run.resume_from)
-        for text in problems.notes:
-            note(text)
-        end = config.end_note(len(problems.train), trained_by(run.resume_from))
-        for text in (end, config.window_note):
-            if text and self.work == "train":
-                note(text)
-        self.config = config
-        return problems
-
-    def _problems(self, sources: problems_.Sources) -> Problems:
-        """Return the problems of rows that are those of the checkpoint, if there is one."""
-        config, run, checkpoint = self.config, self.run, self.run.resume_from
-        growth: rows.Growth = ()
-        begun, trains = 0, self.work != "eval"
-        if trains and checkpoint is not None:
-            growth, notes = rows.check(config.data, checkpoint, sources.train, sources.val)
-            begun = read_manifest(checkpoint).begun
-            for text in notes:
-                self.progress.note(text)
-        problems = problems_.prepare(
+    Checks what the problems decide. `folder` has the model's weights.
+    """
+    trains, checkpoint, key = work != "eval", run.resume_from, ""
+    with starting("prompts"):
+        problems = await abandonable(
+            problems_.prepare,
             config,
             sources,
             run.model,
-            growth=growth,
-            use_from=begun if trains else None,
-            tries=self.work == "train",
-            note=self.progress.note,
-            progress=problems_.shown_slowly(self.progress.phase),
+            checkpoint=checkpoint if trains else None,
+            ahead=trains,
+            tries=work == "train",
+            note=progress.note,
+            progress=problems_.shown_slowly(progress.phase),
         )
         if trains:
-            if checkpoint is not None:
-                rows.check_kept(checkpoint, problems.train)
-            rows.write(run.path, identity_of(problems.train, sources.val))
-            self.rows = rows.training_key(problems.train)
-        return problems
+            rows.write(run.path, await abandonable(rows.identity_of, problems.train, sources.val))
+            key = await abandonable(rows.training_key, problems.train)
+    if checkpoint is not None:
+        config = config.with_warm_up_of(read_manifest(checkpoint).counts)
+    problems_.copy_config(config.model, run.model)
+    check_shape(config.model, config.actor, config.trainer, folder)
+    if trains:
+        check_end(config, len(problems.train), checkpoint)
+    end = config.end_note(len(problems.train), trained_by(checkpoint))
+    notes = (end, config.window_note) if work == "train" else ()
+    for text in filter(None, (*problems.notes, *notes)):
+        progress.note(text)
+    return config, problems, key
 
 
 def digests(values: dict[str, Any], rows: str = "") -> tuple[str, str]:

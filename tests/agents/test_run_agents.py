@@ -17,7 +17,7 @@ import pytest
 from millrace.config import recipe
 from millrace.errors import ConfigError
 from millrace.pipeline.checkpoint import Checkpoints
-from millrace.run.stop import StopRequest
+from millrace.run.signals import StopRequest
 from millrace.run.train import Outcome, train
 from millrace.tools.sandbox import Sandbox
 from tests.agents.programs_at_work import ASK, running

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace.config import Config, layers, recipe
-from millrace.config.cached import model_folder
+from millrace.config.packaged import model_folder
 from millrace.errors import ConfigError
 from millrace.schedule.modes import MODES
 

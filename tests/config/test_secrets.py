@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from millrace.config import recipe
-from millrace.config.secrets import check_secrets
+from millrace.config.layers import check_secrets
 from millrace.errors import ConfigError, RewardError, redact
 
 RECIPES = Path(recipe.__file__).parent.parent / "recipes"

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from millrace.config import Config
-from millrace.config.explain import all_keys, default_of, facts, section_of
-from millrace.config.facts import ReadWith
+from millrace.config.explain import all_keys, check_unread, default_of, facts, section_of
 from millrace.config.recipe import load
-from millrace.config.unused_keys import check_unread
+from millrace.config.section import ReadWith
 from millrace.errors import ConfigError
 
 ROWS = [(key, fact.choices_in(key.rpartition(".")[0])) for key, fact in facts(ReadWith)]

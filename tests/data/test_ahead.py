@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from millrace.data import ahead, prompts, row_store
-from millrace.data.ahead import Ahead
+from millrace.data import prompts, row_store
 from millrace.data.chat import Chat, Reading
-from millrace.data.prompts import PromptStream
+from millrace.data.prompts import Ahead, PromptStream
 from millrace.data.row_store import RowCache
 from millrace.data.rows import Problem, RowCheck
 from millrace.data.sources import Rows, load_sources
@@ -106,7 +105,7 @@ def test_the_first_bad_row_is_the_one_that_is_named(tmp_path: Path, bad: str) ->
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check ten rows before a run."""
     monkeypatch.setattr(prompts, "_FIRST", 10)
-    monkeypatch.setattr(ahead, "_BLOCK", 4)
+    monkeypatch.setattr(prompts, "_BLOCK", 4)
     monkeypatch.setattr(row_store, "_ON_DISK", 0)
 
 

@@ -107,8 +107,8 @@ def test_every_task_stays_in_its_alphabet() -> None:
 @given(st.integers(0, 10**6), st.integers(1, 6))
 def test_a_corrupted_answer_is_wrong(seed: int, digits: Any) -> None:
     rng, task = Random(seed), SortDigits(min_digits=digits, max_digits=digits)
-    prompt, answer = task.problem(rng)
-    assert task.corrupt(rng, prompt, answer) != answer
+    row = task.row(rng)
+    assert task.corrupt(rng, row["prompt"], row["answer"]) != row["answer"]
 
 
 @given(st.integers(0, 10**6), st.text(max_size=20), st.text(max_size=20))

@@ -29,9 +29,8 @@ from millrace.pipeline.checkpoint import Checkpoints
 from millrace.run.agents import open_agent
 from millrace.run.folder import RunDir, open_run_dir
 from millrace.run.session import Session, open_session
-from millrace.run.sft import warm_up
-from millrace.run.start import start_state
-from millrace.run.stop import StopRequest
+from millrace.run.signals import StopRequest
+from millrace.run.start import start_state, warm_up
 from millrace.run.train import Outcome, run_training
 from millrace.schedule.ledger import Ledger
 from tests.waiting import HANG_S

@@ -16,9 +16,8 @@ from millrace.config import Config, recipe
 from millrace.run import machine, problems
 from millrace.run.export import export
 from millrace.run.session import Session, open_session
-from millrace.run.sft import warm_up
-from millrace.run.start import start_state
-from millrace.run.stop import StopRequest
+from millrace.run.signals import StopRequest
+from millrace.run.start import start_state, warm_up
 from millrace.run.train import run_training
 from tests.e2e import runs
 

@@ -16,8 +16,8 @@ from millrace.config import recipe
 from millrace.persist.run_reader import RunReader
 from millrace.replicas.roster import ReplicaState
 from millrace.run.session import Session, open_session
+from millrace.run.signals import StopRequest
 from millrace.run.start import start_state
-from millrace.run.stop import StopRequest
 from millrace.run.train import run_training
 from millrace.schedule.ledger import Ledger
 from tests.e2e import runs

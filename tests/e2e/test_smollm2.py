@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace.cli import main as cli
-from millrace.config.cached import model_folder
+from millrace.config.packaged import model_folder
 
 FOLDER = Path(os.environ.get("MILLRACE_SMOLLM2") or model_folder("smollm2"))
 

@@ -13,7 +13,7 @@ from millrace.persist import ownership
 from millrace.pipeline.checkpoint import Checkpoints
 from millrace.run.export import export
 from millrace.run.folder import open_eval_dir, open_run_dir
-from millrace.run.sft import run_sft
+from millrace.run.start import run_sft
 from millrace.schedule.ledger import Ledger
 from tests.run.test_folder import Engine, checkpoint_of, config_of
 

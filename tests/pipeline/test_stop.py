@@ -26,7 +26,7 @@ from millrace.pipeline.validation import Validator
 from millrace.replicas.pool import RolloutPool
 from millrace.rollout.episode import SingleTurn
 from millrace.rollout.sample import SampleRoller
-from millrace.run.stop import StopRequest
+from millrace.run.signals import StopRequest
 from millrace.run.train import finish_run
 from millrace.schedule.ledger import Ledger, LedgerSnapshot, Totals
 from millrace.schedule.schedule import OnSync, Schedule

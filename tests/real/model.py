@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from millrace.config.cached import model_folder
+from millrace.config.packaged import model_folder
 from millrace.types import Segment, Tokens, tokens_of
 
 KEY = "MILLRACE_SMOLLM2"

@@ -16,7 +16,7 @@ from millrace.config import recipe
 from millrace.errors import MillraceError
 from millrace.observe.progress import Progress
 from millrace.run import train as at_train
-from millrace.run.stop import StopRequest
+from millrace.run.signals import StopRequest
 from millrace.run.train import Outcome, train
 from tests.e2e.runs import RECIPE, progress
 from tests.waiting import HANG_S

@@ -18,17 +18,17 @@ from typing import Any
 
 import pytest
 
-from millrace.config.cached import model_folder
+from millrace.config.packaged import model_folder
 from millrace.errors import ConfigError
 from millrace.models.model import load_model
-from millrace.run.get_model import MARKER, MODELS, Known, get_model
+from millrace.run.model_folders import MARKER, MODELS, Known, get_model
 from tests.models import gguf_files
 from tests.waiting import HANG_S
 
 _GET = """
 import json, sys
 from pathlib import Path
-from millrace.run import get_model as own
+from millrace.run import model_folders as own
 from millrace.errors import MillraceError
 own.MODELS["tiny"] = own.Known("owner/tiny", "tiny-model==1.0", sys.argv[2])
 folder = Path(sys.argv[1]) if sys.argv[1] else None
@@ -227,7 +227,7 @@ import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 from pathlib import Path
 from millrace.cli.main import app
-from millrace.run import get_model as own
+from millrace.run import model_folders as own
 def fill(model, folder, scratch, say):
     (folder / "model.safetensors").write_bytes(b"a half")
     print("filling", flush=True)

@@ -20,8 +20,7 @@ from millrace.errors import ConfigError
 from millrace.observe.progress import Lines, Progress
 from millrace.pipeline.checkpoint import Checkpoints, verify
 from millrace.run.folder import open_run_dir, release
-from millrace.run.mirror import Mirror, open_mirror
-from millrace.run.store import Store, fetch
+from millrace.run.mirror import Mirror, Store, fetch, open_mirror
 from tests.e2e import runs
 from tests.pipeline.test_checkpoint import Engine, cut
 from tests.waiting import HANG_S

@@ -11,7 +11,7 @@ import torch
 
 from millrace.config import Config
 from millrace.config.explain import all_keys, describe, facts, section_of
-from millrace.config.facts import Compared, Fixed, FixedRows, Past
+from millrace.config.section import Compared, Fixed, FixedRows, Past
 from millrace.errors import ConfigError
 from millrace.models.model import write_shape
 from millrace.run.folder import open_run_dir

@@ -15,13 +15,13 @@ from pyarrow import parquet
 
 from millrace.config import DataConfig
 from millrace.data.chat import Chat
-from millrace.data.identity import identity_of
 from millrace.data.prompts import PromptStream
 from millrace.data.sources import Rows, load_sources
 from millrace.data.tokenizer import make_tokenizer
 from millrace.errors import ConfigError
 from millrace.pipeline.checkpoint import Manifest
 from millrace.run import rows as of_run
+from millrace.run.rows import identity_of
 
 CHAT = Chat(make_tokenizer("chars", ["0123456789 +?"], 0))
 opened = partial(PromptStream.open, chat=CHAT, seed=3, shuffle=True, max_prompt_length=16)

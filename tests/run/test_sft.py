@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from millrace.rollout.episode import SingleTurn
-from millrace.run.sft import warm_up
+from millrace.run.start import warm_up
 
 
 class Train:

@@ -19,8 +19,8 @@ from millrace.persist.history import audit
 from millrace.replicas import scaling
 from millrace.replicas.roster import ReplicaState
 from millrace.run.session import Session, open_session
+from millrace.run.signals import StopRequest
 from millrace.run.start import start_state
-from millrace.run.stop import StopRequest
 from millrace.run.train import run_training
 from millrace.runtime import ray_places
 from millrace.schedule.ledger import Ledger

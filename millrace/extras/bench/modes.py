@@ -21,7 +21,7 @@ from millrace.rollout.episode import request_seed
 from millrace.run import problems
 from millrace.run.folder import open_run_dir
 from millrace.run.session import Session, open_session
-from millrace.run.stop import StopRequest
+from millrace.run.signals import StopRequest
 from millrace.run.train import drawn_lengths, run_training
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.modes import MODES

@@ -35,8 +35,8 @@ from millrace.run.engines import Engines, engines_of
 from millrace.run.evaluate import make_validator
 from millrace.run.folder import RunDir
 from millrace.run.session import Session
+from millrace.run.signals import StopRequest
 from millrace.run.start import start_state
-from millrace.run.stop import StopRequest
 from millrace.run.train import train_to_end
 from millrace.schedule.ledger import Ledger
 from millrace.types import Completion, Prompt, Score

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from millrace.config.explain import unread
 from millrace.config.layers import Setting, Tree, Updates, file_layers, is_native, nest, settings_of
 from millrace.config.packaged import find
 from millrace.config.recipe import parse, resolve
-from millrace.config.unused_keys import unread
 from millrace.errors import ConfigError, bad_value
 from millrace.extras.verl.kinds import PREFIX, Absent
 from millrace.extras.verl.translate import Note, entry, is_unknown, text_of, translate

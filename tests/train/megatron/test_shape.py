@@ -10,7 +10,7 @@ import torch
 
 from millrace.config import Config, MegatronConfig, ModelConfig, TrainerConfig
 from millrace.config.checks import check
-from millrace.config.unused_keys import check_unread
+from millrace.config.explain import check_unread
 from millrace.errors import ConfigError
 
 pytest.importorskip("megatron.core")
