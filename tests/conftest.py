@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import os
 import sys
 from collections import Counter
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+from millrace.simulate import clock
 
 if TYPE_CHECKING:
     from tests.fork_servers import Pool
@@ -55,6 +58,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item, group in zip(items, groups, strict=True)
     }
     items.sort(key=lambda item: -size[item])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop, which may have a virtual clock."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    run = clock.run if pyfuncitem.get_closest_marker("virtual_clock") else asyncio.run
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(scope="session")

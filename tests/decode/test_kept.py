@@ -157,20 +157,17 @@ def test_a_swap_after_an_interruption_drops_all_and_so_does_another_run() -> Non
     assert asyncio.run(read_after(0, False)) == 0
 
 
-def test_old_kv_that_a_swap_left_behind_is_found_by_the_next_swap(
+async def test_old_kv_that_a_swap_left_behind_is_found_by_the_next_swap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def main() -> None:
-        eng = engine(kept_slots=8, kv_on_swap="recompute")
-        await eng.generate(prompt(1), SamplingParams(5, ignore_eos=True), "1/0")
-        await turns(5)
-        with monkeypatch.context() as patch:
-            patch.setattr(KeptKV, "drop_all", lambda self: None)
-            await eng.swap(1, eng.weights())
-        with pytest.raises(SyncError, match=r"KV of version 0 is kept, .* none before version 1"):
-            await eng.swap(2, eng.weights())
-
-    asyncio.run(main())
+    eng = engine(kept_slots=8, kv_on_swap="recompute")
+    await eng.generate(prompt(1), SamplingParams(5, ignore_eos=True), "1/0")
+    await turns(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(KeptKV, "drop_all", lambda self: None)
+        await eng.swap(1, eng.weights())
+    with pytest.raises(SyncError, match=r"KV of version 0 is kept, .* none before version 1"):
+        await eng.swap(2, eng.weights())
 
 
 def test_old_kv_serves_only_what_continues_it() -> None:

@@ -46,7 +46,9 @@ async def hurt(s: Session, ledger: Ledger) -> None:
     ledger.limit = ledger.retired + ledger.occupied + 8
 
 
-def test_a_run_heals_a_replica_that_is_killed_and_one_that_stands_still(tmp_path: Path) -> None:
+async def test_a_run_heals_a_replica_that_is_killed_and_one_that_stands_still(
+    tmp_path: Path,
+) -> None:
     notes: list[str] = []
     keys = [
         "guard.enable=true",
@@ -57,19 +59,15 @@ def test_a_run_heals_a_replica_that_is_killed_and_one_that_stands_still(tmp_path
     config = recipe.load(
         runs.RECIPE, [*runs.SMALL, *keys, f"trainer.run_dir={tmp_path}/run", "trainer.threads=1"]
     )
-
-    async def main() -> None:
-        progress = runs.progress()
-        progress.note = notes.append  # type: ignore[method-assign, assignment]
-        async with open_session(config, progress) as s:
-            s.engines.keeper._heartbeat_s = 3.0  # A worker on a busy machine misses some of 0.5 s.
-            ledger = await start_state(s)
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(hurt(s, ledger))
-                outcome = await run_training(s, ledger, StopRequest())
-            assert outcome.complete and outcome.samples_trained == ledger.limit
-
-    asyncio.run(main())
+    progress = runs.progress()
+    progress.note = notes.append  # type: ignore[method-assign, assignment]
+    async with open_session(config, progress) as s:
+        s.engines.keeper._heartbeat_s = 3.0  # A worker on a busy machine misses some of 0.5 s.
+        ledger = await start_state(s)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(hurt(s, ledger))
+            outcome = await run_training(s, ledger, StopRequest())
+        assert outcome.complete and outcome.samples_trained == ledger.limit
     assert not replicas()
     found = runs.audit(tmp_path / "run")
     assert found["complete"] and found["dropped"] == {}

@@ -36,23 +36,19 @@ def column(folder: Path, name: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_zero_staleness_is_synchronous_distillation_bit_for_bit(
+async def test_zero_staleness_is_synchronous_distillation_bit_for_bit(
     tmp_path: Path, teacher: Path
 ) -> None:
     keys = [f"teachers.sorter.path={teacher}", "distillation.use_task_rewards=false"]
-
-    async def main() -> None:
-        fixed = ("trainer.deterministic=true", "mode=on_policy_pipeline")
-        async with runs.session(tmp_path, *fixed, *keys) as s:
-            found = {}
-            for mode in ("on_policy_pipeline", "colocate_sync"):
-                own = [*keys, f"mode={mode}", "async_training.trigger_parameter_sync_step=1"]
-                assert (await runs.run(s, tmp_path / mode, *own)).complete
-                found[mode] = await runs.weights(s, tmp_path / f"{mode}-weights")
-            first, second = found.values()
-            assert all((second[name] == tensor).all() for name, tensor in first.items())
-
-    asyncio.run(main())
+    fixed = ("trainer.deterministic=true", "mode=on_policy_pipeline")
+    async with runs.session(tmp_path, *fixed, *keys) as s:
+        found = {}
+        for mode in ("on_policy_pipeline", "colocate_sync"):
+            own = [*keys, f"mode={mode}", "async_training.trigger_parameter_sync_step=1"]
+            assert (await runs.run(s, tmp_path / mode, *own)).complete
+            found[mode] = await runs.weights(s, tmp_path / f"{mode}-weights")
+        first, second = found.values()
+        assert all((second[name] == tensor).all() for name, tensor in first.items())
     for name in ("distillation/sorter/kl", "actor/distillation_loss", "actor/grad_norm"):
         first, second = (
             column(tmp_path / m, name) for m in ("on_policy_pipeline", "colocate_sync")

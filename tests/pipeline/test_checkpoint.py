@@ -368,20 +368,18 @@ class Slow(SimTrainEngine):
 
 
 @pytest.mark.parametrize("staged", [False, True])
-def test_a_save_that_is_cancelled_leaves_the_previous_one(run_dir: Path, staged: bool) -> None:
+async def test_a_save_that_is_cancelled_leaves_the_previous_one(
+    run_dir: Path, staged: bool
+) -> None:
     before = save(run_dir, 1)
-
-    async def main() -> None:
-        checkpoints, slow = Checkpoints(run_dir, keep=1), Slow()
-        if staged:
-            await checkpoints.begin(cut(2), slow, staged=True)
-            assert newest(run_dir) == (before, [])
-        task = asyncio.create_task(
-            checkpoints.finish(cut(2), slow) if staged else checkpoints.save(cut(2), slow)
-        )
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-
-    asyncio.run(main())
+    checkpoints, slow = Checkpoints(run_dir, keep=1), Slow()
+    if staged:
+        await checkpoints.begin(cut(2), slow, staged=True)
+        assert newest(run_dir) == (before, [])
+    task = asyncio.create_task(
+        checkpoints.finish(cut(2), slow) if staged else checkpoints.save(cut(2), slow)
+    )
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
     assert newest(run_dir) == (before, [])

@@ -14,6 +14,8 @@ from millrace.schedule.schedule import Schedule
 from millrace.simulate import clock
 from millrace.types import Prompt, Sample, tokens_of
 
+pytestmark = pytest.mark.virtual_clock
+
 
 def queue(deadline_s: float = 100.0) -> SampleQueue:
     return SampleQueue(Ledger(Schedule(ppo_mini_batch_size=2), 4), deadline_s=deadline_s)
@@ -57,28 +59,24 @@ def test_a_deadline_names_everyone_who_waits_for_what_and_what_the_ledger_holds(
     )
 
 
-def test_one_who_is_always_too_late_does_not_wait_past_its_deadline() -> None:
+async def test_one_who_is_always_too_late_does_not_wait_past_its_deadline() -> None:
     """The waiter wakes every second. Each time, the sample is gone before the waiter's turn."""
+    q = queue(deadline_s=10.0)
+    there = False
 
-    async def main() -> None:
-        q = queue(deadline_s=10.0)
-        there = False
+    async def churn() -> None:
+        nonlocal there
+        for _ in range(50):
+            await asyncio.sleep(1)
+            there = True
+            q.wake(Topic.SAMPLES)
+            there = False
 
-        async def churn() -> None:
-            nonlocal there
-            for _ in range(50):
-                await asyncio.sleep(1)
-                there = True
-                q.wake(Topic.SAMPLES)
-                there = False
-
-        task = asyncio.create_task(churn())
-        with pytest.raises(DeadlineError):
-            await q.wait("trainer", "what others take first", lambda: there, on=Topic.SAMPLES)
-        assert asyncio.get_running_loop().time() == pytest.approx(10.0)
-        task.cancel()
-
-    clock.run(main())
+    task = asyncio.create_task(churn())
+    with pytest.raises(DeadlineError):
+        await q.wait("trainer", "what others take first", lambda: there, on=Topic.SAMPLES)
+    assert asyncio.get_running_loop().time() == pytest.approx(10.0)
+    task.cancel()
 
 
 def test_waiters_are_woken_in_order_and_one_that_is_too_late_waits_on() -> None:
@@ -110,72 +108,58 @@ def test_waiters_are_woken_in_order_and_one_that_is_too_late_waits_on() -> None:
     clock.run(main())
 
 
-def test_a_change_asks_only_those_who_wait_for_its_topic() -> None:
-    async def main() -> None:
-        q = queue()
-        asked = dict.fromkeys(Topic, 0)
+async def test_a_change_asks_only_those_who_wait_for_its_topic() -> None:
+    q = queue()
+    asked = dict.fromkeys(Topic, 0)
 
-        def never(topic: Topic) -> bool:
-            asked[topic] += 1
-            return False
+    def never(topic: Topic) -> bool:
+        asked[topic] += 1
+        return False
 
-        idle = [
-            asyncio.create_task(q.wait(str(t), "never", partial(never, t), on=t)) for t in Topic
-        ]
-        await asyncio.sleep(0)
+    idle = [asyncio.create_task(q.wait(str(t), "never", partial(never, t), on=t)) for t in Topic]
+    await asyncio.sleep(0)
+    asked.update(dict.fromkeys(Topic, 0))
+    seen = []
+    for change in (
+        partial(q.ledger.admit, prompt(0)),
+        partial(q.ledger.start, 0),
+        partial(q.ledger.finish, 0, Sample(prompt(0), ())),
+        partial(q.ledger.admit, prompt(1)),
+        partial(q.ledger.drop, 1, "test"),
+    ):
+        q.do(change)
+        seen.append({topic.value: n for topic, n in asked.items() if n})
         asked.update(dict.fromkeys(Topic, 0))
-        seen = []
-        for change in (
-            partial(q.ledger.admit, prompt(0)),
-            partial(q.ledger.start, 0),
-            partial(q.ledger.finish, 0, Sample(prompt(0), ())),
-            partial(q.ledger.admit, prompt(1)),
-            partial(q.ledger.drop, 1, "test"),
-        ):
-            q.do(change)
-            seen.append({topic.value: n for topic, n in asked.items() if n})
-            asked.update(dict.fromkeys(Topic, 0))
-        everyone = {"slots": 1, "samples": 1, "rollouts": 1}
-        assert seen == [{}, {"rollouts": 1}, {"samples": 1}, {}, everyone]
-        q.stop(0.0)
-        assert asked == everyone
-        assert "slots waits for never" in q.describe()
-        for task in idle:
-            task.cancel()
-
-    clock.run(main())
-
-
-def test_an_illegal_change_raises_and_wakes_nobody() -> None:
-    async def main() -> None:
-        q = queue()
-        with pytest.raises(LedgerError, match="sample 7 has no slot"):
-            q.do(q.ledger.start, 7)
-        assert q.describe().startswith("nobody waits. Ledger: version 0")
-
-    clock.run(main())
-
-
-def test_a_change_that_loses_a_sample_is_found_as_it_happens() -> None:
-    async def main() -> None:
-        q = queue()
-        q.do(q.ledger.admit, prompt(0))
-        with pytest.raises(LedgerError, match="samples were lost"):
-            q.do(q.ledger._slots.clear)
-
-    clock.run(main())
-
-
-def test_a_cancelled_wait_is_forgotten() -> None:
-    async def main() -> None:
-        q = queue()
-        task = asyncio.create_task(q.wait("trainer", "x", lambda: False, on=Topic.SAMPLES))
-        await asyncio.sleep(1)
+    everyone = {"slots": 1, "samples": 1, "rollouts": 1}
+    assert seen == [{}, {"rollouts": 1}, {"samples": 1}, {}, everyone]
+    q.stop(0.0)
+    assert asked == everyone
+    assert "slots waits for never" in q.describe()
+    for task in idle:
         task.cancel()
-        await asyncio.wait([task])
-        assert q.describe().startswith("nobody waits")
 
-    clock.run(main())
+
+async def test_an_illegal_change_raises_and_wakes_nobody() -> None:
+    q = queue()
+    with pytest.raises(LedgerError, match="sample 7 has no slot"):
+        q.do(q.ledger.start, 7)
+    assert q.describe().startswith("nobody waits. Ledger: version 0")
+
+
+async def test_a_change_that_loses_a_sample_is_found_as_it_happens() -> None:
+    q = queue()
+    q.do(q.ledger.admit, prompt(0))
+    with pytest.raises(LedgerError, match="samples were lost"):
+        q.do(q.ledger._slots.clear)
+
+
+async def test_a_cancelled_wait_is_forgotten() -> None:
+    q = queue()
+    task = asyncio.create_task(q.wait("trainer", "x", lambda: False, on=Topic.SAMPLES))
+    await asyncio.sleep(1)
+    task.cancel()
+    await asyncio.wait([task])
+    assert q.describe().startswith("nobody waits")
 
 
 def test_a_stop_wakes_who_looks_for_it_at_once_and_its_grace_ends_later() -> None:
@@ -209,18 +193,15 @@ def test_a_finished_sample_reaches_a_trainer_that_waits_for_it() -> None:
     assert clock.run(main()) == [0, 1]
 
 
-def test_progress_of_a_sync_renews_the_waits_for_samples_alone() -> None:
-    async def main() -> None:
-        q = queue(deadline_s=30.0)
-        waits = [
-            asyncio.create_task(q.wait("trainer", "a change", lambda: False, on=topic))
-            for topic in (Topic.SAMPLES, Topic.ROLLOUTS)
-        ]
-        await asyncio.sleep(20)
-        q.renew()
-        await asyncio.sleep(11)
-        assert [wait.done() for wait in waits] == [False, True]
-        await asyncio.sleep(25)
-        assert all(isinstance(wait.exception(), DeadlineError) for wait in waits)
-
-    clock.run(main())
+async def test_progress_of_a_sync_renews_the_waits_for_samples_alone() -> None:
+    q = queue(deadline_s=30.0)
+    waits = [
+        asyncio.create_task(q.wait("trainer", "a change", lambda: False, on=topic))
+        for topic in (Topic.SAMPLES, Topic.ROLLOUTS)
+    ]
+    await asyncio.sleep(20)
+    q.renew()
+    await asyncio.sleep(11)
+    assert [wait.done() for wait in waits] == [False, True]
+    await asyncio.sleep(25)
+    assert all(isinstance(wait.exception(), DeadlineError) for wait in waits)

@@ -161,14 +161,12 @@ def test_a_replica_that_changes_its_weights_or_sleeps_does_not_stand_still() -> 
     assert clock.run(main()) >= 400
 
 
-def test_a_replica_without_requests_is_not_asked_about_its_progress() -> None:
-    async def main() -> None:
-        async with replica(Engine(token_s=1.0, tokens=1)) as remote:
-            await remote.generate(tokens_of([1]), SamplingParams(9), "s")
-            await asyncio.sleep(0)
-            assert len(asyncio.all_tasks()) == 1
-
-    clock.run(main())
+@pytest.mark.virtual_clock
+async def test_a_replica_without_requests_is_not_asked_about_its_progress() -> None:
+    async with replica(Engine(token_s=1.0, tokens=1)) as remote:
+        await remote.generate(tokens_of([1]), SamplingParams(9), "s")
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
 
 
 def test_totals_may_wait_for_a_version_that_becomes_live() -> None:

@@ -204,24 +204,20 @@ def test_ranks_agree_on_a_staged_save_while_they_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_what_cannot_be_written_is_an_error_with_its_folder_and_reason_and_the_next_save_is_its_own(
+async def test_what_cannot_be_written_is_an_error_with_its_folder_and_reason_and_the_next_save_is_its_own(
     tmp_path: Path, staged: bool
 ) -> None:
     (tmp_path / "file").write_text("")
     engine = engine_of({})
-
-    async def main() -> None:
-        with pytest.raises(
-            CheckpointError,
-            match=r"file/engine was not written: rank 0: NotADirectoryError: .*file/engine",
-        ):
-            await engine.save(str(tmp_path / "file" / "engine"), staged)
-            await engine.saved()
+    with pytest.raises(
+        CheckpointError,
+        match=r"file/engine was not written: rank 0: NotADirectoryError: .*file/engine",
+    ):
+        await engine.save(str(tmp_path / "file" / "engine"), staged)
         await engine.saved()
-        await engine.save(str(tmp_path / "good"), staged)
-        await engine.saved()
-
-    asyncio.run(main())
+    await engine.saved()
+    await engine.save(str(tmp_path / "good"), staged)
+    await engine.saved()
     assert (tmp_path / "good" / ".metadata").is_file()
 
 
