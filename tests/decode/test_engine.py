@@ -227,22 +227,17 @@ def test_a_request_that_cannot_be_served_is_refused_and_not_truncated(
     assert isinstance(caught.value, DataError) or words == "max_tokens"
 
 
-def test_queued_requests_are_served_in_order_of_arrival() -> None:
+async def test_queued_requests_are_served_in_order_of_arrival() -> None:
     done = []
 
     async def one(eng: Any, i: Any) -> None:
         await eng.generate(prompt(i), long(5), "s")
         done.append(i)
 
-    async def run() -> None:
-        eng = engine(slots=4)
-        await asyncio.gather(*(one(eng, i) for i in range(22)))
-        stats = await eng.stats()
-        assert stats.tokens == 22 * 5 and stats.prefill_tokens == sum(
-            len(prompt(i)) for i in range(22)
-        )
-
-    asyncio.run(run())
+    eng = engine(slots=4)
+    await asyncio.gather(*(one(eng, i) for i in range(22)))
+    stats = await eng.stats()
+    assert stats.tokens == 22 * 5 and stats.prefill_tokens == sum(len(prompt(i)) for i in range(22))
     assert done == sorted(done)
 
 

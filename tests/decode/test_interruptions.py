@@ -125,46 +125,40 @@ def test_interruption_with_a_swap_between_goes_on_under_the_new_weights() -> Non
         assert error(new, prompt(i) + joined(first), rest[0]) < 1e-5
 
 
-def test_an_error_in_the_loop_fails_every_caller_with_that_error() -> None:
-    async def run() -> None:
-        eng = engine(slots=2)
-        tasks = [asyncio.create_task(eng.generate(prompt(i), long(50), "s")) for i in range(5)]
-        await turns(5)
+async def test_an_error_in_the_loop_fails_every_caller_with_that_error() -> None:
+    eng = engine(slots=2)
+    tasks = [asyncio.create_task(eng.generate(prompt(i), long(50), "s")) for i in range(5)]
+    await turns(5)
 
-        def broken(*args: Any, **kwargs: Any) -> None:
-            raise FloatingPointError("lost the device")
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise FloatingPointError("lost the device")
 
-        eng._decoder._call = broken  # type: ignore[assignment, method-assign]
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(r) for r in results] == [FloatingPointError] * 5
-        with pytest.raises(WorkerError, match="lost the device"):
-            await eng.generate(prompt(0), long(1), "s")
-
-    asyncio.run(run())
+    eng._decoder._call = broken  # type: ignore[assignment, method-assign]
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(r) for r in results] == [FloatingPointError] * 5
+    with pytest.raises(WorkerError, match="lost the device"):
+        await eng.generate(prompt(0), long(1), "s")
 
 
-def test_asleep_and_closed_engines_refuse_and_a_busy_one_does_not_sleep() -> None:
-    async def run() -> None:
-        eng = engine()
-        task = asyncio.create_task(eng.generate(prompt(0), long(50), "s"))
-        await turns(3)
-        with pytest.raises(WorkerError, match="1 unfinished requests"):
-            await eng.sleep()
-        await task
+async def test_asleep_and_closed_engines_refuse_and_a_busy_one_does_not_sleep() -> None:
+    eng = engine()
+    task = asyncio.create_task(eng.generate(prompt(0), long(50), "s"))
+    await turns(3)
+    with pytest.raises(WorkerError, match="1 unfinished requests"):
         await eng.sleep()
-        assert not eng._decoder.cache.layers
-        with pytest.raises(WorkerError, match="asleep"):
-            await eng.generate(prompt(0), long(1), "s")
-        await eng.wake()
-        task = asyncio.create_task(eng.generate(prompt(0), long(50), "s"))
-        await turns(3)
-        await eng.close()
-        with pytest.raises(WorkerError, match="closed"):
-            await task
-        with pytest.raises(WorkerError, match="closed"):
-            await eng.generate(prompt(0), long(1), "s")
-
-    asyncio.run(run())
+    await task
+    await eng.sleep()
+    assert not eng._decoder.cache.layers
+    with pytest.raises(WorkerError, match="asleep"):
+        await eng.generate(prompt(0), long(1), "s")
+    await eng.wake()
+    task = asyncio.create_task(eng.generate(prompt(0), long(50), "s"))
+    await turns(3)
+    await eng.close()
+    with pytest.raises(WorkerError, match="closed"):
+        await task
+    with pytest.raises(WorkerError, match="closed"):
+        await eng.generate(prompt(0), long(1), "s")
 
 
 def test_cancelled_requests_free_their_slots_at_once_running_or_queued() -> None:

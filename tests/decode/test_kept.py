@@ -206,23 +206,20 @@ def test_threads_of_one_session_reuse_what_they_share() -> None:
     assert stats.reused_tokens >= 21 + 21 + 22 and not stats.evicted_tokens
 
 
-def test_sleep_frees_the_kept_kv_and_cancelled_turns_keep_none() -> None:
-    async def run() -> None:
-        eng = engine(kept_slots=8)
-        params = SamplingParams(6, seed=1, ignore_eos=True)
-        await eng.generate(prompt(1, 16), params, "1/0")
-        task = asyncio.create_task(eng.generate(prompt(2, 16), params, "2/0"))
-        await turns(3)
-        task.cancel()
-        await turns(2)
-        assert eng._decoder.kept.tokens == 21 and eng._decoder.cache.kept
-        await eng.sleep()
-        assert not eng._decoder.kept.tokens and not eng._decoder.cache.kept
-        await eng.wake()
-        await eng.generate(prompt(1, 20), params, "1/0")
-        assert (await eng.stats()).reused_tokens == 0
-
-    asyncio.run(run())
+async def test_sleep_frees_the_kept_kv_and_cancelled_turns_keep_none() -> None:
+    eng = engine(kept_slots=8)
+    params = SamplingParams(6, seed=1, ignore_eos=True)
+    await eng.generate(prompt(1, 16), params, "1/0")
+    task = asyncio.create_task(eng.generate(prompt(2, 16), params, "2/0"))
+    await turns(3)
+    task.cancel()
+    await turns(2)
+    assert eng._decoder.kept.tokens == 21 and eng._decoder.cache.kept
+    await eng.sleep()
+    assert not eng._decoder.kept.tokens and not eng._decoder.cache.kept
+    await eng.wake()
+    await eng.generate(prompt(1, 20), params, "1/0")
+    assert (await eng.stats()).reused_tokens == 0
 
 
 def test_deterministic_mode_reads_every_history() -> None:
