@@ -38,11 +38,6 @@ from tests.sync.fleet import (
 from tests.waiting import HANG_S, until
 
 
-@pytest.fixture(autouse=True)
-def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
 async def test_every_replica_serves_what_the_trainer_sent_version_after_version() -> None:
     async with fleet() as f:
         for version in (0, 1, 2):

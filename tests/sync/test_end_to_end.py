@@ -95,8 +95,7 @@ class Reward:
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+def one_thread() -> None:
     torch.set_num_threads(1)
 
 

@@ -108,11 +108,6 @@ def pair(
     return made
 
 
-@pytest.fixture(autouse=True)
-def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
 def test_what_is_loaded_is_what_the_trainer_has_version_after_version() -> None:
     p = pair()
     for version in (0, 1, 2):

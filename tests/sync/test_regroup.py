@@ -31,11 +31,6 @@ from tests.waiting import HANG_S, at_some_pace, until_async
 EMPTY = {name: torch.zeros_like(tensor) for name, tensor in model(0).items()}
 
 
-@pytest.fixture(autouse=True)
-def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
 async def broken(f: Fleet, version: int) -> Any:
     """Begin a transfer in which replica 1 stands still. Return the task."""
     task = asyncio.ensure_future(f.transfer(version, [0]))

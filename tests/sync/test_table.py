@@ -27,11 +27,6 @@ Cut = dict[str, list[tuple[int, int]]]
 """(first row, rows) of each tensor, by sender."""
 
 
-@pytest.fixture(autouse=True)
-def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
 def drawn(seed: int, senders: int) -> tuple[dict[str, Tensor], Cut]:
     """Return tensors and a random table: uneven rows in any order, and senders without rows."""
     draw, noise = random.Random(seed), torch.Generator().manual_seed(seed)
