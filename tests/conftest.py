@@ -62,12 +62,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine in an event loop, which may have a virtual clock."""
+    """Run a test that is a coroutine: in the loop of its runner, on a virtual clock, or anew."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    names = pyfuncitem._fixtureinfo.argnames
-    run = clock.run if pyfuncitem.get_closest_marker("virtual_clock") else asyncio.run
-    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    given = pyfuncitem.funcargs
+    run = given["runner"].run if "runner" in given else asyncio.run
+    if pyfuncitem.get_closest_marker("virtual_clock"):
+        run = clock.run
+    run(pyfuncitem.obj(**{name: given[name] for name in pyfuncitem._fixtureinfo.argnames}))
     return True
 
 

@@ -10,6 +10,7 @@ import asyncio
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -67,6 +68,7 @@ def check_listeners() -> None:
     assert not [(to, one) for to in others for one in found if reachable(to, one[1])]
 
 
+@pytest.mark.slow
 async def test_copies_train_as_one_model_and_send_it_once(tmp_path: Path) -> None:
     async with runs.session(tmp_path, "trainer.n_gpus_per_node=4", "trainer.fsdp_size=2") as s:
         await asyncio.to_thread(check_listeners)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -30,6 +31,7 @@ LORA = [
 ]
 
 
+@pytest.mark.slow
 async def test_adapters_learn_and_alone_are_sent_and_saved(tmp_path: Path) -> None:
     async with runs.session(tmp_path, *LORA) as s:
         start = await runs.weights(s, tmp_path / "before")

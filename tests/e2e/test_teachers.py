@@ -59,7 +59,9 @@ async def test_zero_staleness_is_synchronous_distillation_bit_for_bit(
     assert all(s > 0 for s in column(tmp_path / "colocate_sync", "timing_s/teacher"))
 
 
-@pytest.mark.parametrize("mode", ["forward_kl_topk", "reverse_kl_topk"])
+@pytest.mark.parametrize(
+    "mode", ["forward_kl_topk", pytest.param("reverse_kl_topk", marks=pytest.mark.slow)]
+)
 async def test_whole_distributions_teach_in_an_asynchronous_run_of_two_ranks(
     mode: str, tmp_path: Path, teacher: Path
 ) -> None:
@@ -168,6 +170,7 @@ def test_rows_of_a_validation_need_no_teacher(tmp_path: Path, teacher: Path) -> 
     assert done.code == 0, done.printed
 
 
+@pytest.mark.slow
 def test_a_teacher_may_have_more_unused_tokens_than_the_policy(
     tmp_path: Path, teacher: Path
 ) -> None:

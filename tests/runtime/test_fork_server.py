@@ -38,11 +38,6 @@ def servers() -> list[psutil.Process]:
     return [p for p in alive if "millrace.runtime.fork_server" in p.cmdline()]
 
 
-async def started() -> psutil.Process:
-    """Return the server once its process is seen."""
-    return (await until_async(servers))[0]
-
-
 async def until_gone(pids: list[int]) -> None:
     await until_async(lambda: not any(map(psutil.pid_exists, pids)))
 
