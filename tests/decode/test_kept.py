@@ -170,18 +170,15 @@ async def test_old_kv_that_a_swap_left_behind_is_found_by_the_next_swap(
         await eng.swap(2, eng.weights())
 
 
-def test_old_kv_serves_only_what_continues_it() -> None:
+async def test_old_kv_serves_only_what_continues_it() -> None:
     """A validation asks the same prompt of every version, under the same name."""
 
-    async def run() -> Any:
-        eng = engine(kept_slots=8, version=3)
-        await eng.generate(prompt(1, 20), SamplingParams(8, seed=1, ignore_eos=True), "val/1/0")
-        await eng.swap(4, dict(qwen(1).named_parameters()))
-        return await eng.generate(
-            prompt(1, 20), SamplingParams(8, seed=1, ignore_eos=True), "val/1/0"
-        )
-
-    (segment,) = asyncio.run(run())
+    eng = engine(kept_slots=8, version=3)
+    await eng.generate(prompt(1, 20), SamplingParams(8, seed=1, ignore_eos=True), "val/1/0")
+    await eng.swap(4, dict(qwen(1).named_parameters()))
+    (segment,) = await eng.generate(
+        prompt(1, 20), SamplingParams(8, seed=1, ignore_eos=True), "val/1/0"
+    )
     assert segment.kv_version is None and error(qwen(1), prompt(1, 20), segment) < _CLOSE
 
 

@@ -11,7 +11,6 @@ from millrace.errors import DeadlineError, LedgerError
 from millrace.pipeline.sample_queue import SampleQueue
 from millrace.schedule.ledger import Ledger, Topic
 from millrace.schedule.schedule import Schedule
-from millrace.simulate import clock
 from millrace.types import Prompt, Sample, tokens_of
 
 pytestmark = pytest.mark.virtual_clock
@@ -25,31 +24,23 @@ def prompt(i: int) -> Prompt:
     return Prompt(i, tokens_of([1]), "", "d")
 
 
-def test_a_wait_that_is_over_before_it_begins_returns_at_once() -> None:
-    async def main() -> float:
-        await queue().wait("trainer", "nothing", lambda: True, on=Topic.SAMPLES)
-        return asyncio.get_running_loop().time()
-
-    assert clock.run(main()) == 0.0
+async def test_a_wait_that_is_over_before_it_begins_returns_at_once() -> None:
+    await queue().wait("trainer", "nothing", lambda: True, on=Topic.SAMPLES)
+    assert asyncio.get_running_loop().time() == 0.0
 
 
-def test_a_deadline_names_everyone_who_waits_for_what_and_what_the_ledger_holds() -> None:
-    async def main() -> str:
-        q = queue(deadline_s=30.0)
-        q.do(q.ledger.admit, prompt(0))
-        other = asyncio.create_task(
-            q.wait("rollouter", "a free slot", lambda: False, on=Topic.SLOTS, deadline_s=1e5)
-        )
-        await asyncio.sleep(5)
-        with pytest.raises(DeadlineError) as caught:
-            await q.wait(
-                "trainer", "the samples of its next step", q.ledger.can_take, on=Topic.SAMPLES
-            )
-        assert asyncio.get_running_loop().time() == pytest.approx(35.0)
-        other.cancel()
-        return str(caught.value)
-
-    text = clock.run(main())
+async def test_a_deadline_names_everyone_who_waits_for_what_and_what_the_ledger_holds() -> None:
+    q = queue(deadline_s=30.0)
+    q.do(q.ledger.admit, prompt(0))
+    other = asyncio.create_task(
+        q.wait("rollouter", "a free slot", lambda: False, on=Topic.SLOTS, deadline_s=1e5)
+    )
+    await asyncio.sleep(5)
+    with pytest.raises(DeadlineError) as caught:
+        await q.wait("trainer", "the samples of its next step", q.ledger.can_take, on=Topic.SAMPLES)
+    assert asyncio.get_running_loop().time() == pytest.approx(35.0)
+    other.cancel()
+    text = str(caught.value)
     assert text.startswith("trainer waited 30 s for the samples of its next step. ")
     assert "rollouter waits for a free slot since 35.0 s" in text
     assert "trainer waits for the samples of its next step since 30.0 s" in text
@@ -79,33 +70,29 @@ async def test_one_who_is_always_too_late_does_not_wait_past_its_deadline() -> N
     task.cancel()
 
 
-def test_waiters_are_woken_in_order_and_one_that_is_too_late_waits_on() -> None:
+async def test_waiters_are_woken_in_order_and_one_that_is_too_late_waits_on() -> None:
     """Two waiters want the same slot. The first takes it, and the second continues to wait."""
 
-    async def main() -> list[str]:
-        q = queue()
-        order: list[str] = []
+    q = queue()
+    order: list[str] = []
 
-        async def take(who: str) -> None:
-            await q.wait(who, "a slot", q.ledger.can_admit, on=Topic.SLOTS)
-            q.do(q.ledger.admit, prompt(len(order)))
-            order.append(who)
+    async def take(who: str) -> None:
+        await q.wait(who, "a slot", q.ledger.can_admit, on=Topic.SLOTS)
+        q.do(q.ledger.admit, prompt(len(order)))
+        order.append(who)
 
-        for i in range(2):
-            q.do(q.ledger.admit, prompt(i))
-        tasks = [asyncio.create_task(take(f"w{i}")) for i in range(3)]
-        await asyncio.sleep(1)
-        assert order == []
-        q.do(q.ledger.drop, 0, "test")
-        await asyncio.sleep(1)
-        assert order == ["w0"], "one slot, one taker"
-        q.do(q.ledger.drop, 1, "test")
-        await asyncio.sleep(1)
-        assert order == ["w0", "w1"]
-        tasks[2].cancel()
-        return order
-
-    clock.run(main())
+    for i in range(2):
+        q.do(q.ledger.admit, prompt(i))
+    tasks = [asyncio.create_task(take(f"w{i}")) for i in range(3)]
+    await asyncio.sleep(1)
+    assert order == []
+    q.do(q.ledger.drop, 0, "test")
+    await asyncio.sleep(1)
+    assert order == ["w0"], "one slot, one taker"
+    q.do(q.ledger.drop, 1, "test")
+    await asyncio.sleep(1)
+    assert order == ["w0", "w1"]
+    tasks[2].cancel()
 
 
 async def test_a_change_asks_only_those_who_wait_for_its_topic() -> None:
@@ -162,35 +149,29 @@ async def test_a_cancelled_wait_is_forgotten() -> None:
     assert q.describe().startswith("nobody waits")
 
 
-def test_a_stop_wakes_who_looks_for_it_at_once_and_its_grace_ends_later() -> None:
-    async def main() -> tuple[float, float]:
-        q, loop = queue(), asyncio.get_running_loop()
-        loop.call_later(3.0, q.stop, 8.0)
-        await q.wait("trainer", "samples, or a stop", lambda: q.stopping, on=Topic.SAMPLES)
-        stopped = loop.time()
-        assert not q.out_of_grace
-        await q.wait(
-            "trainer", "samples, or the end of its grace", lambda: q.out_of_grace, on=Topic.ROLLOUTS
+async def test_a_stop_wakes_who_looks_for_it_at_once_and_its_grace_ends_later() -> None:
+    q, loop = queue(), asyncio.get_running_loop()
+    loop.call_later(3.0, q.stop, 8.0)
+    await q.wait("trainer", "samples, or a stop", lambda: q.stopping, on=Topic.SAMPLES)
+    stopped = loop.time()
+    assert not q.out_of_grace
+    await q.wait(
+        "trainer", "samples, or the end of its grace", lambda: q.out_of_grace, on=Topic.ROLLOUTS
+    )
+    assert (stopped, loop.time()) == (pytest.approx(3.0), pytest.approx(11.0))
+
+
+async def test_a_finished_sample_reaches_a_trainer_that_waits_for_it() -> None:
+    q = queue()
+    for i in range(2):
+        q.do(q.ledger.start, q.do(q.ledger.admit, prompt(i)))
+    for i in (1, 0):
+        asyncio.get_running_loop().call_later(
+            i + 1, q.do, q.ledger.finish, i, Sample(prompt(i), ())
         )
-        return stopped, loop.time()
-
-    assert clock.run(main()) == (pytest.approx(3.0), pytest.approx(11.0))
-
-
-def test_a_finished_sample_reaches_a_trainer_that_waits_for_it() -> None:
-    async def main() -> list[int]:
-        q = queue()
-        for i in range(2):
-            q.do(q.ledger.start, q.do(q.ledger.admit, prompt(i)))
-        for i in (1, 0):
-            asyncio.get_running_loop().call_later(
-                i + 1, q.do, q.ledger.finish, i, Sample(prompt(i), ())
-            )
-        await q.wait("trainer", "samples", q.ledger.can_take, on=Topic.SAMPLES)
-        assert asyncio.get_running_loop().time() == pytest.approx(2.0)
-        return [s.prompt.index for s in q.do(q.ledger.take)]
-
-    assert clock.run(main()) == [0, 1]
+    await q.wait("trainer", "samples", q.ledger.can_take, on=Topic.SAMPLES)
+    assert asyncio.get_running_loop().time() == pytest.approx(2.0)
+    assert [s.prompt.index for s in q.do(q.ledger.take)] == [0, 1]
 
 
 async def test_progress_of_a_sync_renews_the_waits_for_samples_alone() -> None:

@@ -60,22 +60,19 @@ async def test_a_worker_killed_in_a_call_is_named_with_its_signal_and_its_log(
     assert not workers_of(), "nothing is left after close"
 
 
-def test_the_files_of_a_killed_serving_engine_go_with_the_runtime(tmp_path: Path) -> None:
+async def test_the_files_of_a_killed_serving_engine_go_with_the_runtime(tmp_path: Path) -> None:
     sides = without_engine()
     rollout = sides.rollout.model_copy(update={"engine": "sglang"})
 
-    async def main() -> Path:
-        workers = LocalRuntime(tmp_path, replace(sides, rollout=rollout), gpus=[])
-        try:
-            peer = await workers.start("rollout-0", "rollout", 0)
-            folder = Path(workers_of()["rollout-0"].environ()[SCRATCH])
-            (folder / "socket").touch()
-            await workers.end(peer)
-        finally:
-            await workers.close()
-        return folder
-
-    assert not asyncio.run(main()).exists()
+    workers = LocalRuntime(tmp_path, replace(sides, rollout=rollout), gpus=[])
+    try:
+        peer = await workers.start("rollout-0", "rollout", 0)
+        folder = Path(workers_of()["rollout-0"].environ()[SCRATCH])
+        (folder / "socket").touch()
+        await workers.end(peer)
+    finally:
+        await workers.close()
+    assert not folder.exists()
 
 
 async def test_after_close_no_worker_is_left_not_even_a_stopped_one(

@@ -233,23 +233,22 @@ async def test_a_replica_that_keeps_old_weights_behind_a_swap_is_caught(
         await f.receivers[1].activate(1)
 
 
-def test_a_tensor_that_changed_behind_the_back_of_its_replica_is_found_by_the_next_sync() -> None:
-    async def main() -> None:
-        async with fleet() as f:
-            await f.transfer(1)
-            await f.activate(1)
-            f.holders[1].live["layer.1.b"][3] += 1e-3
-            with pytest.raises(
-                SyncError,
-                match=r"replica 1: live weights of version 1 are no longer the trainer's: "
-                r"layer\.1\.b changed after the sync. Tokens .* carry version 1, but other weights",
-            ):
-                await f.transfer(2)
-            with pytest.raises(SyncError, match="replica 1 cannot serve version 2"):
-                await f.receivers[1].activate(2)
-            await f.activate(2, [0])
-
-    asyncio.run(main())
+async def test_a_tensor_that_changed_behind_the_back_of_its_replica_is_found_by_the_next_sync() -> (
+    None
+):
+    async with fleet() as f:
+        await f.transfer(1)
+        await f.activate(1)
+        f.holders[1].live["layer.1.b"][3] += 1e-3
+        with pytest.raises(
+            SyncError,
+            match=r"replica 1: live weights of version 1 are no longer the trainer's: "
+            r"layer\.1\.b changed after the sync. Tokens .* carry version 1, but other weights",
+        ):
+            await f.transfer(2)
+        with pytest.raises(SyncError, match="replica 1 cannot serve version 2"):
+            await f.receivers[1].activate(2)
+        await f.activate(2, [0])
 
 
 async def test_a_replica_refuses_a_version_that_it_does_not_hold() -> None:
