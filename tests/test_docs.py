@@ -83,9 +83,7 @@ def keys_of(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [*pages.GUIDES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"],
-    ids=pages.name,
+    "page", [*pages.GUIDES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"], ids=pages.name
 )
 def test_every_key_on_a_page_exists(page: Path) -> None:
     known = {key for key, _ in recipe.all_keys()}

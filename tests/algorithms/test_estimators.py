@@ -302,10 +302,7 @@ def test_a_trajectory_without_tokens_takes_part_in_the_mean_of_its_group() -> No
     )
     assert estimate(
         ESTIMATORS["grpo"], batch, advantage_options(norm_by_std=False)
-    ).tokens.tolist() == [
-        0.5,
-        0.5,
-    ]
+    ).tokens.tolist() == [0.5, 0.5]
     assert estimate(ESTIMATORS["rloo"], batch, PLAIN).tokens.tolist() == [1.0, 1.0]
 
 

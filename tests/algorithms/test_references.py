@@ -12,11 +12,7 @@ from tests.algorithms.loss_cases import TOKEN_RULES
 from tests.algorithms.test_estimators import Reference
 from tests.algorithms.test_sequence_losses import REFERENCES
 
-KNOWN = {
-    *vars(Reference),
-    *TOKEN_RULES,
-    *(mode for mode, _ in REFERENCES),
-}
+KNOWN = {*vars(Reference), *TOKEN_RULES, *(mode for mode, _ in REFERENCES)}
 
 
 @pytest.mark.parametrize("name", [*ESTIMATORS, *POLICY_LOSSES])

@@ -35,10 +35,7 @@ def ratios_of(a: torch.Tensor, b: torch.Tensor, lengths: Any) -> Ratios:
 def accepted(rule: Any, *sequences: Any) -> Any:
     """Apply the rule to sequences of ratios."""
     logs = double([math.log(r) for s in sequences for r in s])
-    return accept(
-        rule,
-        ratios_of(logs, torch.zeros_like(logs), [len(s) for s in sequences]),
-    )
+    return accept(rule, ratios_of(logs, torch.zeros_like(logs), [len(s) for s in sequences]))
 
 
 @pytest.mark.parametrize(
@@ -161,8 +158,7 @@ def test_float32_log_probs_fall_to_either_side_of_a_bound_but_only_where_they_ar
 
     def kept(shift: Any, upper: Any) -> Any:
         return accept(
-            RejectionRule("token_k1", 0.1, upper),
-            ratios_of(b + math.log(upper) + shift, b, [1000]),
+            RejectionRule("token_k1", 0.1, upper), ratios_of(b + math.log(upper) + shift, b, [1000])
         )[0]
 
     at_the_edge = [kept(0.0, upper).float().mean().item() for upper in (2.0, 3.0, 5.0, 7.0)]

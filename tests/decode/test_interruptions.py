@@ -11,14 +11,7 @@ import torch
 from millrace.errors import SyncError, WorkerError
 from millrace.testing import joined
 from millrace.types import Stop
-from tests.decode.helpers import (
-    engine,
-    error,
-    long,
-    prompt,
-    qwen,
-    turns,
-)
+from tests.decode.helpers import engine, error, long, prompt, qwen, turns
 
 
 def test_swapped_weights_draw_the_tokens_after_the_swap_and_segments_say_so() -> None:

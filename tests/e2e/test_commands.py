@@ -151,12 +151,7 @@ def test_train_reports_what_is_documented_and_the_users_reward_in_verls_signatur
         trained["versions"],
         trained["optimizer_steps"],
         trained["samples_trained"],
-    ) == (
-        "one_step_off",
-        4,
-        4,
-        32,
-    )
+    ) == ("one_step_off", 4, 4, 32)
     assert (
         trained["complete"] is True
         and trained["train_seconds"] > 0

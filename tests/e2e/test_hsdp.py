@@ -74,11 +74,7 @@ async def test_copies_train_as_one_model_and_send_it_once(tmp_path: Path) -> Non
         await asyncio.to_thread(check_listeners)
         outcome = await runs.run(s, tmp_path / "run", *ON_POLICY)
         found = audit(tmp_path / "run")
-        assert outcome.complete and (found.trained, found.lost, found.trained_twice) == (
-            64,
-            0,
-            0,
-        )
+        assert outcome.complete and (found.trained, found.lost, found.trained_twice) == (64, 0, 0)
         trained = await runs.weights(s, tmp_path / "after")
         whole = sum(t.numel() * t.element_size() for t in trained.values())
         rows = runs.rows(tmp_path / "run")

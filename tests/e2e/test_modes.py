@@ -100,12 +100,7 @@ async def test_zero_staleness_is_sync_bit_for_bit(tmp_path: Path) -> None:
         assert any((off[name] != tensor).any() for name, tensor in pipeline.items()), (
             "one_step_off trains older samples"
         )
-        for column in (
-            "reward/mean",
-            "actor/pg_loss",
-            "actor/grad_norm",
-            "response_length/mean",
-        ):
+        for column in ("reward/mean", "actor/pg_loss", "actor/grad_norm", "response_length/mean"):
             assert [r[column] for r in runs.rows(tmp_path / "sync")] == [
                 r[column] for r in runs.rows(tmp_path / "pipeline")
             ]

@@ -111,11 +111,7 @@ def rows_for(path: Path, *teachers: Any) -> Path:
 KEYS = [
     *("sft.steps=1", "rollout.n=2", "actor.ppo_mini_batch_size=2", "report.enable=false"),
     *("rollout.total_rollout_steps=4", "trainer.val_before_train=false", "data.val_max_samples=2"),
-    *(
-        "reward.function=exact",
-        "data.shuffle=false",
-        "mode=colocate_sync",
-    ),
+    *("reward.function=exact", "data.shuffle=false", "mode=colocate_sync"),
     "async_training.trigger_parameter_sync_step=1",
 ]
 

@@ -115,10 +115,7 @@ RACES: dict[str, tuple[int, dict[str, Any], tuple[Fault, ...]]] = {
     "the last ranks are still being recovered at the end": (
         130220,
         {},
-        (
-            Fault("disk_slow", 0, Trigger("time", 3.484), "", 5.0),
-            dies(5.886, who="trainer-0"),
-        ),
+        (Fault("disk_slow", 0, Trigger("time", 3.484), "", 5.0), dies(5.886, who="trainer-0")),
     ),
     # One is written as soon as the disk takes files, long before the next regular checkpoint.
     "a disk refuses the journal, and the trainer is lost later": (

@@ -301,11 +301,7 @@ async def test_steps_and_rewards_add_up(tmp_path: Path) -> None:
         samples = [
             Sample(
                 PROMPT,
-                (
-                    Trajectory.of((), Score(1.0)),
-                    Trajectory.of((), Score(0.0)),
-                    Trajectory.of(()),
-                ),
+                (Trajectory.of((), Score(1.0)), Trajectory.of((), Score(0.0)), Trajectory.of(())),
             )
             for _ in range(3)
         ]

@@ -192,11 +192,7 @@ async def test_a_node_that_dies_ends_its_workers_calls_with_their_names(
     async with opened(cluster, tmp_path, (1, 1), (1, 1), gpus_in_node=1, device="cpu") as runtime:
         sides = ("trainer", "rollout")
         peers = dict(
-            zip(
-                sides,
-                [await runtime.start(f"{side}-0", side, 0) for side in sides],
-                strict=True,
-            )
+            zip(sides, [await runtime.start(f"{side}-0", side, 0) for side in sides], strict=True)
         )
         nodes = nodes_of_actors()
         doomed = next(node for node in cluster.worker_nodes if node.node_id in nodes.values())

@@ -147,8 +147,7 @@ async def test_an_adapter_that_is_corrupted_on_the_way_is_refused(
                 await f.transfer(1)
         for i, receiver in enumerate(f.receivers):
             with pytest.raises(
-                SyncError,
-                match=f"replica {i} cannot serve version 1: its staged version is None",
+                SyncError, match=f"replica {i} cannot serve version 1: its staged version is None"
             ):
                 await receiver.activate(1)
         assert all(h.swaps == [0] for h in f.holders)
@@ -198,8 +197,7 @@ async def test_a_tensor_corrupted_while_it_is_staged_is_refused_at_activation(na
         f.receivers[1].inbox.staged[name].view(torch.int32).view(-1)[0] ^= 1
         await f.receivers[0].activate(1)
         with pytest.raises(
-            SyncError,
-            match=rf"replica 1: live weights of version 1 are not the trainer's: {name}",
+            SyncError, match=rf"replica 1: live weights of version 1 are not the trainer's: {name}"
         ):
             await f.receivers[1].activate(1)
         with pytest.raises(

@@ -310,10 +310,7 @@ def test_models_that_differ_are_refused_by_replica_and_tensor(
     with pytest.raises(SyncError, match=message):
         asyncio.run(
             Receiver.join(
-                Holder(change(model(0))),
-                store,
-                0,
-                sync_options(Config(sync={"timeout_s": HANG_S})),
+                Holder(change(model(0))), store, 0, sync_options(Config(sync={"timeout_s": HANG_S}))
             )
         )
 

@@ -102,10 +102,7 @@ CASES: dict[str, dict[str, Any]] = {
         }
     },
     "gspo with dual clip": {
-        "actor": {
-            "policy_loss": {"importance_sampling_level": "sequence"},
-            "clip_ratio_c": 1.05,
-        },
+        "actor": {"policy_loss": {"importance_sampling_level": "sequence"}, "clip_ratio_c": 1.05},
         "algorithm": {
             "adv_estimator": "gpg",
             "f_norm": "std",

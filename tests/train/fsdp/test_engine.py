@@ -347,9 +347,7 @@ def test_units_of_several_layers_train_the_same_policy(
     assert all(torch.equal(one[name], tensor) for name, tensor in all_layers.items())
 
 
-def test_a_unit_has_enough_parameters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_unit_has_enough_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharding, "UNIT", 100)
     layers: list[torch.nn.Module] = [torch.nn.Linear(n, 1) for n in (300, 49, 49, 49, 400, 9)]
     units = sharding._units(layers)
