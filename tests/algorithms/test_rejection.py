@@ -39,6 +39,44 @@ def accepted(rule: Any, *sequences: Any) -> Any:
 
 
 @pytest.mark.parametrize(
+    ("rule", "keep", "mean"),
+    [
+        # The ratios are 2, 4, 0.5 in the first sequence and 1, 0.25 in the second.
+        (RejectionRule("token_k1", 0.5, 2.0), [True, False, True, True, False], 1.55),
+        (RejectionRule("seq_sum_k1", 0.5, 4.0), [True, True, True, False, False], (4 + 0.25) / 2),
+        (
+            RejectionRule("seq_mean_k1", 0.5, 1.5),
+            [False, False, False, True, True],
+            (4 ** (1 / 3) + 0.5) / 2,
+        ),
+        (
+            RejectionRule("token_k2", None, 0.5),
+            [True, False, True, True, False],
+            math.log(2) ** 2 * (1 + 4 + 1 + 0 + 4) / 10,
+        ),
+        (RejectionRule("seq_max_k1", 0.5, 3.0), [False, False, False, True, True], 2.5),
+        (RejectionRule("seq_max_k2", None, math.log(4) ** 2 / 2), [True] * 5, math.log(4) ** 2 / 2),
+        (
+            RejectionRule("seq_sum_k3", None, 1.0),
+            [False, False, False, True, True],
+            ((1 + 3 - 0.5 - math.log(4)) + (math.log(4) - 0.75)) / 2,
+        ),
+    ],
+)
+def test_rules_by_hand(rule: Any, keep: Any, mean: Any) -> None:
+    got, metrics = accepted(rule, [2.0, 4.0, 0.5], [1.0, 0.25])
+    assert got.tolist() == keep
+    assert metrics["mean"].item() == pytest.approx(mean)
+
+
+def test_the_largest_ratio_of_a_sequence_may_be_below_1() -> None:
+    rule = RejectionRule("seq_max_k1", 0.5, 3.0)
+    got, metrics = accepted(rule, [0.25, 0.4], [0.1, 0.6])
+    assert got.tolist() == [False, False, True, True]
+    assert metrics["max"].item() == pytest.approx(0.6) and metrics["fraction_low"].item() == 0.5
+
+
+@pytest.mark.parametrize(
     ("text", "value"),
     [
         (2.0, 2.0),
