@@ -9,7 +9,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -65,7 +65,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test that is a coroutine: in the loop of its runner, on a virtual clock, or anew."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    given = pyfuncitem.funcargs
+    given: dict[str, Any] = pyfuncitem.funcargs
     run = given["runner"].run if "runner" in given else asyncio.run
     if pyfuncitem.get_closest_marker("virtual_clock"):
         run = clock.run

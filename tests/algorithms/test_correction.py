@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace.algorithms.correction import correct, effective_sample_size
@@ -19,7 +19,63 @@ from tests.algorithms.options import correction_options
 WEIGHTS = st.lists(st.floats(0, 50), max_size=20)
 
 
+def seqs(*sequences: Any) -> Any:
+    """Return sequences with these ratios; all tokens are included."""
+    return [[(math.log(r), 0.0, True) for r in s] for s in sequences]
+
+
+NONE: dict[str, Any] = dict.fromkeys(
+    ("rollout_is", "rollout_is_threshold_lower", "rollout_token_veto_threshold", "m2_threshold")
+) | {"rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True, "rollout_rs": []}
+NOT_FINITE = [
+    [(-1.0, -1.0, True), (-math.inf, -1.0, True)],
+    [(-1.0, -1.0, True), (-1.0, math.nan, False)],
+]
+EXTREME = [[(0.0, -40.0, True), (0.0, -40.0, True)]]
+EDGES: list[tuple[Any, dict[str, Any]]] = [
+    # A token outside the band is kept with a weight of 0, so it counts in the mean.
+    *((seqs([0.5, 1.0, 8.0], [4.0]), {"rollout_is_threshold": cut}) for cut in (2.0, (0.5, 5.0))),
+    (
+        seqs([1.0, 1.0, 1.5], [0.5], [0.25, 0.1]),
+        {"rollout_is": "sequence", "rollout_rs": [("seq_mean_k1", 0.5, 2.0)]},
+    ),
+    # All tokens are rejected.
+    *(
+        (seqs([1.0, 0.5], [], [1.5]), {"rollout_is": mode} | keys)
+        for mode in ("token", "sequence", None)
+        for keys in (
+            {"rollout_rs": [("token_k1", 2.0, 3.0)]},
+            {"rollout_token_veto_threshold": 2.0},
+        )
+    ),
+    *(
+        (NOT_FINITE, keys)
+        for keys in (
+            {},
+            {"rollout_is": "sequence"},
+            {"rollout_rs": [("seq_max_k3", None, 9.0)]},
+            {"rollout_rs": [("seq_mean_k1", 0.0, math.inf)]},
+            {"rollout_token_veto_threshold": 1e-4},
+            {"m2_threshold": 0.04},
+        )
+    ),
+    *(
+        (EXTREME, {"rollout_is": mode, "rollout_is_threshold": math.inf})
+        for mode in ("token", "sequence")
+    ),
+    # The largest ratio of a sequence is below 1.
+    (seqs([0.25, 0.4], [0.1, 0.6]), {"rollout_rs": [("seq_max_k1", 0.5, 3.0)]}),
+]
+
+
+def on_edges(test: Any) -> Any:
+    for sequences, keys in EDGES:
+        test = example(sequences, NONE | {"rollout_is": "token"} | keys)(test)
+    return test
+
+
 @settings(max_examples=100, deadline=None)
+@on_edges
 @given(SEQUENCES, OPTIONS)
 def test_weights_keep_and_every_metric_match_the_definitions(sequences: Any, options: Any) -> None:
     sequences = batch(sequences)
@@ -45,9 +101,10 @@ def test_nothing_is_ever_nan_and_what_is_not_kept_has_no_weight(
     assert all(math.isfinite(value) for value in got.metrics.values())
 
 
-def seqs(*sequences: Any) -> Any:
-    """Return sequences with these ratios; all tokens are included."""
-    return [[(math.log(r), 0.0, True) for r in s] for s in sequences]
+def test_extreme_metrics_are_clamped() -> None:
+    got = run([[(0.0, -1000.0, True)] * 2], {"rollout_is": "sequence"}, dtype=torch.float32)
+    assert got.metrics["rollout_corr/chi2_seq"] == pytest.approx(math.exp(40))
+    assert got.metrics["rollout_corr/rollout_ppl"] == pytest.approx(math.exp(100))
 
 
 @pytest.mark.parametrize("name", ["token_k1", "seq_sum_k1", "seq_mean_k1"])

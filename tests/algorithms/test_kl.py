@@ -97,6 +97,10 @@ def test_every_name_of_verl_is_there() -> None:
 def test_k3_is_clamped_and_keeps_small_differences() -> None:
     assert kl.k3(torch.tensor([-50.0]), torch.tensor([0.0])).item() == 10.0
     assert kl.k3(double([0.0]), double([1e-6])).item() == pytest.approx(5e-13, rel=1e-3)
+    for name, pull in (("k3", 0.0), ("k3+", -50.0)):
+        x = double([-50.0], requires_grad=True)
+        kl.KL[name](x, double([0.0])).sum().backward()
+        assert x.grad.item() == pull
 
 
 @pytest.mark.parametrize("name", sorted(kl.KL))

@@ -69,13 +69,6 @@ def test_rules_by_hand(rule: Any, keep: Any, mean: Any) -> None:
     assert metrics["mean"].item() == pytest.approx(mean)
 
 
-def test_the_largest_ratio_of_a_sequence_may_be_below_1() -> None:
-    rule = RejectionRule("seq_max_k1", 0.5, 3.0)
-    got, metrics = accepted(rule, [0.25, 0.4], [0.1, 0.6])
-    assert got.tolist() == [False, False, True, True]
-    assert metrics["max"].item() == pytest.approx(0.6) and metrics["fraction_low"].item() == 0.5
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [

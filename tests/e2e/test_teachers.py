@@ -50,10 +50,8 @@ async def test_zero_staleness_is_synchronous_distillation_bit_for_bit(
         first, second = found.values()
         assert all((second[name] == tensor).all() for name, tensor in first.items())
     for name in ("distillation/sorter/kl", "actor/distillation_loss", "actor/grad_norm"):
-        first, second = (
-            column(tmp_path / m, name) for m in ("on_policy_pipeline", "colocate_sync")
-        )
-        assert first == second and len(first) == 8
+        ours, theirs = (column(tmp_path / mode, name) for mode in found)
+        assert ours == theirs and len(ours) == 8
     kl = column(tmp_path / "colocate_sync", "distillation/sorter/kl")
     assert kl[-1] < 0.9 * kl[0]
     assert all(s > 0 for s in column(tmp_path / "colocate_sync", "timing_s/teacher"))
