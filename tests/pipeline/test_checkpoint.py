@@ -346,7 +346,7 @@ class Slow(SimTrainEngine):
 async def test_a_save_that_is_cancelled_leaves_the_previous_one(
     run_dir: Path, staged: bool
 ) -> None:
-    before = save(run_dir, 1)
+    before = await Checkpoints(run_dir, keep=2).save(cut(1), Engine(1))
     checkpoints, slow = Checkpoints(run_dir, keep=1), Slow()
     if staged:
         await checkpoints.begin(cut(2), slow, staged=True)
