@@ -156,7 +156,7 @@ async def test_a_bucket_that_is_not_what_was_sent_is_refused(
         """Flip a bit of the second bucket while the first tensor is loaded."""
         p.slots[1][200] ^= name == "layer.0"
 
-    p = pair(flip)
+    p = await asyncio.to_thread(pair, flip)
     sending = asyncio.ensure_future(asyncio.to_thread(asyncio.run, p.sender.transfer(7)))  # type: ignore[arg-type]
     for _ in p.slots:  # both slots are full
         await asyncio.to_thread(filled.acquire)
