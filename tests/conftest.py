@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+from millrace.simulate import clock
 
 if TYPE_CHECKING:
     from tests.fork_servers import Pool
@@ -55,6 +58,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item, group in zip(items, groups, strict=True)
     }
     items.sort(key=lambda item: -size[item])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine: in the loop of its runner, on a virtual clock, or anew."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given: dict[str, Any] = pyfuncitem.funcargs
+    run = given["runner"].run if "runner" in given else asyncio.run
+    if pyfuncitem.get_closest_marker("virtual_clock"):
+        run = clock.run
+    run(pyfuncitem.obj(**{name: given[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -19,9 +19,7 @@ T = TypeVar("T")
 
 
 def until(
-    state: Callable[[], T],
-    process: subprocess.Popen[Any] | None = None,
-    output: Path | None = None,
+    state: Callable[[], T], process: subprocess.Popen[Any] | None = None, output: Path | None = None
 ) -> T:
     """Wait until `state()` is true, and return it. `process` must live until then.
 

@@ -100,21 +100,6 @@ def test_aggregate_matches_numpy(mode: str, sequences: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
-@given(sequences=SEQUENCES, seed=st.integers(0, 1000), parts=st.integers(1, 5))
-def test_the_parts_add_up_to_the_whole_however_tokens_are_dealt_out(
-    mode: str, sequences: Any, seed: int, parts: Any
-) -> None:
-    loss, mask, ids, counts = flat(sequences)
-    part = torch.from_numpy(np.random.default_rng(seed).integers(0, parts, len(loss)))
-    shares = [
-        aggregate(loss[part == p], mask[part == p], ids[part == p], mode, **counts).item()
-        for p in range(parts)
-    ]
-    whole = aggregate(loss, mask, ids, mode, **counts).item()
-    np.testing.assert_allclose(sum(shares), whole, rtol=1e-6, atol=1e-9)
-
-
 def test_a_masked_token_may_be_infinite() -> None:
     value = aggregate(
         torch.tensor([1.0, torch.inf]),

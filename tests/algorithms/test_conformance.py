@@ -210,9 +210,7 @@ def test_a_fault_of_an_estimator_is_found(fault: Any, name: str) -> None:
 def test_an_estimator_of_trajectories_gives_its_number_to_each_token() -> None:
     # As many tokens as trajectories, but not one for each: the shape alone does not say which.
     batch = AdvantageBatch(
-        scores=torch.tensor([1.0, 5.0]),
-        groups=torch.tensor([0, 0]),
-        lengths=torch.tensor([2, 0]),
+        scores=torch.tensor([1.0, 5.0]), groups=torch.tensor([0, 0]), lengths=torch.tensor([2, 0])
     )
     got = as_estimator("raw", raw)(batch, advantage_options())
     assert isinstance(got, Advantages) and got.tokens.tolist() == [1.0, 1.0]

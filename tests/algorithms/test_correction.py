@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace.algorithms.correction import correct, effective_sample_size
@@ -19,7 +19,63 @@ from tests.algorithms.options import correction_options
 WEIGHTS = st.lists(st.floats(0, 50), max_size=20)
 
 
+def seqs(*sequences: Any) -> Any:
+    """Return sequences with these ratios; all tokens are included."""
+    return [[(math.log(r), 0.0, True) for r in s] for s in sequences]
+
+
+NONE: dict[str, Any] = dict.fromkeys(
+    ("rollout_is", "rollout_is_threshold_lower", "rollout_token_veto_threshold", "m2_threshold")
+) | {"rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True, "rollout_rs": []}
+NOT_FINITE = [
+    [(-1.0, -1.0, True), (-math.inf, -1.0, True)],
+    [(-1.0, -1.0, True), (-1.0, math.nan, False)],
+]
+EXTREME = [[(0.0, -40.0, True), (0.0, -40.0, True)]]
+EDGES: list[tuple[Any, dict[str, Any]]] = [
+    # A token outside the band is kept with a weight of 0, so it counts in the mean.
+    *((seqs([0.5, 1.0, 8.0], [4.0]), {"rollout_is_threshold": cut}) for cut in (2.0, (0.5, 5.0))),
+    (
+        seqs([1.0, 1.0, 1.5], [0.5], [0.25, 0.1]),
+        {"rollout_is": "sequence", "rollout_rs": [("seq_mean_k1", 0.5, 2.0)]},
+    ),
+    # All tokens are rejected.
+    *(
+        (seqs([1.0, 0.5], [], [1.5]), {"rollout_is": mode} | keys)
+        for mode in ("token", "sequence", None)
+        for keys in (
+            {"rollout_rs": [("token_k1", 2.0, 3.0)]},
+            {"rollout_token_veto_threshold": 2.0},
+        )
+    ),
+    *(
+        (NOT_FINITE, keys)
+        for keys in (
+            {},
+            {"rollout_is": "sequence"},
+            {"rollout_rs": [("seq_max_k3", None, 9.0)]},
+            {"rollout_rs": [("seq_mean_k1", 0.0, math.inf)]},
+            {"rollout_token_veto_threshold": 1e-4},
+            {"m2_threshold": 0.04},
+        )
+    ),
+    *(
+        (EXTREME, {"rollout_is": mode, "rollout_is_threshold": math.inf})
+        for mode in ("token", "sequence")
+    ),
+    # The largest ratio of a sequence is below 1.
+    (seqs([0.25, 0.4], [0.1, 0.6]), {"rollout_rs": [("seq_max_k1", 0.5, 3.0)]}),
+]
+
+
+def on_edges(test: Any) -> Any:
+    for sequences, keys in EDGES:
+        test = example(sequences, NONE | {"rollout_is": "token"} | keys)(test)
+    return test
+
+
 @settings(max_examples=100, deadline=None)
+@on_edges
 @given(SEQUENCES, OPTIONS)
 def test_weights_keep_and_every_metric_match_the_definitions(sequences: Any, options: Any) -> None:
     sequences = batch(sequences)
@@ -36,21 +92,6 @@ def test_weights_keep_and_every_metric_match_the_definitions(sequences: Any, opt
 
 @given(SEQUENCES, OPTIONS)
 @settings(max_examples=40, deadline=None)
-def test_what_is_not_included_might_as_well_not_be_there(sequences: Any, options: Any) -> None:
-    sequences = batch(sequences)
-    got, without = (
-        run(sequences, options),
-        run([[t for t in s if t[2]] for s in sequences], options),
-    )
-    included = torch.tensor([t[2] for s in sequences for t in s], dtype=torch.bool)
-    assert got.weights[included].tolist() == without.weights.tolist()
-    assert got.keep[included].tolist() == without.keep.tolist()
-    assert not got.weights[~included].any() and not got.keep[~included].any()
-    assert got.metrics == pytest.approx(without.metrics)
-
-
-@given(SEQUENCES, OPTIONS)
-@settings(max_examples=40, deadline=None)
 def test_nothing_is_ever_nan_and_what_is_not_kept_has_no_weight(
     sequences: Any, options: Any
 ) -> None:
@@ -60,9 +101,10 @@ def test_nothing_is_ever_nan_and_what_is_not_kept_has_no_weight(
     assert all(math.isfinite(value) for value in got.metrics.values())
 
 
-def seqs(*sequences: Any) -> Any:
-    """Return sequences with these ratios; all tokens are included."""
-    return [[(math.log(r), 0.0, True) for r in s] for s in sequences]
+def test_extreme_metrics_are_clamped() -> None:
+    got = run([[(0.0, -1000.0, True)] * 2], {"rollout_is": "sequence"}, dtype=torch.float32)
+    assert got.metrics["rollout_corr/chi2_seq"] == pytest.approx(math.exp(40))
+    assert got.metrics["rollout_corr/rollout_ppl"] == pytest.approx(math.exp(100))
 
 
 @pytest.mark.parametrize("name", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
@@ -89,91 +131,6 @@ def test_an_exact_ratio_is_kept_at_both_bounds_wherever_the_log_probs_lie(
         assert run(tokens, {"rollout_rs": [("token_k1", *bounds)]}).keep.all()
         assert run(tokens, {"rollout_is": "sequence", "rollout_is_threshold": bounds}).weights.all()
     assert run(tokens, {"rollout_token_veto_threshold": edge}).keep.all()
-
-
-def test_weights_are_cut_before_they_are_normalised() -> None:
-    ratios = seqs([0.5, 1.0, 8.0], [4.0])
-    truncated = run(
-        ratios,
-        {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True},
-    )
-    assert truncated.weights.tolist() == pytest.approx(
-        [0.5 / 1.375, 1 / 1.375, 2 / 1.375, 2 / 1.375]
-    )
-    band = run(
-        ratios,
-        {
-            "rollout_is": "token",
-            "rollout_is_threshold": (0.5, 5.0),
-            "rollout_is_batch_normalize": True,
-        },
-    )
-    # The token outside the band is kept with a weight of 0, so it counts in the mean.
-    assert band.weights.tolist() == pytest.approx([0.5 / 1.375, 1 / 1.375, 0.0, 4 / 1.375])
-    assert band.keep.all() and band.metrics["rollout_corr/rollout_is_oob_ratio"] == 0.25
-
-
-def test_sequence_weights_are_normalised_over_sequences_that_keep_a_token() -> None:
-    ratios = seqs([1.0, 1.0, 1.5], [0.5], [0.25, 0.1])
-    got = run(
-        ratios,
-        {
-            "rollout_is": "sequence",
-            "rollout_is_batch_normalize": True,
-            "rollout_rs": [("seq_mean_k1", 0.5, 2.0)],
-        },
-    )
-    assert got.weights.tolist() == pytest.approx([1.5, 1.5, 1.5, 0.5, 0.0, 0.0])
-    assert got.metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("mode", ["token", "sequence", None])
-def test_a_batch_that_is_rejected_whole_has_weights_of_0_and_finite_metrics(mode: str) -> None:
-    for options in (
-        {"rollout_rs": [("token_k1", 2.0, 3.0)]},
-        {"rollout_token_veto_threshold": 2.0},
-    ):
-        got = run(
-            seqs([1.0, 0.5], [], [1.5]),
-            {"rollout_is": mode, "rollout_is_batch_normalize": True, **options},
-        )
-        assert got.weights.tolist() == [0.0] * 3 and got.keep.tolist() == [False] * 3
-        assert all(math.isfinite(value) for value in got.metrics.values())
-        assert got.metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
-        assert got.metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 1.0, (
-            "the empty sequence does not count"
-        )
-
-
-def test_a_ratio_that_is_not_finite_is_rejected_with_its_sequence_where_sequences_are_looked_at() -> (
-    None
-):
-    tokens = [
-        [(-1.0, -1.0, True), (-math.inf, -1.0, True)],
-        [(-1.0, -1.0, True), (-1.0, math.nan, False)],
-    ]
-    assert run(tokens, {}).keep.tolist() == [True, False, True, False]
-    assert run(tokens, {"rollout_is": "token"}).weights.tolist() == [1.0, 0.0, 1.0, 0.0]
-    for options in (
-        {"rollout_is": "sequence"},
-        {"rollout_rs": [("seq_max_k3", None, 9.0)]},
-        {"rollout_rs": [("seq_mean_k1", 0.0, math.inf)]},
-        {"rollout_token_veto_threshold": 1e-4},
-    ):
-        got = run(tokens, options)
-        assert got.keep.tolist() == [False, False, True, False], options
-        assert got.weights.tolist() == [0.0, 0.0, 1.0, 0.0], options
-
-
-def test_extreme_ratios_are_clamped_to_e_20() -> None:
-    tokens = [[(0.0, -1000.0, True), (0.0, -1000.0, True)]]
-    for mode in ("token", "sequence"):
-        got = run(
-            tokens, {"rollout_is": mode, "rollout_is_threshold": math.inf}, dtype=torch.float32
-        )
-        assert got.weights.tolist() == pytest.approx([math.exp(20)] * 2)
-    assert got.metrics["rollout_corr/chi2_seq"] == pytest.approx(math.exp(40))
-    assert got.metrics["rollout_corr/rollout_ppl"] == pytest.approx(math.exp(100))
 
 
 def test_no_gradient_flows_through_a_correction() -> None:

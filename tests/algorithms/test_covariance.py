@@ -98,15 +98,6 @@ def test_clip_covs_band_is_open_and_every_candidate_is_equally_likely() -> None:
     assert counts[at].min() > 150  # type: ignore[index]
 
 
-def test_clip_covs_share_is_of_all_trained_tokens() -> None:
-    rows = [(x, y, True) for x, y in [(-1.0, -1.0), (1.0, 1.0), (-1.0, 1.0), (1.0, -1.0)] * 5]
-    # The share is 0.2 of the 20 trained tokens, not of the 10 tokens in the band.
-    assert (
-        clip_cov_tokens(*tensors(rows), ratio=0.2, lower=0.5, upper=2.0, generator=seeded()).sum()
-        == 4
-    )
-
-
 def test_clip_cov_passes_over_tokens_that_are_clipped_already() -> None:
     rows = [(x, y, True) for x, y in [(-1.0, -1.0), (1.0, 1.0), (-1.0, 1.0), (1.0, -1.0)]]
     clipped = torch.tensor([True, False, False, False])

@@ -48,22 +48,6 @@ def test_metrics_match_numpy(rows: Any, max_age: Any) -> None:
     assert run(rows, max_age) == pytest.approx(reference(rows, max_age), rel=1e-6, abs=1e-12)
 
 
-def test_shares_add_up_and_the_last_bin_takes_what_is_older() -> None:
-    rows = [(-1.0, -1.0, age) for age in (0, 0, 1, 4, 5, 9)]
-    got = run(rows, 4, torch.float32)
-    shares = {name: value for name, value in got.items() if "token_share" in name}
-    assert shares == pytest.approx(
-        {
-            f"staleness/token_share/{age}": share
-            for age, share in (("0", 2 / 6), ("1", 1 / 6), ("2", 0), ("3", 0), ("4+", 0.5))
-        }
-    )
-    assert got["staleness/ess/4+"] == 1.0 and got["staleness/token_max"] == 9.0
-    assert "staleness/token_share/4+" in run([(-1.0, -1.0, 4)], 4), (
-        "the name does not depend on what occurs"
-    )
-
-
 def test_ages_under_0_and_shapes_that_differ_are_refused() -> None:
     one = torch.zeros(1)
     with pytest.raises(ValueError, match="at least 0"):

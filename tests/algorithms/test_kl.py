@@ -97,6 +97,10 @@ def test_every_name_of_verl_is_there() -> None:
 def test_k3_is_clamped_and_keeps_small_differences() -> None:
     assert kl.k3(torch.tensor([-50.0]), torch.tensor([0.0])).item() == 10.0
     assert kl.k3(double([0.0]), double([1e-6])).item() == pytest.approx(5e-13, rel=1e-3)
+    for name, pull in (("k3", 0.0), ("k3+", -50.0)):
+        x = double([-50.0], requires_grad=True)
+        kl.KL[name](x, double([0.0])).sum().backward()
+        assert x.grad.item() == pull
 
 
 @pytest.mark.parametrize("name", sorted(kl.KL))
@@ -106,13 +110,6 @@ def test_extreme_differences_stay_finite_in_float32_and_no_tokens_give_none(name
     value.sum().backward()
     assert torch.isfinite(value).all() and torch.isfinite(x.grad).all()  # type: ignore[arg-type]
     assert kl.KL[name](torch.zeros(0), torch.zeros(0)).shape == (0,)
-
-
-def test_where_k3_is_clamped_only_the_plus_variant_pulls_back() -> None:
-    for name, pull in (("k3", 0.0), ("k3+", -50.0)):
-        x = double([-50.0], requires_grad=True)
-        kl.KL[name](x, double([0.0])).sum().backward()
-        assert x.grad.item() == pull
 
 
 @given(
@@ -130,13 +127,6 @@ def test_the_coefficient_follows_the_error_clipped_to_a_fifth(
         coef * (1 + np.clip(value / target - 1, -0.2, 0.2) * count / horizon), rel=1e-12
     )
     assert got > 0
-
-
-def test_the_coefficient_rises_over_the_target_falls_under_it_and_rests_on_it() -> None:
-    assert kl.adapt(0.1, 0.5, 0.1, 1000, 100) == pytest.approx(0.1 * 1.02)
-    assert kl.adapt(0.1, 0.0, 0.1, 1000, 100) == pytest.approx(0.1 * 0.98)
-    assert kl.adapt(0.1, 0.1, 0.1, 1000, 100) == pytest.approx(0.1)
-    assert kl.adapt(0.1, 9.0, 0.1, 1000, 0) == 0.1
 
 
 def test_what_would_ruin_the_coefficient_is_refused() -> None:

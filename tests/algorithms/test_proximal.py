@@ -77,13 +77,6 @@ def test_a_token_of_the_live_version_was_drawn_by_the_proximal_policy() -> None:
         assert estimate(double([]), double([]), torch.zeros(0, dtype=torch.long)).shape == (0,)
 
 
-@given(st.floats(0.1, 3.0), st.integers(1, 6))
-def test_where_log_probs_move_evenly_the_guess_is_exact(step: Any, age: Any) -> None:
-    drawn, proximal, current = -9.0, -9.0 + age * step, -9.0 + (age + 1) * step
-    got = interpolate(double([drawn]), double([current]), torch.tensor([age]))
-    assert got.item() == pytest.approx(proximal, rel=1e-9)
-
-
 def weighed(theta: Any, prox: Any, advantages: Any, mu: Any) -> Any:
     """Return PPO's losses against the proximal policy, times proximal over rollout."""
     inputs = LossInput(
@@ -125,16 +118,3 @@ def test_decoupled_ppo_is_ppo_against_the_proximal_policy_weighed_by_proximal_ov
             want, slope = -3 * a, 0.0
         assert loss[i].item() == pytest.approx(w * want, rel=1e-6, abs=1e-9)
         assert x.grad[i].item() == pytest.approx(w * slope, rel=1e-6, abs=1e-9)  # type: ignore[index]
-
-
-def test_inside_the_clip_decoupled_ppo_is_the_importance_weighted_gradient() -> None:
-    """pi / pi_prox times pi_prox / mu equals pi / mu for every proximal policy.
-
-    The proximal policy only sets the place of the trust region.
-    """
-    theta, mu = double([-1.0, -2.0], requires_grad=True), double([-1.1, -1.9])
-    prox = interpolate(mu, theta, torch.tensor([0, 2]))
-    loss, stats = weighed(theta, prox, double([1.0, -1.0]), mu)
-    loss.sum().backward()
-    assert not stats["clipped"].any()
-    np.testing.assert_allclose(theta.grad.numpy(), [-np.exp(0.1), np.exp(-0.1)], rtol=1e-9)

@@ -8,15 +8,11 @@ import pytest
 
 from millrace.algorithms.estimators import ESTIMATORS
 from millrace.algorithms.losses import POLICY_LOSSES
-from tests.algorithms import test_sequence_losses
 from tests.algorithms.loss_cases import TOKEN_RULES
 from tests.algorithms.test_estimators import Reference
+from tests.algorithms.test_sequence_losses import REFERENCES
 
-KNOWN = {
-    *vars(Reference),
-    *TOKEN_RULES,
-    *(name.removesuffix("_reference") for name in vars(test_sequence_losses)),
-}
+KNOWN = {*vars(Reference), *TOKEN_RULES, *(mode for mode, _ in REFERENCES)}
 
 
 @pytest.mark.parametrize("name", [*ESTIMATORS, *POLICY_LOSSES])

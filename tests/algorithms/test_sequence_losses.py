@@ -47,20 +47,13 @@ def sequence_ratio(new: Any, old: Any, tokens: Any) -> Any:
     return np.exp(min(mean, 10.0)), float(mean <= 10)
 
 
-def gspo_reference(inputs: Any, weights: Any, options: Any) -> Any:
-    new, old, adv = columns(inputs)
-    out = np.zeros((5, len(weights)))
-    for sequence in range(inputs.num_sequences):
-        tokens = trained_of(inputs, sequence)
-        s, inside = sequence_ratio(new, old, tokens)
-        for t in tokens:
-            loss, slope, clipped = surrogate(s, s * inside, adv[t], options)
-            out[:, t] = loss, slope * weights[t], clipped, 0.0, clamped(new[t], old[t])[0]
-    return out
+def gspo_of(s: Any, inside: Any, new: Any, adv: Any, options: Any) -> Any:
+    loss, slope, clipped = surrogate(s, s * inside, adv, options)
+    return loss, slope, clipped, 0.0
 
 
 def vanilla_of(s: Any, inside: Any, new: Any, adv: Any, options: Any) -> Any:
-    loss, slope, clipped = surrogate(s, s * inside, adv, options)
+    loss, slope, clipped, _ = gspo_of(s, inside, new, adv, options)
     if adv < 0 and loss > -adv * options.clip_c:
         return -adv * options.clip_c, 0.0, clipped, 1.0
     return loss, slope, clipped, 0.0
@@ -77,44 +70,33 @@ def sapo_of(s: Any, inside: Any, new: Any, adv: Any, options: Any) -> Any:
     return -adv * 4 / tau * gate, -adv * 4 * gate * (1 - gate) * s * inside, 0.0, 0.0
 
 
-SEQUENCE_RULES = {"vanilla": vanilla_of, "cispo": cispo_of, "sapo": sapo_of}
-"""Loss, slope and two statistics of a trained token, from its sequence's ratio."""
+def vespo_of(w: Any, inside: Any, new: Any, adv: Any, options: Any) -> Any:
+    side = "pos" if adv > 0 else "neg"
+    k, decay = (getattr(options, f"vespo_{name}_{side}") for name in ("k", "lambda"))
+    phi = np.exp(decay) * w**k * np.exp(-decay * w)
+    return -phi * adv * new, -phi * adv, 0.0, 0.0
 
 
-def at_sequence_level(mode: str) -> Any:
+def whole_ratio(new: Any, old: Any, tokens: Any) -> Any:
+    return np.exp(np.clip(sum(new[t] - old[t] for t in tokens), -20, 20)), 1.0
+
+
+def by_sequence(rule: Any, ratio: Any = sequence_ratio) -> Any:
+    """Make a reference from a rule: loss, slope and two statistics of a trained token."""
+
     def reference(inputs: Any, weights: Any, options: Any) -> Any:
         new, old, adv = columns(inputs)
         out = np.zeros((5, len(weights)))
         for sequence in range(inputs.num_sequences):
             tokens = trained_of(inputs, sequence)
-            s, inside = sequence_ratio(new, old, tokens)
+            s, inside = ratio(new, old, tokens)
             for t in tokens:
-                found = SEQUENCE_RULES[mode](s, inside, new[t], adv[t], options)
+                found = rule(s, inside, new[t], adv[t], options)
                 out[:, t] = *found, clamped(new[t], old[t])[0]
                 out[1, t] *= weights[t]
         return out
 
     return reference
-
-
-def vespo_reference(inputs: Any, weights: Any, options: Any) -> Any:
-    new, old, adv = columns(inputs)
-    out = np.zeros((5, len(weights)))
-    for sequence in range(inputs.num_sequences):
-        tokens = trained_of(inputs, sequence)
-        w = np.exp(np.clip(sum(new[t] - old[t] for t in tokens), -20, 20))
-        for t in tokens:
-            k, decay = (
-                (options.vespo_k_pos, options.vespo_lambda_pos)
-                if adv[t] > 0
-                else (options.vespo_k_neg, options.vespo_lambda_neg)
-            )
-            phi = np.exp(decay) * w**k * np.exp(-decay * w)
-            out[:, t] = (
-                *(-phi * adv[t] * new[t], -phi * adv[t] * weights[t]),
-                *(0.0, 0.0, clamped(new[t], old[t])[0]),
-            )
-    return out
 
 
 def geo_mean_reference(inputs: Any, weights: Any, options: Any) -> Any:
@@ -141,47 +123,26 @@ def geo_mean_reference(inputs: Any, weights: Any, options: Any) -> Any:
     return out
 
 
-@settings(max_examples=100)
-@given(sequences=SEQUENCES, options=st.sampled_from(OPTIONS))
-def test_gspo_matches_numpy_in_value_gradient_and_statistics(sequences: Any, options: Any) -> None:
-    inputs, weights = build(sequences)
-    check(gspo, inputs, weights, options, gspo_reference)
+REFERENCES = {
+    ("gspo", "token"): by_sequence(gspo_of),
+    ("vespo", "token"): by_sequence(vespo_of, whole_ratio),
+    ("geo_mean", "token"): geo_mean_reference,
+    ("vanilla", "sequence"): by_sequence(vanilla_of),
+    ("cispo", "sequence"): by_sequence(cispo_of),
+    ("sapo", "sequence"): by_sequence(sapo_of),
+}
+"""The reference of each loss and level of its ratio."""
 
 
-@settings(max_examples=100)
+@pytest.mark.parametrize(("mode", "level"), REFERENCES)
+@settings(max_examples=80)
 @given(sequences=SEQUENCES, options=st.sampled_from(OPTIONS))
-def test_geo_mean_matches_numpy_in_value_gradient_and_statistics(
-    sequences: Any, options: Any
+def test_losses_of_sequences_match_numpy_in_value_gradient_and_statistics(
+    mode: str, level: str, sequences: Any, options: Any
 ) -> None:
     inputs, weights = build(sequences)
-    check(geo_mean, inputs, weights, options, geo_mean_reference)
-
-
-@pytest.mark.parametrize("mode", SEQUENCE_RULES)
-@settings(max_examples=60)
-@given(sequences=SEQUENCES, options=st.sampled_from(OPTIONS))
-def test_the_ratio_of_a_sequence_matches_numpy(mode: str, sequences: Any, options: Any) -> None:
-    inputs, weights = build(sequences)
-    options = SimpleNamespace(**vars(options) | {"importance_sampling_level": "sequence"})
-    check(POLICY_LOSSES[mode], inputs, weights, options, at_sequence_level(mode))
-
-
-@settings(max_examples=60)
-@given(sequences=SEQUENCES, options=st.sampled_from(OPTIONS))
-def test_vespo_matches_numpy_in_value_gradient_and_statistics(sequences: Any, options: Any) -> None:
-    inputs, weights = build(sequences)
-    check(vespo, inputs, weights, options, vespo_reference)
-
-
-@settings(max_examples=40)
-@given(sequences=SEQUENCES)
-def test_vanilla_with_the_ratio_of_a_sequence_is_gspo_with_dual_clip(sequences: Any) -> None:
-    """gspo's loss is at most -A clip_c where A is negative."""
-    options = loss_options(importance_sampling_level="sequence", clip_c=1.5)
-    inputs, _ = build(sequences)
-    plain, dual = (f(inputs, options)[0].detach() for f in (gspo, POLICY_LOSSES["vanilla"]))
-    bound = torch.where(inputs.mask & (inputs.advantages < 0), -1.5 * inputs.advantages, torch.inf)
-    assert torch.equal(dual, torch.minimum(plain, bound))
+    options = SimpleNamespace(**vars(options) | {"importance_sampling_level": level})
+    check(POLICY_LOSSES[mode], inputs, weights, options, REFERENCES[mode, level])
 
 
 def test_the_weight_of_vespo_is_1_on_policy_and_fades_on_both_sides() -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from millrace.algorithms.advantage import AdvantageBatch, estimate
 from millrace.algorithms.estimators import ESTIMATORS
@@ -37,34 +34,11 @@ def estimated(
     return found
 
 
-values = st.lists(st.floats(-3, 3), min_size=1, max_size=9)
-
-
-@given(values=values)
-def test_without_discount_a_window_that_goes_on_compares_its_last_value_with_each(
-    values: list[float],
-) -> None:
-    """At gamma = lambda = 1, A_t = V_{e-1} - V_t (T-PPO, arXiv 2506.15050, section 3)."""
-    found = estimated([(values, 0.0, True)], gamma=1.0, lam=1.0)
-    np.testing.assert_allclose(found, values[-1] - np.array(values), atol=1e-12)
-
-
 def test_advantages_are_those_computed_by_hand() -> None:
     """gamma 0.5, lambda 0.5. The first response goes on; the second ends with score 2."""
     found = estimated([([1.0, 2.0, 4.0], 0.0, True), ([1.0, 2.0], 2.0, False)], gamma=0.5, lam=0.5)
     # deltas: 0.5 x 2 - 1 = 0, 0.5 x 4 - 2 = 0, 0.5 x 4 - 4 = -2;   0.5 x 2 - 1 = 0, 2 - 2 = 0
     assert found == pytest.approx([-0.125, -0.5, -2.0, 0.0, 0.0])
-
-
-@given(values=values, cut=st.integers(1, 9), seed=st.integers(0, 99))
-def test_a_window_needs_no_token_of_the_windows_before(
-    values: list[float], cut: int, seed: int
-) -> None:
-    whole = estimated([(values, seed / 7, False)], gamma=0.9, lam=0.8)
-    last = values[min(cut, len(values) - 1) :]
-    np.testing.assert_allclose(
-        estimated([(last, seed / 7, False)], gamma=0.9, lam=0.8), whole[-len(last) :], rtol=1e-12
-    )
 
 
 def test_lambda_grows_with_the_length_of_the_response_and_has_a_least_value() -> None:

@@ -51,7 +51,7 @@ def test_the_engine_conforms_to_its_port(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("make_model", [qwen, llama])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_log_probs_are_those_of_a_full_forward_pass_whatever_the_batch(
+async def test_log_probs_are_those_of_a_full_forward_pass_whatever_the_batch(
     make_model: Any, deterministic: bool
 ) -> None:
     """Forty requests of many lengths share eight slots, at temperatures 1, 0.7 and 0 (greedy)."""
@@ -68,22 +68,14 @@ def test_log_probs_are_those_of_a_full_forward_pass_whatever_the_batch(
             assert logits[len(prompt(i)) - 1 : -1].argmax(-1).tolist() == segment.tokens.tolist()
         return error(reference, prompt(i), segment, temperature or 1.0)
 
-    async def run() -> Any:
-        eng = engine(model, deterministic=deterministic)
-        return await asyncio.gather(*(one(eng, i) for i in range(40)))
-
-    assert max(asyncio.run(run())) < 1e-5
+    eng = engine(model, deterministic=deterministic)
+    assert max(await asyncio.gather(*(one(eng, i) for i in range(40)))) < 1e-5
 
 
-def test_bfloat16_weights_draw_with_log_probs_near_those_of_a_full_forward_pass() -> None:
-    async def run() -> Any:
-        eng = engine(qwen(dtype="bfloat16"))
-        got = await asyncio.gather(
-            *(eng.generate(prompt(i), long(20, seed=i), "s") for i in range(12))
-        )
-        return max(error(qwen(dtype="bfloat16"), prompt(i), s) for i, (s,) in enumerate(got))
-
-    assert asyncio.run(run()) < 0.05
+async def test_bfloat16_weights_draw_with_log_probs_near_those_of_a_full_forward_pass() -> None:
+    eng = engine(qwen(dtype="bfloat16"))
+    got = await asyncio.gather(*(eng.generate(prompt(i), long(20, seed=i), "s") for i in range(12)))
+    assert max(error(qwen(dtype="bfloat16"), prompt(i), s) for i, (s,) in enumerate(got)) < 0.05
 
 
 def test_registering_the_attention_function_leaves_ordinary_forward_passes_alone() -> None:
@@ -97,32 +89,28 @@ def test_registering_the_attention_function_leaves_ordinary_forward_passes_alone
         assert torch.equal(before, model(ids, attention_mask=mask).logits)
 
 
-def test_samples_follow_the_models_distribution() -> None:
+async def test_samples_follow_the_models_distribution() -> None:
     model = qwen()
     with torch.inference_mode():
         expected = torch.softmax(model(torch.tensor([[*prompt(3, 6)]])).logits[0, -1] / 0.8, -1)
 
-    async def run() -> torch.Tensor:
-        eng = engine(model, slots=64)
-        calls = (
-            eng.generate(prompt(3, 6), SamplingParams(1, temperature=0.8, seed=s), "s")
-            for s in range(4000)
-        )
-        return torch.tensor([s.tokens[0] for (s,) in await asyncio.gather(*calls)])
-
-    found = torch.bincount(asyncio.run(run()), minlength=VOCABULARY) / 4000
+    eng = engine(model, slots=64)
+    calls = (
+        eng.generate(prompt(3, 6), SamplingParams(1, temperature=0.8, seed=s), "s")
+        for s in range(4000)
+    )
+    drawn = torch.tensor([s.tokens[0] for (s,) in await asyncio.gather(*calls)])
+    found = torch.bincount(drawn, minlength=VOCABULARY) / 4000
     assert (found - expected).abs().max() < 0.025  # three standard deviations at p = 0.5
 
 
-def test_top_k_and_top_p_cut_the_draw_but_not_the_log_probs() -> None:
-    async def run() -> Any:
-        eng = engine()
-        cuts = [{"top_k": 1}, {"top_k": 2}, {"top_p": 1e-6}, {"top_p": 0.5}, {}]
-        return await asyncio.gather(
-            *(eng.generate(prompt(i), long(30, seed=i, **cuts[i % 5]), "s") for i in range(20))  # type: ignore[arg-type]
-        )
-
-    for i, (segment,) in enumerate(asyncio.run(run())):
+async def test_top_k_and_top_p_cut_the_draw_but_not_the_log_probs() -> None:
+    eng = engine()
+    cuts = [{"top_k": 1}, {"top_k": 2}, {"top_p": 1e-6}, {"top_p": 0.5}, {}]
+    drawn = await asyncio.gather(
+        *(eng.generate(prompt(i), long(30, seed=i, **cuts[i % 5]), "s") for i in range(20))  # type: ignore[arg-type]
+    )
+    for i, (segment,) in enumerate(drawn):
         assert error(qwen(), prompt(i), segment) < 1e-5
         ids = torch.tensor([[*prompt(i), *segment.tokens]])
         with torch.inference_mode():
@@ -138,16 +126,13 @@ def test_top_k_and_top_p_cut_the_draw_but_not_the_log_probs() -> None:
         }[i % 5]
 
 
-def test_eos_ends_a_response_and_is_kept_unless_it_is_ignored() -> None:
-    async def run() -> Any:
-        eng = engine()
-        calls = [
-            eng.generate(prompt(i), SamplingParams(80, seed=i, ignore_eos=i % 2 == 0), "s")
-            for i in range(16)
-        ]
-        return await asyncio.gather(*calls)
-
-    results = asyncio.run(run())
+async def test_eos_ends_a_response_and_is_kept_unless_it_is_ignored() -> None:
+    eng = engine()
+    calls = [
+        eng.generate(prompt(i), SamplingParams(80, seed=i, ignore_eos=i % 2 == 0), "s")
+        for i in range(16)
+    ]
+    results = await asyncio.gather(*calls)
     for i, (segment,) in enumerate(results):
         if i % 2 == 0:
             assert segment.stop is Stop.LENGTH
@@ -158,55 +143,45 @@ def test_eos_ends_a_response_and_is_kept_unless_it_is_ignored() -> None:
     assert any(s.stop is Stop.EOS for (s,) in results)
 
 
-def test_a_stop_string_ends_a_response_with_the_tokens_that_complete_it() -> None:
+async def test_a_stop_string_ends_a_response_with_the_tokens_that_complete_it() -> None:
     def decode(tokens: Any) -> Any:
         return "".join(chr(97 + t) for t in tokens)
 
-    async def run() -> Any:
-        eng = engine(decode=decode, max_len=90)
-        plain = await asyncio.gather(
-            *(eng.generate(prompt(i), long(60, seed=i), "s") for i in range(8))
-        )
-        texts = [decode(s.tokens) for (s,) in plain]
-        stops = [(text[20:23], "never seen") for text in texts]
-        params = [long(60, seed=i, stop=stop) for i, stop in enumerate(stops)]
-        stopped = await asyncio.gather(
-            *(eng.generate(prompt(i), p, "s") for i, p in enumerate(params))
-        )
-        # This prompt ends with the first two characters of the stop string. An earlier call of the
-        # same response drew them.
-        end = texts[0].index(stops[0][0])
-        head = plain[0][0].tokens[: end + 2]
-        rest = await eng.generate(
-            prompt(0) + head, long(40, seed=0, stop=stops[0], offset=len(head)), "s"
-        )
-        # With this limit, the string ends with the last token that the response may have.
-        (last,) = await eng.generate(prompt(0), long(end + 3, seed=0, stop=stops[0]), "s")
-        assert (last.stop, last.tokens) == (Stop.STRING, plain[0][0].tokens[: end + 3])
-        assert not eng._table.with_stop
-        # This prompt ends with a whole stop string. The response must continue to the next one.
-        past = plain[0][0].tokens[: end + 3]
-        on = await eng.generate(
-            prompt(0) + past, long(20, seed=0, stop=stops[0], offset=len(past)), "s"
-        )
-        assert len(on[0].tokens) > 1 or decode(past + on[0].tokens).count(stops[0][0]) == 2
-        return texts, stops, stopped, rest
-
-    texts, stops, stopped, rest = asyncio.run(run())
+    eng = engine(decode=decode, max_len=90)
+    plain = await asyncio.gather(
+        *(eng.generate(prompt(i), long(60, seed=i), "s") for i in range(8))
+    )
+    texts = [decode(s.tokens) for (s,) in plain]
+    stops = [(text[20:23], "never seen") for text in texts]
+    params = [long(60, seed=i, stop=stop) for i, stop in enumerate(stops)]
+    stopped = await asyncio.gather(*(eng.generate(prompt(i), p, "s") for i, p in enumerate(params)))
+    # This prompt ends with the first two characters of the stop string. An earlier call of the
+    # same response drew them.
+    end = texts[0].index(stops[0][0])
+    head = plain[0][0].tokens[: end + 2]
+    rest = await eng.generate(
+        prompt(0) + head, long(40, seed=0, stop=stops[0], offset=len(head)), "s"
+    )
+    # With this limit, the string ends with the last token that the response may have.
+    (last,) = await eng.generate(prompt(0), long(end + 3, seed=0, stop=stops[0]), "s")
+    assert (last.stop, last.tokens) == (Stop.STRING, plain[0][0].tokens[: end + 3])
+    assert not eng._table.with_stop
+    # This prompt ends with a whole stop string. The response must continue to the next one.
+    past = plain[0][0].tokens[: end + 3]
+    on = await eng.generate(
+        prompt(0) + past, long(20, seed=0, stop=stops[0], offset=len(past)), "s"
+    )
+    assert len(on[0].tokens) > 1 or decode(past + on[0].tokens).count(stops[0][0]) == 2
     for text, (stop, _), (segment,) in zip(texts, stops, stopped, strict=True):
         assert segment.stop is Stop.STRING
         assert decode(segment.tokens) == text[: text.index(stop) + len(stop)]
     assert rest[0].stop is Stop.STRING and len(rest[0].tokens) == 1
 
 
-def test_a_response_ends_where_the_engine_has_no_more_room() -> None:
-    async def run() -> Any:
-        eng = engine(max_len=32)
-        return await asyncio.gather(
-            *(eng.generate(prompt(0, n), long(1000), "s") for n in (1, 20, 31))
-        )
-
-    for n, (segment,) in zip((1, 20, 31), asyncio.run(run()), strict=True):
+async def test_a_response_ends_where_the_engine_has_no_more_room() -> None:
+    eng = engine(max_len=32)
+    for n in (1, 20, 31):
+        (segment,) = await eng.generate(prompt(0, n), long(1000), "s")
         assert segment.stop is Stop.LENGTH and len(segment.tokens) == 32 - n
         assert error(qwen(), prompt(0, n), segment) < 1e-5
 
@@ -227,22 +202,17 @@ def test_a_request_that_cannot_be_served_is_refused_and_not_truncated(
     assert isinstance(caught.value, DataError) or words == "max_tokens"
 
 
-def test_queued_requests_are_served_in_order_of_arrival() -> None:
+async def test_queued_requests_are_served_in_order_of_arrival() -> None:
     done = []
 
     async def one(eng: Any, i: Any) -> None:
         await eng.generate(prompt(i), long(5), "s")
         done.append(i)
 
-    async def run() -> None:
-        eng = engine(slots=4)
-        await asyncio.gather(*(one(eng, i) for i in range(22)))
-        stats = await eng.stats()
-        assert stats.tokens == 22 * 5 and stats.prefill_tokens == sum(
-            len(prompt(i)) for i in range(22)
-        )
-
-    asyncio.run(run())
+    eng = engine(slots=4)
+    await asyncio.gather(*(one(eng, i) for i in range(22)))
+    stats = await eng.stats()
+    assert stats.tokens == 22 * 5 and stats.prefill_tokens == sum(len(prompt(i)) for i in range(22))
     assert done == sorted(done)
 
 
@@ -295,24 +265,21 @@ def test_deterministic_bits_depend_on_no_other_request(dtype: str) -> None:
         assert asyncio.run(run([i], lambda i: 0))[i] == base[i]
 
 
-def test_slots_move_together_when_few_are_left_and_nothing_changes_for_them() -> None:
+async def test_slots_move_together_when_few_are_left_and_nothing_changes_for_them() -> None:
     """Forty short requests and two long ones use 42 slots.
 
     At the end, the long ones fill two rows and their log-probs are still exact.
     """
 
-    async def run() -> Any:
-        eng = engine(slots=42)
-        lengths = [60 if i in (17, 41) else 3 + i % 7 for i in range(42)]
-        tasks = [
-            asyncio.create_task(eng.generate(prompt(i), long(n, seed=i), "s"))
-            for i, n in enumerate(lengths)
-        ]
-        await turns(25)
-        assert eng._table.rows == 2
-        return await asyncio.gather(*tasks)
-
-    results = asyncio.run(run())
+    eng = engine(slots=42)
+    lengths = [60 if i in (17, 41) else 3 + i % 7 for i in range(42)]
+    tasks = [
+        asyncio.create_task(eng.generate(prompt(i), long(n, seed=i), "s"))
+        for i, n in enumerate(lengths)
+    ]
+    await turns(25)
+    assert eng._table.rows == 2
+    results = await asyncio.gather(*tasks)
     for i, (segment,) in enumerate(results):
         expected = full_log_probs(qwen(), prompt(i), segment.tokens)
         assert (expected - torch.tensor(segment.log_probs)).abs().max() < 1e-5

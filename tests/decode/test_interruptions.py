@@ -11,14 +11,7 @@ import torch
 from millrace.errors import SyncError, WorkerError
 from millrace.testing import joined
 from millrace.types import Stop
-from tests.decode.helpers import (
-    engine,
-    error,
-    long,
-    prompt,
-    qwen,
-    turns,
-)
+from tests.decode.helpers import engine, error, long, prompt, qwen, turns
 
 
 def test_swapped_weights_draw_the_tokens_after_the_swap_and_segments_say_so() -> None:
@@ -69,16 +62,13 @@ def mixed_error(old: Any, new: Any, context: Any, segment: Any) -> float:
     return (expected - torch.tensor(segment.log_probs)).abs().max().item()
 
 
-def test_two_swaps_between_the_same_two_tokens_leave_no_empty_segment() -> None:
-    async def run() -> Any:
-        eng = engine()
-        task = asyncio.create_task(eng.generate(prompt(0), long(20), "s"))
-        await turns(6)
-        await eng.swap(1, eng.weights())
-        await eng.swap(2, eng.weights())
-        return await task
-
-    assert [s.version for s in asyncio.run(run())] == [0, 2]
+async def test_two_swaps_between_the_same_two_tokens_leave_no_empty_segment() -> None:
+    eng = engine()
+    task = asyncio.create_task(eng.generate(prompt(0), long(20), "s"))
+    await turns(6)
+    await eng.swap(1, eng.weights())
+    await eng.swap(2, eng.weights())
+    assert [s.version for s in await task] == [0, 2]
 
 
 def test_a_swap_that_does_not_fit_raises_and_copies_nothing() -> None:
@@ -97,89 +87,78 @@ def test_a_swap_that_does_not_fit_raises_and_copies_nothing() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in eng.weights().items())
 
 
-def test_interruption_with_a_swap_between_goes_on_under_the_new_weights() -> None:
+async def test_interruption_with_a_swap_between_goes_on_under_the_new_weights() -> None:
     new = qwen(1)
 
-    async def run() -> Any:
-        eng = engine(slots=4)
-        tasks = [
-            asyncio.create_task(eng.generate(prompt(i), long(30, seed=i), "s")) for i in range(6)
-        ]
-        await turns(9)
-        await eng.interrupt()
-        first = [t.result() for t in tasks]
-        assert not eng._pending()
-        await eng.swap(1, dict(new.named_parameters()))
-        calls = []
-        for i, segments in enumerate(first):
-            done = joined(segments)
-            calls.append(
-                eng.generate(prompt(i) + done, long(30 - len(done), seed=i, offset=len(done)), "s")
-            )
-        return first, await asyncio.gather(*calls)
-
-    for i, (first, rest) in enumerate(zip(*asyncio.run(run()), strict=True)):
-        assert first == () if i >= 4 else first[-1].stop is Stop.INTERRUPTED
+    eng = engine(slots=4)
+    tasks = [asyncio.create_task(eng.generate(prompt(i), long(30, seed=i), "s")) for i in range(6)]
+    await turns(9)
+    await eng.interrupt()
+    first = [t.result() for t in tasks]
+    assert not eng._pending()
+    await eng.swap(1, dict(new.named_parameters()))
+    calls = []
+    for i, segments in enumerate(first):
+        done = joined(segments)
+        calls.append(
+            eng.generate(prompt(i) + done, long(30 - len(done), seed=i, offset=len(done)), "s")
+        )
+    rests = await asyncio.gather(*calls)
+    for i, (before, rest) in enumerate(zip(first, rests, strict=True)):
+        assert before == () if i >= 4 else before[-1].stop is Stop.INTERRUPTED
         assert [s.version for s in rest] == [1]
-        assert len(joined(first)) + len(joined(rest)) == 30
-        assert error(new, prompt(i) + joined(first), rest[0]) < 1e-5
+        assert len(joined(before)) + len(joined(rest)) == 30
+        assert error(new, prompt(i) + joined(before), rest[0]) < 1e-5
 
 
-def test_an_error_in_the_loop_fails_every_caller_with_that_error() -> None:
-    async def run() -> None:
-        eng = engine(slots=2)
-        tasks = [asyncio.create_task(eng.generate(prompt(i), long(50), "s")) for i in range(5)]
-        await turns(5)
+async def test_an_error_in_the_loop_fails_every_caller_with_that_error() -> None:
+    eng = engine(slots=2)
+    tasks = [asyncio.create_task(eng.generate(prompt(i), long(50), "s")) for i in range(5)]
+    await turns(5)
 
-        def broken(*args: Any, **kwargs: Any) -> None:
-            raise FloatingPointError("lost the device")
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise FloatingPointError("lost the device")
 
-        eng._decoder._call = broken  # type: ignore[assignment, method-assign]
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(r) for r in results] == [FloatingPointError] * 5
-        with pytest.raises(WorkerError, match="lost the device"):
-            await eng.generate(prompt(0), long(1), "s")
-
-    asyncio.run(run())
+    eng._decoder._call = broken  # type: ignore[assignment, method-assign]
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(r) for r in results] == [FloatingPointError] * 5
+    with pytest.raises(WorkerError, match="lost the device"):
+        await eng.generate(prompt(0), long(1), "s")
 
 
-def test_asleep_and_closed_engines_refuse_and_a_busy_one_does_not_sleep() -> None:
-    async def run() -> None:
-        eng = engine()
-        task = asyncio.create_task(eng.generate(prompt(0), long(50), "s"))
-        await turns(3)
-        with pytest.raises(WorkerError, match="1 unfinished requests"):
-            await eng.sleep()
-        await task
+async def test_asleep_and_closed_engines_refuse_and_a_busy_one_does_not_sleep() -> None:
+    eng = engine()
+    task = asyncio.create_task(eng.generate(prompt(0), long(50), "s"))
+    await turns(3)
+    with pytest.raises(WorkerError, match="1 unfinished requests"):
         await eng.sleep()
-        assert not eng._decoder.cache.layers
-        with pytest.raises(WorkerError, match="asleep"):
-            await eng.generate(prompt(0), long(1), "s")
-        await eng.wake()
-        task = asyncio.create_task(eng.generate(prompt(0), long(50), "s"))
-        await turns(3)
-        await eng.close()
-        with pytest.raises(WorkerError, match="closed"):
-            await task
-        with pytest.raises(WorkerError, match="closed"):
-            await eng.generate(prompt(0), long(1), "s")
+    await task
+    await eng.sleep()
+    assert not eng._decoder.cache.layers
+    with pytest.raises(WorkerError, match="asleep"):
+        await eng.generate(prompt(0), long(1), "s")
+    await eng.wake()
+    task = asyncio.create_task(eng.generate(prompt(0), long(50), "s"))
+    await turns(3)
+    await eng.close()
+    with pytest.raises(WorkerError, match="closed"):
+        await task
+    with pytest.raises(WorkerError, match="closed"):
+        await eng.generate(prompt(0), long(1), "s")
 
-    asyncio.run(run())
 
-
-def test_cancelled_requests_free_their_slots_at_once_running_or_queued() -> None:
-    async def run() -> Any:
-        eng = engine(slots=2)
-        tasks = [asyncio.create_task(eng.generate(prompt(i), long(60), "s")) for i in range(6)]
-        await turns(4)
-        for i in (0, 3, 5):
-            tasks[i].cancel()
-        await turns(3)
-        assert eng._table.occupied == 2 and len(eng._queue) == 1
-        kept = await asyncio.gather(*(tasks[i] for i in (1, 2, 4)))
-        assert [len(joined(r)) for r in kept] == [60] * 3
-        stats = await eng.stats()
-        assert stats.cancelled_tokens > 0 and stats.tokens == 180 + stats.cancelled_tokens
-        return [error(qwen(), prompt(i), s) for i, (s,) in zip((1, 2, 4), kept, strict=True)]
-
-    assert max(asyncio.run(run())) < 1e-5
+async def test_cancelled_requests_free_their_slots_at_once_running_or_queued() -> None:
+    eng = engine(slots=2)
+    tasks = [asyncio.create_task(eng.generate(prompt(i), long(60), "s")) for i in range(6)]
+    await turns(4)
+    for i in (0, 3, 5):
+        tasks[i].cancel()
+    await turns(3)
+    assert eng._table.occupied == 2 and len(eng._queue) == 1
+    kept = await asyncio.gather(*(tasks[i] for i in (1, 2, 4)))
+    assert [len(joined(r)) for r in kept] == [60] * 3
+    stats = await eng.stats()
+    assert stats.cancelled_tokens > 0 and stats.tokens == 180 + stats.cancelled_tokens
+    assert (
+        max([error(qwen(), prompt(i), s) for i, (s,) in zip((1, 2, 4), kept, strict=True)]) < 1e-5
+    )

@@ -157,34 +157,28 @@ def test_a_swap_after_an_interruption_drops_all_and_so_does_another_run() -> Non
     assert asyncio.run(read_after(0, False)) == 0
 
 
-def test_old_kv_that_a_swap_left_behind_is_found_by_the_next_swap(
+async def test_old_kv_that_a_swap_left_behind_is_found_by_the_next_swap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def main() -> None:
-        eng = engine(kept_slots=8, kv_on_swap="recompute")
-        await eng.generate(prompt(1), SamplingParams(5, ignore_eos=True), "1/0")
-        await turns(5)
-        with monkeypatch.context() as patch:
-            patch.setattr(KeptKV, "drop_all", lambda self: None)
-            await eng.swap(1, eng.weights())
-        with pytest.raises(SyncError, match=r"KV of version 0 is kept, .* none before version 1"):
-            await eng.swap(2, eng.weights())
-
-    asyncio.run(main())
+    eng = engine(kept_slots=8, kv_on_swap="recompute")
+    await eng.generate(prompt(1), SamplingParams(5, ignore_eos=True), "1/0")
+    await turns(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(KeptKV, "drop_all", lambda self: None)
+        await eng.swap(1, eng.weights())
+    with pytest.raises(SyncError, match=r"KV of version 0 is kept, .* none before version 1"):
+        await eng.swap(2, eng.weights())
 
 
-def test_old_kv_serves_only_what_continues_it() -> None:
+async def test_old_kv_serves_only_what_continues_it() -> None:
     """A validation asks the same prompt of every version, under the same name."""
 
-    async def run() -> Any:
-        eng = engine(kept_slots=8, version=3)
-        await eng.generate(prompt(1, 20), SamplingParams(8, seed=1, ignore_eos=True), "val/1/0")
-        await eng.swap(4, dict(qwen(1).named_parameters()))
-        return await eng.generate(
-            prompt(1, 20), SamplingParams(8, seed=1, ignore_eos=True), "val/1/0"
-        )
-
-    (segment,) = asyncio.run(run())
+    eng = engine(kept_slots=8, version=3)
+    await eng.generate(prompt(1, 20), SamplingParams(8, seed=1, ignore_eos=True), "val/1/0")
+    await eng.swap(4, dict(qwen(1).named_parameters()))
+    (segment,) = await eng.generate(
+        prompt(1, 20), SamplingParams(8, seed=1, ignore_eos=True), "val/1/0"
+    )
     assert segment.kv_version is None and error(qwen(1), prompt(1, 20), segment) < _CLOSE
 
 
@@ -209,23 +203,20 @@ def test_threads_of_one_session_reuse_what_they_share() -> None:
     assert stats.reused_tokens >= 21 + 21 + 22 and not stats.evicted_tokens
 
 
-def test_sleep_frees_the_kept_kv_and_cancelled_turns_keep_none() -> None:
-    async def run() -> None:
-        eng = engine(kept_slots=8)
-        params = SamplingParams(6, seed=1, ignore_eos=True)
-        await eng.generate(prompt(1, 16), params, "1/0")
-        task = asyncio.create_task(eng.generate(prompt(2, 16), params, "2/0"))
-        await turns(3)
-        task.cancel()
-        await turns(2)
-        assert eng._decoder.kept.tokens == 21 and eng._decoder.cache.kept
-        await eng.sleep()
-        assert not eng._decoder.kept.tokens and not eng._decoder.cache.kept
-        await eng.wake()
-        await eng.generate(prompt(1, 20), params, "1/0")
-        assert (await eng.stats()).reused_tokens == 0
-
-    asyncio.run(run())
+async def test_sleep_frees_the_kept_kv_and_cancelled_turns_keep_none() -> None:
+    eng = engine(kept_slots=8)
+    params = SamplingParams(6, seed=1, ignore_eos=True)
+    await eng.generate(prompt(1, 16), params, "1/0")
+    task = asyncio.create_task(eng.generate(prompt(2, 16), params, "2/0"))
+    await turns(3)
+    task.cancel()
+    await turns(2)
+    assert eng._decoder.kept.tokens == 21 and eng._decoder.cache.kept
+    await eng.sleep()
+    assert not eng._decoder.kept.tokens and not eng._decoder.cache.kept
+    await eng.wake()
+    await eng.generate(prompt(1, 20), params, "1/0")
+    assert (await eng.stats()).reused_tokens == 0
 
 
 def test_deterministic_mode_reads_every_history() -> None:

@@ -175,6 +175,10 @@ class Done:
     err: str
 
     @property
+    def printed(self) -> str:
+        return self.out + self.err
+
+    @property
     def json(self) -> dict[str, Any]:
         assert self.code == 0, self.err
         return last_json(self.out)
@@ -192,6 +196,7 @@ def millrace(*arguments: str) -> Done:
         contextlib.redirect_stderr(err),
     ):
         patch.setattr(sys, "argv", ["millrace", *arguments])
+        patch.setenv("COLUMNS", "400")
         try:
             cli.main()
             code = 0

@@ -112,18 +112,16 @@ def test_correction_and_reference_act_in_modes_with_and_without_staleness(tmp_pa
         )
 
 
-def test_weights_in_passing_dynamic_sampling_shaping_and_greedy_baselines(tmp_path: Path) -> None:
+async def test_weights_in_passing_dynamic_sampling_shaping_and_greedy_baselines(
+    tmp_path: Path,
+) -> None:
     modes = ("async_partial", "colocate_sync")
-
-    async def main() -> None:
-        async with runs.session(tmp_path, *BYPASS) as s:
-            for mode in modes:
-                outcome = await runs.run(
-                    s, tmp_path / mode, f"mode={mode}", "rollout.total_rollout_steps=32", *BYPASS
-                )
-                assert outcome.complete and outcome.samples_trained == 32
-
-    asyncio.run(main())
+    async with runs.session(tmp_path, *BYPASS) as s:
+        for mode in modes:
+            outcome = await runs.run(
+                s, tmp_path / mode, f"mode={mode}", "rollout.total_rollout_steps=32", *BYPASS
+            )
+            assert outcome.complete and outcome.samples_trained == 32
     for mode in modes:
         found = audit(tmp_path / mode)
         dropped = found.dropped.get("equal_outcomes", 0)

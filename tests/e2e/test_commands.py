@@ -151,12 +151,7 @@ def test_train_reports_what_is_documented_and_the_users_reward_in_verls_signatur
         trained["versions"],
         trained["optimizer_steps"],
         trained["samples_trained"],
-    ) == (
-        "one_step_off",
-        4,
-        4,
-        32,
-    )
+    ) == ("one_step_off", 4, 4, 32)
     assert (
         trained["complete"] is True
         and trained["train_seconds"] > 0
@@ -242,14 +237,3 @@ def test_rows_in_trls_columns_train_with_an_async_reward_function_in_trls_signat
     result = millrace("train", home.recipe, *home.trl, *more, "--json").json
     assert result["complete"] and result["samples_trained"] == 16 and result["val"] == {}
     assert len(runs.rows(home.folder / "trl")) == 2
-
-
-def test_a_command_without_json_ends_in_words_for_people(
-    home: Home, trained: dict[str, Any]
-) -> None:
-    done = millrace("ledger", trained["run_dir"])
-    assert (
-        done.code == 0
-        and "admitted 32  trained 32" in done.out
-        and "lost 0  trained_twice 0" in done.out
-    )

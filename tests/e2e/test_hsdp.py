@@ -10,6 +10,7 @@ import asyncio
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -67,47 +68,37 @@ def check_listeners() -> None:
     assert not [(to, one) for to in others for one in found if reachable(to, one[1])]
 
 
-def test_copies_train_as_one_model_and_send_it_once(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with runs.session(tmp_path, "trainer.n_gpus_per_node=4", "trainer.fsdp_size=2") as s:
-            await asyncio.to_thread(check_listeners)
-            outcome = await runs.run(s, tmp_path / "run", *ON_POLICY)
-            found = audit(tmp_path / "run")
-            assert outcome.complete and (found.trained, found.lost, found.trained_twice) == (
-                64,
-                0,
-                0,
+@pytest.mark.slow
+async def test_copies_train_as_one_model_and_send_it_once(tmp_path: Path) -> None:
+    async with runs.session(tmp_path, "trainer.n_gpus_per_node=4", "trainer.fsdp_size=2") as s:
+        await asyncio.to_thread(check_listeners)
+        outcome = await runs.run(s, tmp_path / "run", *ON_POLICY)
+        found = audit(tmp_path / "run")
+        assert outcome.complete and (found.trained, found.lost, found.trained_twice) == (64, 0, 0)
+        trained = await runs.weights(s, tmp_path / "after")
+        whole = sum(t.numel() * t.element_size() for t in trained.values())
+        rows = runs.rows(tmp_path / "run")
+        assert all(whole <= row["sync/bytes"] < whole + ALIGN * len(trained) * 2 for row in rows)
+        assert all(0 < row["actor/log_prob_gap_same_version"] < 1e-5 for row in rows), (
+            "what is served is what is trained"
+        )
+        assert any(row["actor/grad_norm"] > 0 for row in rows[:-1])
+        assert (
+            await runs.run(
+                s, tmp_path / "run", *ON_POLICY, "rollout.total_rollout_steps=80", resume=True
             )
-            trained = await runs.weights(s, tmp_path / "after")
-            whole = sum(t.numel() * t.element_size() for t in trained.values())
-            rows = runs.rows(tmp_path / "run")
-            assert all(
-                whole <= row["sync/bytes"] < whole + ALIGN * len(trained) * 2 for row in rows
-            )
-            assert all(0 < row["actor/log_prob_gap_same_version"] < 1e-5 for row in rows), (
-                "what is served is what is trained"
-            )
-            assert any(row["actor/grad_norm"] > 0 for row in rows[:-1])
-            assert (
-                await runs.run(
-                    s, tmp_path / "run", *ON_POLICY, "rollout.total_rollout_steps=80", resume=True
-                )
-            ).samples_trained == 80
+        ).samples_trained == 80
 
-            version = 99
-            sent, received = await asyncio.gather(
-                all_of(s.engines.train.peers, "sender.transfer", (version,), TransferReport),
-                all_of(
-                    [r.peer for r in s.engines.sync._replicas],
-                    "receiver.transfer",
-                    (version,),
-                    TransferReport,
-                ),
-            )
-            assert [report.bytes > 0 for report in sent] == [True, True, False, False]
-            assert (
-                sum(report.bytes for report in sent) == received[0].bytes == rows[0]["sync/bytes"]
-            )
-            assert await s.engines.sync.transport() == "gloo"
-
-    asyncio.run(main())
+        version = 99
+        sent, received = await asyncio.gather(
+            all_of(s.engines.train.peers, "sender.transfer", (version,), TransferReport),
+            all_of(
+                [r.peer for r in s.engines.sync._replicas],
+                "receiver.transfer",
+                (version,),
+                TransferReport,
+            ),
+        )
+        assert [report.bytes > 0 for report in sent] == [True, True, False, False]
+        assert sum(report.bytes for report in sent) == received[0].bytes == rows[0]["sync/bytes"]
+        assert await s.engines.sync.transport() == "gloo"

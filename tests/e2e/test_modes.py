@@ -30,33 +30,28 @@ MODES_AND_OVERLAP = [
 ]
 
 
-def test_every_mode_trains_every_sample_once(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with runs.session(tmp_path) as s:
-            for mode, *more in MODES_AND_OVERLAP:
-                folder = tmp_path / "-".join([mode, *more])
-                outcome = await runs.run(s, folder, f"mode={mode}", "guard.enable=true", *more)
-                assert all(
-                    ("timing_s/sync_keep" in row) == bool(more) for row in runs.rows(folder)[:-1]
-                ), mode
-                assert (
-                    outcome.mode == mode and outcome.complete and outcome.samples_trained == 64
-                ), mode
-                found = audit(folder)
-                assert (
-                    found.admitted,
-                    found.trained,
-                    found.lost,
-                    found.trained_twice,
-                    found.in_flight,
-                ) == (64, 64, 0, 0, 0), mode
-                check_rows(folder, outcome.versions, mode)
-                last = check_accounts(folder)[-1]
-                assert set(last.tokens) <= {"trained", "evaluated"}, (mode, last.tokens)
-                if not more and not mode.startswith("colocate"):
-                    check_seconds(folder, shared=False)
-
-    asyncio.run(main())
+async def test_every_mode_trains_every_sample_once(tmp_path: Path) -> None:
+    async with runs.session(tmp_path) as s:
+        for mode, *more in MODES_AND_OVERLAP:
+            folder = tmp_path / "-".join([mode, *more])
+            outcome = await runs.run(s, folder, f"mode={mode}", "guard.enable=true", *more)
+            assert all(
+                ("timing_s/sync_keep" in row) == bool(more) for row in runs.rows(folder)[:-1]
+            ), mode
+            assert outcome.mode == mode and outcome.complete and outcome.samples_trained == 64, mode
+            found = audit(folder)
+            assert (
+                found.admitted,
+                found.trained,
+                found.lost,
+                found.trained_twice,
+                found.in_flight,
+            ) == (64, 64, 0, 0, 0), mode
+            check_rows(folder, outcome.versions, mode)
+            last = check_accounts(folder)[-1]
+            assert set(last.tokens) <= {"trained", "evaluated"}, (mode, last.tokens)
+            if not more and not mode.startswith("colocate"):
+                check_seconds(folder, shared=False)
 
 
 @pytest.mark.parametrize("mode", ["async_partial", "colocate_partial"])
@@ -87,51 +82,40 @@ def check_rows(folder: Path, versions: int, mode: str) -> None:
 
 
 @pytest.mark.slow
-def test_zero_staleness_is_sync_bit_for_bit(tmp_path: Path) -> None:
+async def test_zero_staleness_is_sync_bit_for_bit(tmp_path: Path) -> None:
     """on_policy_pipeline trains like colocate_sync: same samples, order and final weights."""
-
-    async def main() -> None:
-        async with runs.session(
-            tmp_path, "mode=on_policy_pipeline", "trainer.deterministic=true"
-        ) as s:
-            await runs.run(s, tmp_path / "pipeline", "mode=on_policy_pipeline")
-            pipeline = await runs.weights(s, tmp_path / "a")
-            await runs.run(
-                s,
-                tmp_path / "sync",
-                "mode=colocate_sync",
-                "async_training.trigger_parameter_sync_step=1",
+    async with runs.session(tmp_path, "mode=on_policy_pipeline", "trainer.deterministic=true") as s:
+        await runs.run(s, tmp_path / "pipeline", "mode=on_policy_pipeline")
+        pipeline = await runs.weights(s, tmp_path / "a")
+        await runs.run(
+            s,
+            tmp_path / "sync",
+            "mode=colocate_sync",
+            "async_training.trigger_parameter_sync_step=1",
+        )
+        sync = await runs.weights(s, tmp_path / "b")
+        await runs.run(s, tmp_path / "off", "mode=one_step_off")
+        off = await runs.weights(s, tmp_path / "c")
+        assert all((sync[name] == tensor).all() for name, tensor in pipeline.items())
+        assert any((off[name] != tensor).any() for name, tensor in pipeline.items()), (
+            "one_step_off trains older samples"
+        )
+        for column in ("reward/mean", "actor/pg_loss", "actor/grad_norm", "response_length/mean"):
+            assert [r[column] for r in runs.rows(tmp_path / "sync")] == [
+                r[column] for r in runs.rows(tmp_path / "pipeline")
+            ]
+        assert trained(tmp_path / "sync") == trained(tmp_path / "pipeline")
+        # In one_step_off, version k - 2 drew batch k. It was trained while k - 1 was live.
+        for k, row in enumerate(runs.rows(tmp_path / "off"), start=1):
+            age = (k - 1) - max(0, k - 2)
+            assert (
+                row[f"staleness/hist/{age}"] == 32
+                and row["fully_async/partial/total_partial_num"] == 0
             )
-            sync = await runs.weights(s, tmp_path / "b")
-            await runs.run(s, tmp_path / "off", "mode=one_step_off")
-            off = await runs.weights(s, tmp_path / "c")
-            assert all((sync[name] == tensor).all() for name, tensor in pipeline.items())
-            assert any((off[name] != tensor).any() for name, tensor in pipeline.items()), (
-                "one_step_off trains older samples"
-            )
-            for column in (
-                "reward/mean",
-                "actor/pg_loss",
-                "actor/grad_norm",
-                "response_length/mean",
-            ):
-                assert [r[column] for r in runs.rows(tmp_path / "sync")] == [
-                    r[column] for r in runs.rows(tmp_path / "pipeline")
-                ]
-            assert trained(tmp_path / "sync") == trained(tmp_path / "pipeline")
-            # In one_step_off, version k - 2 drew batch k. It was trained while k - 1 was live.
-            for k, row in enumerate(runs.rows(tmp_path / "off"), start=1):
-                age = (k - 1) - max(0, k - 2)
-                assert (
-                    row[f"staleness/hist/{age}"] == 32
-                    and row["fully_async/partial/total_partial_num"] == 0
-                )
-            await resumed_equals_uninterrupted(s, tmp_path)
-            await resumed_from_the_middle_equals_uninterrupted(s, tmp_path)
-            await stopped_after_its_last_step(s, tmp_path)
-            await recovered_equals_uninterrupted(s, tmp_path)
-
-    asyncio.run(main())
+        await resumed_equals_uninterrupted(s, tmp_path)
+        await resumed_from_the_middle_equals_uninterrupted(s, tmp_path)
+        await stopped_after_its_last_step(s, tmp_path)
+        await recovered_equals_uninterrupted(s, tmp_path)
 
 
 async def resumed_equals_uninterrupted(s: runs.Session, tmp_path: Path) -> None:

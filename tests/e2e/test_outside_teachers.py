@@ -17,7 +17,6 @@ SHORT = (
     *("mode=on_policy_pipeline", "trainer.deterministic=true", "data.val_files=[]"),
     *("sft.steps=10", "sft.batch_size=32", "sft.demonstrations=64", "report.enable=true"),
 )
-AGENTS = (*SHORT, "rollout.total_rollout_steps=16", "rollout.max_num_seqs=32")
 IMPATIENT = ("teachers.a.max_retries=0", "teachers.a.retry_wait_s=0.01")
 TIMES = (
     "checkpoint/",
@@ -80,6 +79,7 @@ def test_a_teacher_behind_an_endpoint_gives_the_numbers_of_one_in_the_trainer(
     assert '"log_probs' in trace.read_text()
 
 
+@pytest.mark.slow
 def test_a_teacher_in_processes_of_its_own_gives_the_same_numbers(
     tmp_path: Path, folder: Path
 ) -> None:
@@ -88,23 +88,6 @@ def test_a_teacher_in_processes_of_its_own_gives_the_same_numbers(
     outside = trained(tmp_path / "out", *keys, *own)
     alike(trained(tmp_path / "in", *keys), outside)
     assert sum(row["teacher/a/requests"] for row in outside) == 64 * 2
-
-
-def test_the_same_with_agents_of_many_turns(tmp_path: Path) -> None:
-    def played(name: str, *overrides: str) -> list[dict[str, Any]]:
-        at = f"trainer.run_dir={tmp_path / name}"
-        done = runs.millrace("train", "agents_quickstart", *runs.SMALL, *AGENTS, at, *overrides)
-        assert done.code == 0, done.err
-        return runs.rows(tmp_path / name)
-
-    played("base", "trainer.save_freq=1")
-    model = tmp_path / "teacher"
-    assert runs.millrace("export", str(tmp_path / "base"), str(model)).code == 0
-    inside = played("in", f"teachers.a.path={model}", "sft.steps=5")
-    with model_server(model, "echo") as server:
-        outside = played("out", *served(server.url), "sft.steps=5")
-    alike(inside, outside)
-    assert inside[0]["agents/turns/mean"] > 1
 
 
 def test_a_teacher_that_dies_waits_drops_or_ends_the_run(tmp_path: Path, folder: Path) -> None:
@@ -137,7 +120,9 @@ def test_a_teacher_that_dies_waits_drops_or_ends_the_run(tmp_path: Path, folder:
         assert said_ in done.err and "Fix: start its server, or correct" in done.err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_a_stopped_run_resumes_with_another_address_of_its_teacher(
     tmp_path: Path, folder: Path, number: signal.Signals
 ) -> None:
@@ -162,26 +147,6 @@ def test_a_stopped_run_resumes_with_another_address_of_its_teacher(
     alike(whole, rows)
     found = runs.audit(tmp_path / "run")
     assert (found["trained"], found["lost"], found["trained_twice"]) == (96, 0, 0)
-
-
-def test_why_names_a_teacher_that_does_not_answer(tmp_path: Path, folder: Path) -> None:
-    with model_server(folder) as server:
-        output, run = tmp_path / "output", tmp_path / "run"
-        said = runs.small(run, *SHORT, *served(server.url))
-        process = runs.start_command(*said, output=output)
-        try:
-            until(lambda: server.requests == 2, process, output)
-            server.wait_s = HANG_S
-            until(lambda: server.requests > 10, process, output)
-
-            def named() -> bool:
-                why = runs.millrace("why", str(run), "--full").out
-                return "teacher a" in why and "log-probs of prompt" in why
-
-            until(named, process, output)
-        finally:
-            process.kill()
-            process.wait(HANG_S)
 
 
 def test_a_teacher_that_cannot_teach_is_refused_before_a_model_loads(

@@ -67,7 +67,7 @@ AGENTS = ["data.val_files=['task:chase?split=val&size=16']", "rollout.stall_s=20
         pytest.param("sglang", "agents_quickstart", AGENTS, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_heals_a_replica_that_is_killed_and_one_that_stands_still(
+async def test_a_run_heals_a_replica_that_is_killed_and_one_that_stands_still(
     tmp_path: Path, engine: str, name: str | Path, more: list[str]
 ) -> None:
     notes: list[str] = []
@@ -80,19 +80,15 @@ def test_a_run_heals_a_replica_that_is_killed_and_one_that_stands_still(
     keys += [f"trainer.run_dir={tmp_path}/run", "trainer.threads=1"]
     config = recipe.load(name, [*runs.SMALL, *keys, *keys_of(engine), *more])
     serves = config.rollout.serves
-
-    async def main() -> None:
-        progress = runs.progress()
-        progress.note = notes.append  # type: ignore[method-assign, assignment]
-        async with open_session(config, progress) as s:
-            s.engines.keeper._heartbeat_s = 3.0  # A worker on a busy machine misses some of 0.5 s.
-            ledger = await start_state(s)
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(hurt(s, ledger, serves))
-                outcome = await run_training(s, ledger, StopRequest())
-            assert outcome.complete and outcome.samples_trained == ledger.limit
-
-    asyncio.run(main())
+    progress = runs.progress()
+    progress.note = notes.append  # type: ignore[method-assign, assignment]
+    async with open_session(config, progress) as s:
+        s.engines.keeper._heartbeat_s = 3.0  # A worker on a busy machine misses some of 0.5 s.
+        ledger = await start_state(s)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(hurt(s, ledger, serves))
+            outcome = await run_training(s, ledger, StopRequest())
+        assert outcome.complete and outcome.samples_trained == ledger.limit
     assert not replicas()
     found = runs.audit(tmp_path / "run")
     assert found["complete"] and found["dropped"] == {}

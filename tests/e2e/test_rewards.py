@@ -95,6 +95,7 @@ async def train_all(tmp_path: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+@pytest.mark.slow
 def test_rewards_by_function_train_a_model(tmp_path: Path) -> None:
     found = asyncio.run(train_all(tmp_path))
     for name, rows in found.items():

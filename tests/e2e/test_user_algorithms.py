@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from millrace.cli import main as cli
 from millrace.run import algorithms
 from tests.e2e import runs
+from tests.e2e.runs import millrace
 
 FILE = """
 import torch
@@ -59,9 +57,6 @@ def not_a_number(inputs, options):
     x = inputs.trained()
     return -x.advantages * x.log_probs / (x.log_probs - x.log_probs)
 
-def zero(batch, tokens, advantages):
-    return torch.zeros(len(tokens))
-
 def too_few(batch, tokens, advantages):
     return batch.scores
 
@@ -80,45 +75,24 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def command(monkeypatch: pytest.MonkeyPatch, capfd: Any, *arguments: str) -> tuple[int, str]:
-    monkeypatch.setattr("sys.argv", ["millrace", *arguments])
-    monkeypatch.setenv("COLUMNS", "400")
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    printed = capfd.readouterr()
-    return int(ended.value.code or 0), printed.out + printed.err
-
-
-def test_a_run_trains_with_a_loss_and_an_estimator_of_a_file(tmp_path: Path, file: Path) -> None:
+async def test_a_run_trains_with_a_loss_an_estimator_and_its_critic(
+    tmp_path: Path, file: Path
+) -> None:
     keys = [
         f"actor.policy_loss.loss_mode={file}:pulled",
         "actor.policy_loss.options.pull=0.5",
-        f"algorithm.adv_estimator={file}:shifted",
+        *(f"algorithm.adv_estimator={file}:valued", "algorithm.gamma=0.5", "critic.optim.lr=1e-3"),
     ]
-
-    async def main() -> Any:
-        async with runs.session(tmp_path, *keys) as s:
-            return await runs.run(s, tmp_path / "run", *keys)
-
-    assert asyncio.run(main()).complete
+    async with runs.session(tmp_path, *keys) as s:
+        assert (await runs.run(s, tmp_path / "run", *keys)).complete
     rows = [row for row in runs.rows(tmp_path / "run") if "actor/pg_clipfrac" in row]
     # Only this loss marks every trained token as clipped.
     assert rows and all(row["actor/pg_clipfrac"] == 1.0 for row in rows)
-
-
-def test_a_users_estimator_with_values_trains_a_critic(tmp_path: Path, file: Path) -> None:
-    keys = [f"algorithm.adv_estimator={file}:valued", "algorithm.gamma=0.5", "critic.optim.lr=1e-3"]
-
-    async def main() -> Any:
-        async with runs.session(tmp_path, *keys) as s:
-            return await runs.run(s, tmp_path / "run", *keys)
-
-    assert asyncio.run(main()).complete
-    assert any(row.get("critic/grad_norm", 0) > 0 for row in runs.rows(tmp_path / "run"))
+    assert any(row.get("critic/grad_norm", 0) > 0 for row in rows)
 
 
 def test_a_run_resumes_and_exports_from_another_folder_after_its_file_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, other, run = tmp_path / "first", tmp_path / "other", tmp_path / "run"
     for folder in (first, other):
@@ -135,42 +109,25 @@ def test_a_run_resumes_and_exports_from_another_folder_after_its_file_moved(
         f"trainer.run_dir={run}",
     ]
     steps = "rollout.total_rollout_steps="
-    code, printed = command(monkeypatch, capfd, "train", "quickstart", *keys, f"{steps}8")
-    assert code == 0, printed
+    done = millrace("train", "quickstart", *keys, f"{steps}8")
+    assert done.code == 0, done.printed
     assert ran.exists()
     ran.unlink()
     for reader in ("ledger", "why", "report", "query"):
-        code, printed = command(monkeypatch, capfd, reader, str(run))
-        assert code == 0 and "not a configuration" not in printed, printed
+        done = millrace(reader, str(run))
+        assert done.code == 0 and "not a configuration" not in done.printed, done.printed
     assert not ran.exists(), "a command that reads a run ran the user's code"
     (first / "mine.py").rename(other / "mine.py")
     monkeypatch.chdir(other)
     keys += ["trainer.resume=auto", f"{steps}16"]
-    code, printed = command(monkeypatch, capfd, "train", "quickstart", *keys)
-    assert code == 0 and "resum" in printed, printed
+    done = millrace("train", "quickstart", *keys)
+    assert done.code == 0 and "resum" in done.printed, done.printed
     (other / "mine.py").unlink()
-    code, printed = command(monkeypatch, capfd, "report", str(run))
-    assert code == 0 and "mine.py" not in printed, printed
+    done = millrace("report", str(run))
+    assert done.code == 0 and "mine.py" not in done.printed, done.printed
     checkpoint = max((run / "checkpoints").glob("version-*"))
-    code, printed = command(monkeypatch, capfd, "export", str(checkpoint), str(tmp_path / "model"))
-    assert code == 0 and (tmp_path / "model" / "config.json").is_file(), printed
-
-
-@pytest.mark.parametrize(("name", "trains"), [("first_half", True), ("zero", False)])
-def test_token_weights_multiply_the_advantages(
-    name: str, trains: bool, tmp_path: Path, file: Path
-) -> None:
-    keys = [f"algorithm.token_weights={file}:{name}"]
-
-    async def main() -> Any:
-        async with runs.session(tmp_path, *keys) as s:
-            return await runs.run(s, tmp_path / "run", *keys)
-
-    assert asyncio.run(main()).complete
-    norms = [
-        row["actor/grad_norm"] for row in runs.rows(tmp_path / "run") if "actor/grad_norm" in row
-    ]
-    assert norms and all((norm > 0) == trains for norm in norms)
+    done = millrace("export", str(checkpoint), str(tmp_path / "model"))
+    assert done.code == 0 and (tmp_path / "model" / "config.json").is_file(), done.printed
 
 
 @pytest.mark.parametrize(
@@ -185,25 +142,21 @@ def test_token_weights_multiply_the_advantages(
         ("nothing", 2, ["has no 'nothing'", "plain"]),
     ],
 )
-def test_the_command_names_what_breaks(
-    name: str, code: int, words: list[str], file: Path, monkeypatch: Any, capfd: Any
-) -> None:
-    ended, printed = command(monkeypatch, capfd, "check-algorithm", f"{file}:{name}")
-    assert ended == code, printed
-    assert all(word in printed for word in words), printed
+def test_the_command_names_what_breaks(name: str, code: int, words: list[str], file: Path) -> None:
+    done = millrace("check-algorithm", f"{file}:{name}")
+    assert done.code == code, done.printed
+    assert all(word in done.printed for word in words), done.printed
 
 
-def test_the_command_takes_options_and_names_of_the_package(
-    file: Path, monkeypatch: Any, capfd: Any
-) -> None:
-    assert command(monkeypatch, capfd, "check-algorithm", f"{file}:pulled", "pull=2")[0] == 0
-    assert command(monkeypatch, capfd, "check-algorithm", "sapo", "tau_pos=2")[0] == 0
+def test_the_command_takes_options_and_names_of_the_package(file: Path) -> None:
+    assert millrace("check-algorithm", f"{file}:pulled", "pull=2").code == 0
+    assert millrace("check-algorithm", "sapo", "tau_pos=2").code == 0
     for wrong in ([f"{file}:pulled", "push=2"], ["sapo", "push=2"], [f"{file}:shifted", "push=2"]):
-        code, printed = command(monkeypatch, capfd, "check-algorithm", *wrong)
-        assert code == 2 and "push = 2" in printed and "Traceback" not in printed
-    code, printed = command(monkeypatch, capfd, "check-algorithm", f"{file}:unmasked", "--json")
-    found = json.loads(printed.splitlines()[-1])
-    assert code == 1 and "mask" in {b["property"] for b in found["broken"]}
+        done = millrace("check-algorithm", *wrong)
+        assert done.code == 2 and "push = 2" in done.printed and "Traceback" not in done.printed
+    done = millrace("check-algorithm", f"{file}:unmasked", "--json")
+    found = json.loads(done.printed.splitlines()[-1])
+    assert done.code == 1 and "mask" in {b["property"] for b in found["broken"]}
 
 
 @pytest.mark.parametrize(
@@ -230,31 +183,31 @@ def test_the_command_takes_options_and_names_of_the_package(
     ],
 )
 def test_a_run_refuses_what_cannot_work(
-    keys: list[str], words: list[str], file: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
+    keys: list[str], words: list[str], file: Path, tmp_path: Path
 ) -> None:
     given = [key.format(file) for key in keys]
     for more in ([f"trainer.run_dir={tmp_path / 'run'}"], ["--dry-run"]):
-        code, printed = command(monkeypatch, capfd, "train", "quickstart", *given, *more)
-        assert code == 2 and all(word in printed for word in words), printed
-        assert "Traceback" not in printed and not (tmp_path / "run").exists()
+        done = millrace("train", "quickstart", *given, *more)
+        assert done.code == 2 and all(word in done.printed for word in words), done.printed
+        assert "Traceback" not in done.printed and not (tmp_path / "run").exists()
 
 
 def test_a_loss_that_hangs_is_named_at_a_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "hang.py").write_text(
         "import threading\n\ndef hang(inputs, options):\n    threading.Event().wait()\n"
     )
     monkeypatch.setattr(algorithms, "CHECK_S", 0.5)
     keys = [f"actor.policy_loss.loss_mode={tmp_path}/hang.py:hang", "mode=colocate_sync"]
-    code, printed = command(
-        monkeypatch, capfd, "train", "quickstart", *keys, f"trainer.run_dir={tmp_path / 'run'}"
+    done = millrace("train", "quickstart", *keys, f"trainer.run_dir={tmp_path / 'run'}")
+    assert done.code == 2 and "hang.py:hang" in done.printed and "took over" in done.printed, (
+        done.printed
     )
-    assert code == 2 and "hang.py:hang" in printed and "took over" in printed, printed
     assert not (tmp_path / "run").exists()
 
 
-def test_a_broken_property_is_a_warning(file: Path, monkeypatch: Any, capfd: Any) -> None:
+def test_a_broken_property_is_a_warning(file: Path) -> None:
     keys = [f"actor.policy_loss.loss_mode={file}:unmasked", "mode=colocate_sync", "--dry-run"]
-    code, printed = command(monkeypatch, capfd, "train", "quickstart", *keys)
-    assert code == 0 and "warning" in printed and "mask" in printed
+    done = millrace("train", "quickstart", *keys)
+    assert done.code == 0 and "warning" in done.printed and "mask" in done.printed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -50,23 +49,19 @@ def taken(samples, decode):
 """
 
 
-def test_each_row_has_the_figures_of_the_samples_that_made_its_version(
+async def test_each_row_has_the_figures_of_the_samples_that_made_its_version(
     tmp_path: Path, capfd: Any
 ) -> None:
     (tmp_path / "mine.py").write_text(METRICS)
-
-    async def main() -> None:
-        async with runs.session(tmp_path) as s:
-            for name, mode in (
-                ("lengths", "async_partial"),
-                ("fails_later", "colocate_sync"),
-                ("half", "one_step_off"),
-            ):
-                key = f"observe.metrics={tmp_path}/mine.py:{name}"
-                more = ["async_training.trigger_parameter_sync_step=2"] if name == "lengths" else []
-                assert (await runs.run(s, tmp_path / name, key, f"mode={mode}", *more)).complete
-
-    asyncio.run(main())
+    async with runs.session(tmp_path) as s:
+        for name, mode in (
+            ("lengths", "async_partial"),
+            ("fails_later", "colocate_sync"),
+            ("half", "one_step_off"),
+        ):
+            key = f"observe.metrics={tmp_path}/mine.py:{name}"
+            more = ["async_training.trigger_parameter_sync_step=2"] if name == "lengths" else []
+            assert (await runs.run(s, tmp_path / name, key, f"mode={mode}", *more)).complete
     rows = runs.rows(tmp_path / "lengths")
     for row in rows:
         assert row["user/length"] == pytest.approx(row["response_length/mean"])

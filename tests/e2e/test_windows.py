@@ -20,32 +20,29 @@ KEYS = [
 
 
 @pytest.mark.slow
-def test_a_run_that_stops_in_the_middle_of_responses_ends_with_the_same_bits(
+async def test_a_run_that_stops_in_the_middle_of_responses_ends_with_the_same_bits(
     tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        async with runs.session(tmp_path, *KEYS) as s:
-            assert (await runs.run(s, tmp_path / "whole", *KEYS)).complete
-            expected = await runs.weights(s, tmp_path / "a")
-            stop = runs.StopRequest()
-            stopper = asyncio.ensure_future(stop_at_version(tmp_path / "cut", 4, stop))
-            assert not (await runs.run(s, tmp_path / "cut", *KEYS, stop=stop)).complete
-            await stopper
-            saved = Checkpoints(tmp_path / "cut", keep=9).newest()[0]
-            assert saved is not None
-            snapshot = read_ledger(saved)
-            going_on = [*snapshot.rests, *(slot.prompt for _, slot in snapshot.slots)]
-            assert any(prompt.continues for prompt in going_on), "it stops in a response"
-            assert (await runs.run(s, tmp_path / "cut", *KEYS, resume=True)).complete
-            resumed = await runs.weights(s, tmp_path / "b")
-            killer = asyncio.ensure_future(kill_trainer_at_version(tmp_path / "killed", 4, saved=3))
-            assert (await runs.run(s, tmp_path / "killed", *KEYS)).complete
-            await killer
-            recovered = await runs.weights(s, tmp_path / "c")
-            for found in (resumed, recovered):
-                assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-    asyncio.run(main())
+    async with runs.session(tmp_path, *KEYS) as s:
+        assert (await runs.run(s, tmp_path / "whole", *KEYS)).complete
+        expected = await runs.weights(s, tmp_path / "a")
+        stop = runs.StopRequest()
+        stopper = asyncio.ensure_future(stop_at_version(tmp_path / "cut", 4, stop))
+        assert not (await runs.run(s, tmp_path / "cut", *KEYS, stop=stop)).complete
+        await stopper
+        saved = Checkpoints(tmp_path / "cut", keep=9).newest()[0]
+        assert saved is not None
+        snapshot = read_ledger(saved)
+        going_on = [*snapshot.rests, *(slot.prompt for _, slot in snapshot.slots)]
+        assert any(prompt.continues for prompt in going_on), "it stops in a response"
+        assert (await runs.run(s, tmp_path / "cut", *KEYS, resume=True)).complete
+        resumed = await runs.weights(s, tmp_path / "b")
+        killer = asyncio.ensure_future(kill_trainer_at_version(tmp_path / "killed", 4, saved=3))
+        assert (await runs.run(s, tmp_path / "killed", *KEYS)).complete
+        await killer
+        recovered = await runs.weights(s, tmp_path / "c")
+        for found in (resumed, recovered):
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     whole = trained(tmp_path / "whole")
     assert [*map(sorted, trained(tmp_path / "killed"))] == [*map(sorted, whole)]
     rows = runs.rows(tmp_path / "whole")

@@ -22,12 +22,7 @@ from tests.train.megatron import cases, weight_cases
 from tests.train.megatron.cases import CP, EP, OVERLAP, PP, SP, TP, Case
 from tests.train.megatron.checks import Tolerance, check_half, check_like_plain
 from tests.train.megatron.pair import RANKS, Pair
-from tests.train.megatron.weight_cases import (
-    check_rows,
-    check_same_state,
-    check_whole,
-    read,
-)
+from tests.train.megatron.weight_cases import check_rows, check_same_state, check_whole, read
 
 pytestmark = [
     pytest.mark.gpu,

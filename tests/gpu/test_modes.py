@@ -25,10 +25,7 @@ WAYS = {
     "CUDA IPC, the engine sleeps": ["mode=colocate_sync", f"{SLEEPS}=true"],
     "CUDA IPC, both sides stay": ["mode=colocate_partial", f"{SLEEPS}=false"],
     "NCCL, interrupts, overlap_sync": ["mode=async_partial", "async_training.overlap_sync=true"],
-    "NCCL, swaps between two tokens": [
-        "mode=async_swap",
-        "async_training.staleness_threshold=1",
-    ],
+    "NCCL, swaps between two tokens": ["mode=async_swap", "async_training.staleness_threshold=1"],
     "host memory, drains": ["mode=one_step_off", "sync.backend=gloo"],
 }
 KEYS = ["rollout.n=8", "actor.optim.lr=1e-4"]

@@ -49,9 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "default graphs": {},
     "eager": {"enforce_eager": True},
     "no prefix cache": {"enable_prefix_caching": False},
-    "piecewise graphs": {
-        "engine_kwargs": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
-    },
+    "piecewise graphs": {"engine_kwargs": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}},
     "small steps": {"max_num_batched_tokens": 512},
 }
 

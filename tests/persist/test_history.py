@@ -77,50 +77,46 @@ def test_a_whole_history_accounts_for_every_sample(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("i", [0, 1, 3, 4, 5])
-def test_a_sample_that_is_taken_out_of_the_history_is_lost(tmp_path: Path, i: int) -> None:
-    write(
-        tmp_path,
-        *(
-            msgspec.structs.replace(line, trained=[t for t in line.trained if t != i])
-            for line in WHOLE
+def without(i: int) -> list[Line]:
+    return [
+        msgspec.structs.replace(line, trained=[t for t in line.trained if t != i]) for line in WHOLE
+    ]
+
+
+def twice(i: int) -> list[Line]:
+    return [*WHOLE[:3], version(3, 6, [i], [], timeout=1), WHOLE[3]]
+
+
+@pytest.mark.parametrize(
+    ("lines", "lost", "trained_twice"),
+    [
+        *((without(i), 1, 0) for i in (0, 1, 3, 4, 5)),
+        *((twice(i), 0, 1) for i in (0, 3, 5)),
+        ([start(), version(1, 2, [0, 0, 1], []), end(1, 2)], 0, 1),
+        # It is still held, so it will be trained twice.
+        ([start(), version(1, 3, [0, 1], [1, 2])], 0, 1),
+        # One sample twice does not make up for another one lost, and neither does an unknown one.
+        ([start(), version(1, 3, [0, 0, 1], []), end(1, 3)], 1, 1),
+        ([start(), version(1, 3, [0, 1, 99], []), end(1, 3)], 1, 0),
+        # A drop that is not counted.
+        ([msgspec.structs.replace(line, dropped={}) for line in WHOLE], 1, 0),
+        # A resume that trains a sample of a surviving version.
+        (
+            [
+                *(start(), version(1, 4, [0, 1], [2, 3]), start(2, 1, admitted=4)),
+                *(version(2, 4, [1, 2, 3], [], attempt=2), end(2, 4, attempt=2)),
+            ],
+            0,
+            1,
         ),
-    )
-    assert (audit(tmp_path).lost, audit(tmp_path).trained_twice) == (1, 0)
-
-
-@pytest.mark.parametrize("i", [0, 3, 5])
-def test_a_sample_that_is_written_into_another_version_too_is_trained_twice(
-    tmp_path: Path, i: int
+    ],
+)
+def test_samples_that_are_lost_or_trained_twice_are_counted(
+    tmp_path: Path, lines: list[Line], lost: int, trained_twice: int
 ) -> None:
-    first, one, two, last = WHOLE
-    write(tmp_path, first, one, two, version(3, 6, [i], [], timeout=1), last)
-    assert (audit(tmp_path).lost, audit(tmp_path).trained_twice) == (0, 1)
-
-
-def test_a_sample_trained_twice_in_one_version_is_counted(tmp_path: Path) -> None:
-    write(tmp_path, start(), version(1, 2, [0, 0, 1], []), end(1, 2))
-    assert audit(tmp_path).trained_twice == 1
-
-
-def test_a_sample_that_is_trained_and_still_held_will_be_trained_twice(tmp_path: Path) -> None:
-    write(tmp_path, start(), version(1, 3, [0, 1], [1, 2]))
-    assert (audit(tmp_path).lost, audit(tmp_path).trained_twice) == (0, 1)
-
-
-def test_one_sample_twice_does_not_make_up_for_another_one_lost(tmp_path: Path) -> None:
-    write(tmp_path, start(), version(1, 3, [0, 0, 1], []), end(1, 3))
-    assert (audit(tmp_path).lost, audit(tmp_path).trained_twice) == (1, 1)
-
-
-def test_a_sample_that_was_never_admitted_does_not_make_up_for_one_lost(tmp_path: Path) -> None:
-    write(tmp_path, start(), version(1, 3, [0, 1, 99], []), end(1, 3))
-    assert audit(tmp_path).lost == 1
-
-
-def test_an_uncounted_drop_is_a_loss(tmp_path: Path) -> None:
-    write(tmp_path, *(msgspec.structs.replace(line, dropped={}) for line in WHOLE))
-    assert audit(tmp_path).lost == 1
+    write(tmp_path, *lines)
+    found = audit(tmp_path)
+    assert (found.lost, found.trained_twice) == (lost, trained_twice)
 
 
 def test_what_an_attempt_did_after_the_version_that_the_next_one_starts_from_never_happened(
@@ -147,20 +143,6 @@ def test_what_an_attempt_did_after_the_version_that_the_next_one_starts_from_nev
         0,
     )
     assert (found.attempts, found.versions, found.complete) == (2, 2, False)
-
-
-def test_a_resume_that_trains_a_sample_of_a_surviving_version_again_is_found(
-    tmp_path: Path,
-) -> None:
-    write(
-        tmp_path,
-        start(),
-        version(1, 4, [0, 1], [2, 3]),
-        start(2, 1, admitted=4),
-        version(2, 4, [1, 2, 3], [], attempt=2),
-        end(2, 4, attempt=2),
-    )
-    assert audit(tmp_path).trained_twice == 1
 
 
 def test_a_torn_last_line_never_happened_and_reading_leaves_the_file_alone(tmp_path: Path) -> None:

@@ -105,18 +105,10 @@ def test_a_checkpoint_holds_the_ledger_the_engine_the_config_and_the_model_witho
 ) -> None:
     path = save(run_dir, 7)
     manifest = verify(path)
-    assert set(manifest.files) == {
-        "engine/weights",
-        "ledger.json",
-        "config.yaml",
-        "model/config.json",
-    }
-    assert (manifest.version, manifest.local_steps, manifest.admitted, manifest.retired) == (
-        7,
-        14,
-        12,
-        9,
-    )
+    names = ("engine/weights", "ledger.json", "config.yaml", "model/config.json")
+    assert set(manifest.files) == set(names)
+    counts = (manifest.version, manifest.local_steps, manifest.admitted, manifest.retired)
+    assert counts == (7, 14, 12, 9)
     assert read_ledger(path) == cut(7), "every held sample, with its tokens, log-probs and scores"
     restored = Ledger.restore(
         Schedule(ppo_mini_batch_size=4, staleness_threshold=1), read_ledger(path)
@@ -192,12 +184,7 @@ def test_a_crash_at_any_stage_leaves_a_whole_checkpoint_and_the_next_save_works(
     assert path is not None and not passed
     state = (path / "engine" / "weights").read_text()
     assert state in ("3", "99") and read_ledger(path) == cut(verify(path).version)
-    if (owner, name) in [
-        (Engine, "save"),
-        (Engine, "saved"),
-        (checkpoint, "sync"),
-        (checkpoint, "_entry"),
-    ]:
+    if name in ("save", "saved", "sync", "_entry"):
         assert state == "3" and (path == before), "it was not yet written"
     final = save(run_dir, 5, keep=keep)
     assert newest(run_dir) == (final, [])
@@ -255,43 +242,31 @@ def test_samples_saved_before_shaping_and_baselines_were_known_are_read_without_
     assert sample.trajectories[0].tokens == shaped().trajectories[0].tokens
 
 
-def truncate(path: Path) -> None:
-    os.truncate(path / "ledger.json", 20)
-
-
 def corrupt(path: Path) -> None:
     data = bytearray((path / "engine" / "weights").read_bytes())
     data[0] ^= 1
     (path / "engine" / "weights").write_bytes(data)
 
 
-def lose(path: Path) -> None:
-    (path / "config.yaml").unlink()
-
-
-def lose_manifest(path: Path) -> None:
-    (path / "manifest.json").unlink()
-
-
-def garble_manifest(path: Path) -> None:
-    (path / "manifest.json").write_text('{"format": 1, "version"')
-
-
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
         (
-            truncate,
+            lambda path: os.truncate(path / "ledger.json", 20),
             r"version-000002/ledger\.json: not what the manifest says \(\d+ bytes, SHA-256 \w{12}",
         ),
         (corrupt, r"version-000002/engine/weights: not what the manifest says \(1 bytes"),
-        (lose, r"version-000002/config\.yaml: missing"),
-        (lose_manifest, r"version-000002: no manifest\.json"),
-        (garble_manifest, r"version-000002/manifest\.json: not readable"),
+        (lambda path: (path / "config.yaml").unlink(), r"version-000002/config\.yaml: missing"),
+        (lambda path: (path / "manifest.json").unlink(), r"version-000002: no manifest\.json"),
+        (
+            lambda path: (path / "manifest.json").write_text('{"format": 1, "version"'),
+            r"version-000002/manifest\.json: not readable",
+        ),
     ],
+    ids=["truncated", "flipped", "lost", "no manifest", "bad manifest"],
 )
 def test_a_damaged_checkpoint_is_passed_over_with_a_reason_that_names_the_file(
-    run_dir: Path, damage: Callable[[Path], None], reason: str
+    run_dir: Path, damage: Callable[[Path], object], reason: str
 ) -> None:
     whole = save(run_dir, 1)
     damaged = save(run_dir, 2)
@@ -368,20 +343,18 @@ class Slow(SimTrainEngine):
 
 
 @pytest.mark.parametrize("staged", [False, True])
-def test_a_save_that_is_cancelled_leaves_the_previous_one(run_dir: Path, staged: bool) -> None:
-    before = save(run_dir, 1)
-
-    async def main() -> None:
-        checkpoints, slow = Checkpoints(run_dir, keep=1), Slow()
-        if staged:
-            await checkpoints.begin(cut(2), slow, staged=True)
-            assert newest(run_dir) == (before, [])
-        task = asyncio.create_task(
-            checkpoints.finish(cut(2), slow) if staged else checkpoints.save(cut(2), slow)
-        )
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-
-    asyncio.run(main())
+async def test_a_save_that_is_cancelled_leaves_the_previous_one(
+    run_dir: Path, staged: bool
+) -> None:
+    before = await Checkpoints(run_dir, keep=2).save(cut(1), Engine(1))
+    checkpoints, slow = Checkpoints(run_dir, keep=1), Slow()
+    if staged:
+        await checkpoints.begin(cut(2), slow, staged=True)
+        assert newest(run_dir) == (before, [])
+    task = asyncio.create_task(
+        checkpoints.finish(cut(2), slow) if staged else checkpoints.save(cut(2), slow)
+    )
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
     assert newest(run_dir) == (before, [])

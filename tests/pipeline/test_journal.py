@@ -24,15 +24,7 @@ from millrace.pipeline.journal_file import (
 )
 from millrace.pipeline.replay import JournalState, until
 from millrace.schedule.ledger import Ledger, State
-from millrace.types import (
-    Author,
-    Prompt,
-    Sample,
-    Segment,
-    Thread,
-    Trajectory,
-    tokens_of,
-)
+from millrace.types import Author, Prompt, Sample, Segment, Thread, Trajectory, tokens_of
 from tests.pipeline.journals import HEADER, PROMPT, Said, drawn, ledger_at
 
 

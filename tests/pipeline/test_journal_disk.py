@@ -96,19 +96,17 @@ def test_a_journal_asks_for_a_checkpoint_as_soon_as_the_disk_takes_files_again()
         ]  # fmt: skip
 
 
-def test_a_sample_that_cannot_be_packed_ends_the_journal_and_not_the_run(tmp_path: Path) -> None:
+async def test_a_sample_that_cannot_be_packed_ends_the_journal_and_not_the_run(
+    tmp_path: Path,
+) -> None:
     said, ledger = Said(), ledger_at(1, 0)
     kept = Journal(tmp_path, ledger, HEADER, JournalState(), save_freq=1, note=said)
     odd = Trajectory(ended="done", messages=({"content": object()},))
     kept.finished(0, Sample(PROMPT, (odd,)))
-
-    async def main() -> None:
-        task = asyncio.create_task(kept.run())
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-
-    asyncio.run(main())
+    task = asyncio.create_task(kept.run())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
     assert "cannot be packed: cannot encode object" in said[0] and not kept.working
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import pytest
 
 from millrace.errors import GapError, ReplicaLost
-from millrace.observe.gap import DISPLACED, TRUE, Verdict
+from millrace.observe.gap import DISPLACED, TRUE
 from millrace.pipeline.proof import BUDGET_S, Limits, Proof, rising
 from millrace.pipeline.rollouter import Rollouter
 from millrace.pipeline.run import run_pipeline
@@ -25,13 +24,13 @@ from millrace.rollout.episode import SingleTurn
 from millrace.rollout.sample import SampleRoller
 from millrace.schedule.ledger import Ledger
 from millrace.schedule.schedule import Schedule
-from millrace.simulate import clock
 from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimReward, SimRolloutEngine, SimTrainEngine, SimWeightSync
 from millrace.train.rows import rows_of_samples
 from millrace.types import Floats, Sample, SamplingParams, Segment, floats_of
 from tests.pipeline.simulated import RUNS, LongTail, Record, schedule_of
 
+pytestmark = pytest.mark.virtual_clock
 COST = CostModel()
 
 
@@ -118,15 +117,17 @@ class Routed(Engine):
         return (replace(segments[0], experts=array("B", [1] * read)), *segments[1:])
 
 
-def world(
-    schedule: Schedule,
+async def world(
+    schedule: Schedule | None = None,
     engines: int = 2,
     *,
     kind: type[Engine] = Engine,
     params: SamplingParams = SamplingParams(64),  # noqa: B008 - immutable
     limits: Limits = Limits("float32", 1e-5, 128, 48),  # noqa: B008 - immutable
+    swapped: bool = True,
     **options: Any,
 ) -> World:
+    schedule = schedule or schedule_of("async_partial")
     train = Displaced()
     replicas = [kind(train) for _ in range(engines)]
     pool = RolloutPool(replicas, Roster(engines, max_restarts=1))
@@ -145,36 +146,27 @@ def world(
         refuse=refused.append,
         **options,
     )
+    for engine in replicas * swapped:
+        await engine.swap(0)
     return World(train, replicas, pool, proof, refused, notes)
 
 
-async def begin(found: World) -> None:
-    for engine in found.engines:
-        await engine.swap(0)
-
-
-def run(found: Callable[[], World], act: Callable[[World], Awaitable[Any]]) -> Any:
-    async def main() -> Any:
-        one = found()
-        await begin(one)
-        return one, await act(one)
-
-    return clock.run(main())
+async def refusal(one: World) -> GapError:
+    with pytest.raises(GapError) as caught:
+        await one.proof.run(0)
+    return caught.value
 
 
 @pytest.mark.parametrize("mode", [m for m in RUNS if "+" not in m])
-def test_every_mode_proves_all_replicas_in_both_rounds_and_brings_the_weights_back(
+async def test_every_mode_proves_all_replicas_in_both_rounds_and_brings_the_weights_back(
     mode: str,
 ) -> None:
-    async def act(one: World) -> Verdict | None:
-        since = asyncio.get_running_loop().time()
-        verdict = await one.proof.run(0)
-        assert asyncio.get_running_loop().time() - since < BUDGET_S
-        assert not one.proof.due()
-        return verdict
-
-    one, verdict = run(lambda: world(schedule_of(mode)), act)
-    assert verdict.error() is None and verdict.gap.worst < 1e-6
+    one = await world(schedule_of(mode))
+    since = asyncio.get_running_loop().time()
+    verdict = await one.proof.run(0)
+    assert asyncio.get_running_loop().time() - since < BUDGET_S
+    assert not one.proof.due()
+    assert verdict and verdict.error() is None and verdict.gap.worst < 1e-6
     assert all(verdict.rounds[name].tokens > 500 for name in (TRUE, DISPLACED))
     assert one.train.changes == [True, False]
     for engine in one.engines:
@@ -184,7 +176,9 @@ def test_every_mode_proves_all_replicas_in_both_rounds_and_brings_the_weights_ba
     assert "engines proven" in one.notes[0]
 
 
-def test_every_token_that_the_proof_reads_has_its_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_token_that_the_proof_reads_has_its_experts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     read: list[int] = []
 
     async def log_probs(self: Displaced, samples: tuple[Sample, ...]) -> list[list[float]]:
@@ -197,278 +191,222 @@ def test_every_token_that_the_proof_reads_has_its_experts(monkeypatch: pytest.Mo
 
     old = Displaced.log_probs
     monkeypatch.setattr(Displaced, "log_probs", log_probs)
-    params = SamplingParams(64, experts_from=0)
-    found = partial(world, schedule_of("async_partial"), kind=Routed, params=params)
-    _, verdict = run(found, lambda one: one.proof.run(0))
-    assert verdict.error() is None and len(read) > 50
+    one = await world(kind=Routed, params=SamplingParams(64, experts_from=0))
+    verdict = await one.proof.run(0)
+    assert verdict and verdict.error() is None and len(read) > 50
 
 
 @pytest.mark.parametrize(("version", "where"), [(0, TRUE), (1, DISPLACED)])
-def test_a_replica_that_is_wrong_with_some_weights_ends_the_run_before_training(
+async def test_a_replica_that_is_wrong_with_some_weights_ends_the_run_before_training(
     version: int, where: str
 ) -> None:
-    async def act(one: World) -> GapError:
-        one.engines[1].wrong = lambda drawn: 0.1 * (drawn == version)
-        with pytest.raises(GapError) as caught:
-            await one.proof.run(0)
-        return caught.value
-
-    one, error = run(lambda: world(schedule_of("async_partial")), act)
+    one = await world()
+    one.engines[1].wrong = lambda drawn: 0.1 * (drawn == version)
+    error = await refusal(one)
     assert f"({where})" in str(error) and "guard.on_gap=warn" in str(error)
     assert error.exit_code == 3 and one.train.changes == [True, False]
 
 
-def test_one_wrong_replica_of_eight_is_found_although_the_mean_of_all_is_within_the_limit() -> None:
+async def test_one_wrong_replica_of_eight_is_found_although_the_mean_is_within_the_limit() -> None:
     """Its gap is 4 limits, so the mean of all is half a limit. A probe must find it, too."""
-
-    async def act(one: World) -> GapError:
-        one.engines[3].wrong = lambda version: 4e-5
-        with pytest.raises(GapError) as caught:
-            await one.proof.run(0)
-        await one.proof.probe(0, one.proof.draws.pause)
-        return caught.value
-
-    one, error = run(lambda: world(schedule_of("async_partial"), engines=8), act)
+    one = await world(engines=8)
+    one.engines[3].wrong = lambda version: 4e-5
+    error = await refusal(one)
+    await one.proof.probe(0, one.proof.draws.pause)
     assert one.proof.limit == 1e-5
     assert [name in str(error) for name in ("replica 3", "replica 4")] == [True, False]
     assert len(one.refused) == 1 and "replica 3" in str(one.refused[0])
 
 
-def test_with_warn_the_run_says_it_and_goes_on() -> None:
-    async def act(one: World) -> Verdict | None:
-        one.engines[0].wrong = lambda version: 0.1
-        return await one.proof.run(0)
-
-    one, verdict = run(lambda: world(schedule_of("async_partial"), stops=False), act)
-    assert verdict.error() is not None and one.notes[0].startswith("warning: ")
+async def test_with_warn_the_run_says_it_and_goes_on() -> None:
+    one = await world(stops=False)
+    one.engines[0].wrong = lambda version: 0.1
+    verdict = await one.proof.run(0)
+    assert verdict and verdict.error() is not None and one.notes[0].startswith("warning: ")
 
 
-def eight_bits(bits: float, **options: Any) -> World:
+async def eight_bits(bits: float, **options: Any) -> World:
     """Return a world whose engines draw in 8 bits, as they should."""
-    limits = Limits("fp8", 1e-3, 128, 48, quantization=0.1)
-    one = world(schedule_of("async_partial"), limits=limits, **options)
+    one = await world(limits=Limits("fp8", 1e-3, 128, 48, quantization=0.1), **options)
     one.train.bits = bits
     for engine in one.engines:
         engine.wrong = lambda version: -bits
     return one
 
 
-def test_rollouts_in_8_bits_that_are_near_enough_train() -> None:
-    one, verdict = run(lambda: eight_bits(0.08), lambda one: one.proof.run(0))
-    assert verdict.error() is None
-    assert "8 bits alone 0.08 (limit 0.1)" in one.notes[0]
-    assert one.proof.limit == pytest.approx(0.15)  # not three floors
+@pytest.mark.parametrize(
+    ("bits", "version", "stops", "limit", "note"),
+    [
+        (0.08, 0, True, 0.15, "8 bits alone 0.08 (limit 0.1)"),  # not three floors
+        # Otherwise a resume would refuse what the run trained with.
+        (0.13, 4, True, 0.15, "8 bits alone 0.13 (limit 0.15)"),
+        (0.2, 0, False, 3 * 0.2, "warning: "),
+    ],
+    ids=["near enough", "resumed", "too far, with warn"],
+)
+async def test_rollouts_in_8_bits_train(
+    bits: float, version: int, stops: bool, limit: float, note: str
+) -> None:
+    one = await eight_bits(bits, stops=stops)
+    for engine in one.engines:
+        await engine.swap(version)
+    verdict = await one.proof.run(version)
+    assert verdict and (verdict.error() is None) == stops
+    assert note in one.notes[0] and one.proof.limit == pytest.approx(limit)
 
 
-def test_rollouts_in_8_bits_that_are_too_far_end_the_run_before_training() -> None:
-    async def act(one: World) -> GapError:
-        with pytest.raises(GapError) as caught:
-            await one.proof.run(0)
-        return caught.value
-
-    one, error = run(lambda: eight_bits(0.13), act)
-    assert all(key in str(error) for key in ("guard.max_quantization_gap", "guard.on_gap=warn"))
+async def test_rollouts_in_8_bits_that_are_too_far_end_the_run_before_training() -> None:
+    one = await eight_bits(0.13)
+    error = str(await refusal(one))
+    assert "guard.max_quantization_gap" in error and "guard.on_gap=warn" in error
     assert one.train.changes == [True, False] and "engines proven" not in str(one.notes)
 
 
-def test_with_warn_rollouts_in_8_bits_that_are_too_far_train() -> None:
-    one, verdict = run(lambda: eight_bits(0.2, stops=False), lambda one: one.proof.run(0))
-    assert verdict.error() is not None and one.notes[0].startswith("warning: ")
-    assert one.proof.limit == pytest.approx(3 * 0.2)
-
-
-def test_a_resumed_run_in_8_bits_has_the_limit_of_a_later_version() -> None:
-    """Otherwise a resume would refuse what the run trained with."""
-
-    async def act(one: World) -> Verdict | None:
-        for engine in one.engines:
-            await engine.swap(4)
-        return await one.proof.run(4)
-
-    one, verdict = run(lambda: eight_bits(0.13), act)
-    assert verdict.error() is None and one.proof.limit == pytest.approx(0.15)
-    assert "8 bits alone 0.13 (limit 0.15)" in one.notes[0]
-
-
-def test_a_probe_without_a_proof_limits_the_gap_of_8_bits_too() -> None:
+async def test_a_probe_without_a_proof_limits_the_gap_of_8_bits_too() -> None:
     """Assumed floors would allow 0.6 nats."""
-
-    async def act(one: World) -> None:
-        for replica in (0, 1):
-            one.pool.roster.lose(replica, 0, "it died")
-        await one.proof.run(0)
-        one.pool.roster.restarted(0)
-        one.pool.roster.proven(0, 1)
-        await one.proof.probe(0, one.proof.draws.pause)
-
-    def few() -> World:
-        one = eight_bits(0.3)
-        one.pool.roster.max_restarts = 10**9
-        return one
-
-    one, _ = run(few, act)
+    one = await eight_bits(0.3)
+    roster = one.pool.roster
+    roster.max_restarts = 10**9
+    for replica in (0, 1):
+        roster.lose(replica, 0, "it died")
+    await one.proof.run(0)
+    roster.restarted(0)
+    roster.proven(0, 1)
+    await one.proof.probe(0, one.proof.draws.pause)
     assert len(one.refused) == 1
 
 
-def test_a_replica_that_is_lost_meanwhile_does_not_end_the_proof() -> None:
-    async def act(one: World) -> Verdict | None:
-        draws = one.engines[1].generate
+async def test_a_replica_that_is_lost_meanwhile_does_not_end_the_proof() -> None:
+    one = await world()
+    draws = one.engines[1].generate
 
-        async def dies(*request: Any) -> Any:
-            if len(one.engines[1].drawn_at) == 9:
-                raise ReplicaLost("it died")
-            return await draws(*request)
+    async def dies(*request: Any) -> Any:
+        if len(one.engines[1].drawn_at) == 9:
+            raise ReplicaLost("it died")
+        return await draws(*request)
 
-        one.engines[1].generate = dies  # type: ignore[method-assign, assignment]
-        return await one.proof.run(0)
-
-    one, verdict = run(lambda: world(schedule_of("async_partial")), act)
-    assert verdict.error() is None and one.pool.roster.live == [0]
+    one.engines[1].generate = dies  # type: ignore[method-assign, assignment]
+    verdict = await one.proof.run(0)
+    assert verdict and verdict.error() is None and one.pool.roster.live == [0]
 
 
 @pytest.mark.parametrize("lost", ["from the start", "in each try"])
-def test_engines_without_a_proof_are_not_called_proven_and_are_probed_once_they_serve(
+async def test_engines_without_a_proof_are_not_called_proven_and_are_probed_once_they_serve(
     lost: str,
 ) -> None:
-    async def act(one: World) -> tuple[Verdict | None, bool]:
-        roster = one.pool.roster
-        one.engines[0].wrong = lambda version: 0.1
-        roster.lose(1, 0, "it died")
-        if lost == "from the start":
-            roster.lose(0, 0, "it died")
-        else:
-            draw = one.engines[0].generate
+    one = await world()
+    roster, draw = one.pool.roster, one.engines[0].generate
+    roster.max_restarts = 10**9
 
-            async def dies(*request: Any) -> Any:
-                roster.lose(0, roster.incarnation(0), "it died")
-                roster.restarted(0)
-                roster.proven(0, roster.incarnation(0))
-                return await draw(*request)
+    def returns() -> None:
+        roster.restarted(0)
+        roster.proven(0, roster.incarnation(0))
 
-            one.engines[0].generate = dies  # type: ignore[method-assign, assignment]
-        verdict = await one.proof.run(0)
-        if lost == "from the start":
-            roster.restarted(0)
-            roster.proven(0, 1)
-        else:
-            one.engines[0].generate = draw  # type: ignore[method-assign]
-        due = one.proof.due()
-        await one.proof.probe(0, one.proof.draws.pause)
-        return verdict, due
+    async def dies(*request: Any) -> Any:
+        roster.lose(0, roster.incarnation(0), "it died")
+        returns()
+        return await draw(*request)
 
-    def few() -> World:
-        one = world(schedule_of("async_partial"))
-        one.pool.roster.max_restarts = 10**9
-        return one
-
-    one, (verdict, due) = run(few, act)
-    assert verdict is None and due and one.proof.limit
+    one.engines[0].wrong = lambda version: 0.1
+    roster.lose(1, 0, "it died")
+    if lost == "from the start":
+        roster.lose(0, 0, "it died")
+    else:
+        one.engines[0].generate = dies  # type: ignore[method-assign, assignment]
+    verdict = await one.proof.run(0)
+    if lost == "from the start":
+        returns()
+    one.engines[0].generate = draw  # type: ignore[method-assign]
+    assert verdict is None and one.proof.due() and one.proof.limit
+    await one.proof.probe(0, one.proof.draws.pause)
     assert one.notes[0].startswith("warning: ") and len(one.refused) == 1
 
 
-def test_a_replica_that_drew_no_token_is_not_proven_by_the_others() -> None:
-    async def act(one: World) -> bool:
-        stats = one.engines[1].stats
+async def test_a_replica_that_drew_no_token_is_not_proven_by_the_others() -> None:
+    one = await world()
+    stats = one.engines[1].stats
 
-        async def no_slots() -> Any:
-            return replace(await stats(), slots=0)
+    async def no_slots() -> Any:
+        return replace(await stats(), slots=0)
 
-        one.engines[1].stats = no_slots  # type: ignore[method-assign]
-        await one.proof.run(0)
-        return one.proof.due()
-
-    one, due = run(lambda: world(schedule_of("async_partial")), act)
-    assert due and not one.engines[1].drawn_at
+    one.engines[1].stats = no_slots  # type: ignore[method-assign]
+    await one.proof.run(0)
+    assert one.proof.due() and not one.engines[1].drawn_at
 
 
-def test_a_replica_that_draws_nothing_in_a_probe_does_not_cost_a_probe_at_every_version() -> None:
-    async def act(one: World) -> tuple[bool, bool]:
-        await one.proof.run(0)
-        roster, interrupted = one.pool.roster, asyncio.Event()
-        roster.lose(1, 0, "it died")
-        roster.restarted(1)
-        roster.proven(1, 1)
+async def test_a_replica_that_draws_nothing_in_a_probe_does_not_cost_one_at_every_version() -> None:
+    one = await world()
+    await one.proof.run(0)
+    roster, interrupted = one.pool.roster, asyncio.Event()
+    roster.lose(1, 0, "it died")
+    roster.restarted(1)
+    roster.proven(1, 1)
 
-        async def nothing(*request: Any) -> tuple[()]:
-            await interrupted.wait()
-            return ()
+    async def nothing(*request: Any) -> tuple[()]:
+        await interrupted.wait()
+        return ()
 
-        async def interrupt() -> None:
-            interrupted.set()
+    async def interrupt() -> None:
+        interrupted.set()
 
-        one.engines[1].generate = nothing  # type: ignore[method-assign, assignment]
-        one.engines[1].interrupt = interrupt  # type: ignore[method-assign]
-        await one.proof.probe(0, one.proof.draws.pause)
-        soon = one.proof.due()
-        await asyncio.sleep(36_000)
-        return soon, one.proof.due()
-
-    one, (soon, later) = run(lambda: world(schedule_of("async_partial")), act)
-    assert (soon, later) == (False, True) and "rollout-1" in one.notes[-1]
+    one.engines[1].generate = nothing  # type: ignore[method-assign, assignment]
+    one.engines[1].interrupt = interrupt  # type: ignore[method-assign]
+    await one.proof.probe(0, one.proof.draws.pause)
+    assert not one.proof.due()
+    await asyncio.sleep(36_000)
+    assert one.proof.due() and "rollout-1" in one.notes[-1]
 
 
 @pytest.mark.parametrize("mode", ["async_partial", "colocate_sync"])
-def test_a_replica_that_joins_is_proven_before_the_next_step(mode: str) -> None:
-    async def act(one: World) -> tuple[bool, bool, int]:
-        await one.proof.run(0)
-        roster = one.pool.roster
-        roster.lose(1, 0, "it died")
-        roster.restarted(1)
-        assert not one.proof.due(), "it has no weights yet"
-        roster.proven(1, 1)
-        due = one.proof.due()
-        one.engines[1].wrong = lambda version: 0.1
-        drawn = len(one.engines[1].drawn_at)
-        pause = one.proof.draws.pause
-        await one.proof.probe(0, pause)
-        return due, one.proof.due(), len(one.engines[1].drawn_at) - drawn
-
-    one, (due, after, drawn) = run(lambda: world(schedule_of(mode)), act)
-    assert due and not after and drawn == 8
+async def test_a_replica_that_joins_is_proven_before_the_next_step(mode: str) -> None:
+    one = await world(schedule_of(mode))
+    await one.proof.run(0)
+    roster = one.pool.roster
+    roster.lose(1, 0, "it died")
+    roster.restarted(1)
+    assert not one.proof.due(), "it has no weights yet"
+    roster.proven(1, 1)
+    assert one.proof.due()
+    one.engines[1].wrong = lambda version: 0.1
+    drawn = len(one.engines[1].drawn_at)
+    await one.proof.probe(0, one.proof.draws.pause)
+    assert not one.proof.due() and len(one.engines[1].drawn_at) - drawn == 8
     assert len(one.refused) == 1 and "version 0" in str(one.refused[0])
 
 
-def test_a_mode_without_tokens_of_the_live_version_draws_some_for_a_small_part_of_the_time() -> (
-    None
-):
+async def test_a_mode_without_tokens_of_the_live_version_draws_some_for_a_small_part_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The simulated trainer reports no gap. So the trainer has the replicas probed."""
+    schedule = schedule_of("one_step_off")
+    one = await world(schedule, swapped=False)
+    ledger = Ledger(schedule, 4000)
+    queue = SampleQueue(ledger, deadline_s=1e8)
+    params = SamplingParams(max_tokens=1000)
+    roller = SampleRoller(SingleTurn(), SimReward(COST), str, params, 4, seed=0)
+    rollouter = Rollouter(queue, LongTail(), one.pool, roller)
+    for engine in one.engines:
+        engine.wrong = lambda version: 0.2 * (version % 2)  # Undo what `Engine` adds.
+    probes: list[float] = []
+    now, probe = asyncio.get_running_loop().time, one.proof.probe
 
-    async def main() -> tuple[float, list[bool], float]:
-        schedule = schedule_of("one_step_off")
-        one = world(schedule)
-        ledger = Ledger(schedule, 4000)
-        queue = SampleQueue(ledger, deadline_s=1e8)
-        params = SamplingParams(max_tokens=1000)
-        roller = SampleRoller(SingleTurn(), SimReward(COST), str, params, 4, seed=0)
-        rollouter = Rollouter(queue, LongTail(), one.pool, roller)
-        for engine in one.engines:
-            engine.wrong = lambda version: 0.2 * (version % 2)  # Undo what `Engine` adds.
-        probes: list[float] = []
-        clock_ = asyncio.get_running_loop().time
-        probe = one.proof.probe
+    async def timed(*args: Any) -> None:
+        since = now()
+        await probe(*args)
+        probes.append(now() - since)
 
-        async def timed(*args: Any) -> None:
-            since = clock_()
-            await probe(*args)
-            probes.append(clock_() - since)
+    async def nothing(version: int) -> None: ...
 
-        one.proof.probe = timed  # type: ignore[method-assign, assignment]
-        one.proof.floor = 0.0
-        turns = turns_of(schedule.colocated, one.pool, one.train)
-        sync = SimWeightSync(COST, one.engines)
-        trainer = Trainer(queue, rollouter, one.train, turns, sync, Record(ledger), one.proof)
-        one.proof.run = _nothing  # type: ignore[method-assign,assignment]
-        await trainer.begin()
-        since = clock_()
-        await run_pipeline(rollouter, trainer)
-        return sum(probes) / (clock_() - since), [not one.refused], float(len(probes))
-
-    share, fine, count = clock.run(main())
-    assert all(fine) and count > 2 and share < 0.02
-
-
-async def _nothing(version: int) -> None:
-    return None
+    monkeypatch.setattr(one.proof, "probe", timed)
+    monkeypatch.setattr(one.proof, "run", nothing)
+    one.proof.floor = 0.0
+    turns = turns_of(schedule.colocated, one.pool, one.train)
+    sync = SimWeightSync(COST, one.engines)
+    trainer = Trainer(queue, rollouter, one.train, turns, sync, Record(ledger), one.proof)
+    await trainer.begin()
+    since = now()
+    await run_pipeline(rollouter, trainer)
+    assert not one.refused and len(probes) > 2 and sum(probes) / (now() - since) < 0.02
 
 
 @pytest.mark.parametrize(

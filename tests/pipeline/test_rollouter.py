@@ -197,28 +197,25 @@ def test_another_exception_than_a_reward_error_ends_the_run_at_once() -> None:
     assert isinstance(leaf(caught.value), LookupError)
 
 
-def test_a_request_stays_behind_a_gate_that_opens_and_closes_in_one_turn() -> None:
+@pytest.mark.virtual_clock
+async def test_a_request_stays_behind_a_gate_that_opens_and_closes_in_one_turn() -> None:
     """It would come after the interruption, and wait for the weights that wait for its return."""
-
-    async def main() -> None:
-        queue = SampleQueue(Ledger(schedule_of("async_partial"), 4), deadline_s=60.0)
-        roster = Roster(1, max_restarts=1)
-        roster.lose(0, 0, "why")
-        roster.restarted(0)  # It waits for weights.
-        pool = RolloutPool([SimRolloutEngine(COST)], roster)
-        reward, params = Reward(lambda index, call: False), SamplingParams(max_tokens=1)
-        roller = SampleRoller(SingleTurn(), reward, lambda tokens: "", params, N, seed=0)
-        one = Rollouter(queue, LongTail(), pool, roller)
-        one._gate.clear()
-        draw = asyncio.create_task(one.draw(tokens_of([1]), params, "0/0"))
-        await asyncio.sleep(1)
-        one._gate.set()
-        await one._interrupt()
-        await asyncio.sleep(1)
-        assert asyncio.get_running_loop().time() < 3 and not one.requests
-        draw.cancel()
-
-    clock.run(main())
+    queue = SampleQueue(Ledger(schedule_of("async_partial"), 4), deadline_s=60.0)
+    roster = Roster(1, max_restarts=1)
+    roster.lose(0, 0, "why")
+    roster.restarted(0)  # It waits for weights.
+    pool = RolloutPool([SimRolloutEngine(COST)], roster)
+    reward, params = Reward(lambda index, call: False), SamplingParams(max_tokens=1)
+    roller = SampleRoller(SingleTurn(), reward, lambda tokens: "", params, N, seed=0)
+    one = Rollouter(queue, LongTail(), pool, roller)
+    one._gate.clear()
+    draw = asyncio.create_task(one.draw(tokens_of([1]), params, "0/0"))
+    await asyncio.sleep(1)
+    one._gate.set()
+    await one._interrupt()
+    await asyncio.sleep(1)
+    assert asyncio.get_running_loop().time() < 3 and not one.requests
+    draw.cancel()
 
 
 def test_the_rollouter_reads_on_sync_and_placement_of_the_schedule_alone() -> None:

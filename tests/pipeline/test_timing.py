@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import pytest
 
 from millrace.observe.timing import SYNC
-from millrace.schedule.modes import MODES
 from millrace.simulate.cost import CostModel
 from millrace.types import Prompt, Sample
 from tests.pipeline import simulated
@@ -260,12 +259,3 @@ def test_the_wait_for_each_batch_counts_for_its_generation(
                 "a swap costs a part of a token"
             )
     assert fresh and mixed
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_only_stale_samples_are_of_a_previous_generation(mode: str) -> None:
-    schedule = schedule_of(mode)
-    outcome = simulate(schedule, 40, cost=COST, slots=SLOTS)
-    waits = [row["timing_s/wait_prev_gen"] for row in outcome.record.rows]
-    assert bool(sum(waits)) == bool(schedule.lag_bound)
-    assert sum(row["timing_s/gen"] for row in outcome.record.rows) > 1.0

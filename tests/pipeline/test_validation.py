@@ -59,11 +59,7 @@ def test_one_response_has_a_mean_alone() -> None:
 
 
 def test_responses_without_a_score_are_counted_and_part_of_no_mean() -> None:
-    rows = drawn(
-        [("4", 1.0), ("4", None)],
-        [("5", None), ("5", None)],
-        [("6", 0.0), ("7", 1.0)],
-    )
+    rows = drawn([("4", 1.0), ("4", None)], [("5", None), ("5", None)], [("6", 0.0), ("7", 1.0)])
     assert summarise(rows) == pytest.approx(
         {"mean@2": 0.75, "best@2": 1.0, "maj@2": 0.5, "reward_errors": 3.0}
     )

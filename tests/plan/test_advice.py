@@ -25,11 +25,7 @@ def rate(run: RunReader) -> float:
 
 SITUATIONS: dict[str, tuple[list[str], Any, str]] = {
     "a staleness of 0": (["mode=on_policy_pipeline"], COST, "mode"),
-    "a drain with a long tail": (
-        ["mode=async_staleness", "rollout.max_num_seqs=32"],
-        COST,
-        "mode",
-    ),
+    "a drain with a long tail": (["mode=async_staleness", "rollout.max_num_seqs=32"], COST, "mode"),
     "few decode slots": (["rollout.max_num_seqs=12"], COST, "rollout.max_num_seqs"),
     "a small staleness": (
         ["async_training.staleness_threshold=0.5", "rollout.max_num_seqs=64"],

@@ -177,10 +177,7 @@ class Reward:
 
 
 def roller(
-    reward: Reward,
-    n: int = 3,
-    environment: Callable[[Prompt], Tool] | None = None,
-    **more: object,
+    reward: Reward, n: int = 3, environment: Callable[[Prompt], Tool] | None = None, **more: object
 ) -> SampleRoller:
     decode = lambda tokens: ",".join(map(str, tokens))  # noqa: E731
     agent = EnvironmentAgent(environment) if environment else SingleTurn()

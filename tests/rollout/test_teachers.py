@@ -447,16 +447,16 @@ def test_a_teacher_that_comes_back_loses_no_sample() -> None:
     assert once.startswith("teacher a at http://h/v1 failed, as counted in teacher/a/failures: ")
 
 
-def test_a_dead_teacher_ends_the_run_and_is_named() -> None:
-    async def ask() -> float:
-        now = asyncio.get_running_loop().time
-        begin = now()
-        match = r"teacher a at http://h/v1 gave no .*wait_deadline_s = 100\. .*unreachable.*Fix: start it"
-        with pytest.raises(DeadlineError, match=match):
-            await patient(Dying(float("inf"))).log_probs(PROMPT, Trajectory())
-        return now() - begin
-
-    assert 50 < clock.run(ask()) <= 100
+@pytest.mark.virtual_clock
+async def test_a_dead_teacher_ends_the_run_and_is_named() -> None:
+    now = asyncio.get_running_loop().time
+    begin = now()
+    match = (
+        r"teacher a at http://h/v1 gave no .*wait_deadline_s = 100\. .*unreachable.*Fix: start it"
+    )
+    with pytest.raises(DeadlineError, match=match):
+        await patient(Dying(float("inf"))).log_probs(PROMPT, Trajectory())
+    assert 50 < now() - begin <= 100
 
 
 def test_a_dead_teacher_drops_samples_if_it_may() -> None:
@@ -465,15 +465,13 @@ def test_a_dead_teacher_drops_samples_if_it_may() -> None:
     assert caught.value.reason == "teacher_a"
 
 
-def test_a_wait_for_a_teacher_names_it() -> None:
-    async def ask() -> set[str]:
-        work = asyncio.ensure_future(patient(Dying(0, 9.0)).log_probs(PROMPT, Trajectory()))
-        await asyncio.sleep(1.0)
-        found = {f"{wait.whom}: {wait.what}" for wait in current().registry.open}
-        await work
-        return found
-
-    assert "teacher a: log-probs of prompt 0" in clock.run(ask())
+@pytest.mark.virtual_clock
+async def test_a_wait_for_a_teacher_names_it() -> None:
+    work = asyncio.ensure_future(patient(Dying(0, 9.0)).log_probs(PROMPT, Trajectory()))
+    await asyncio.sleep(1.0)
+    found = {f"{wait.whom}: {wait.what}" for wait in current().registry.open}
+    await work
+    assert "teacher a: log-probs of prompt 0" in found
 
 
 # -- files

@@ -38,81 +38,67 @@ def servers() -> list[psutil.Process]:
     return [p for p in alive if "millrace.runtime.fork_server" in p.cmdline()]
 
 
-async def started() -> psutil.Process:
-    """Return the server once its process is seen."""
-    return (await until_async(servers))[0]
-
-
 async def until_gone(pids: list[int]) -> None:
     await until_async(lambda: not any(map(psutil.pid_exists, pids)))
 
 
-def test_workers_are_forked_with_their_own_names_and_groups(tmp_path: Path) -> None:
-    async def main() -> None:
-        workers = LocalRuntime(tmp_path, Config().sides, gpus=[])
-        try:
-            await asyncio.gather(
-                workers.start("rollout-0", "rollout", 0), workers.start("trainer-0", "trainer", 0)
-            )
-            (server,) = servers()
-            found = workers_of(server.pid)
-            assert set(found) == {"rollout-0", "trainer-0"}
-            assert server.num_threads() == 1, "a fork would lose other threads"
-            for name, process in found.items():
-                assert process.environ() == server.environ(), "exec would have shown others"
-                assert os.getpgid(process.pid) == process.pid
-                assert any("libtorch" in m.path for m in process.memory_maps())
-                assert os.readlink(f"/proc/{process.pid}/fd/1") == str(tmp_path / f"{name}.log")
-        finally:
-            await workers.close()
-        assert not servers()
-
-    asyncio.run(main())
+async def test_workers_are_forked_with_their_own_names_and_groups(tmp_path: Path) -> None:
+    workers = LocalRuntime(tmp_path, Config().sides, gpus=[])
+    try:
+        await asyncio.gather(
+            workers.start("rollout-0", "rollout", 0), workers.start("trainer-0", "trainer", 0)
+        )
+        (server,) = servers()
+        found = workers_of(server.pid)
+        assert set(found) == {"rollout-0", "trainer-0"}
+        assert server.num_threads() == 1, "a fork would lose other threads"
+        for name, process in found.items():
+            assert process.environ() == server.environ(), "exec would have shown others"
+            assert os.getpgid(process.pid) == process.pid
+            assert any("libtorch" in m.path for m in process.memory_maps())
+            assert os.readlink(f"/proc/{process.pid}/fd/1") == str(tmp_path / f"{name}.log")
+    finally:
+        await workers.close()
+    assert not servers()
 
 
-def test_a_worker_that_ended_is_no_zombie_once_it_was_reported(tmp_path: Path) -> None:
-    async def main() -> None:
-        workers = runtime(tmp_path)
-        try:
-            peer = await workers.start("rollout-0", "rollout", 0)
-            pid = workers_of()["rollout-0"].pid
-            os.kill(pid, signal.SIGKILL)
-            with pytest.raises(WorkerError, match="worker rollout-0 was killed by SIGKILL"):
-                await peer.call("listen")
-            await until_gone([pid])
-            again = await workers.start("rollout-0", "rollout", 0)
-            await again.call("ping")
-            await workers.end(again)
-            assert not workers_of()
-            assert len(servers()) == 1
-        finally:
-            await workers.close()
-
-    asyncio.run(main())
+async def test_a_worker_that_ended_is_no_zombie_once_it_was_reported(tmp_path: Path) -> None:
+    workers = runtime(tmp_path)
+    try:
+        peer = await workers.start("rollout-0", "rollout", 0)
+        pid = workers_of()["rollout-0"].pid
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="worker rollout-0 was killed by SIGKILL"):
+            await peer.call("listen")
+        await until_gone([pid])
+        again = await workers.start("rollout-0", "rollout", 0)
+        await again.call("ping")
+        await workers.end(again)
+        assert not workers_of()
+        assert len(servers()) == 1
+    finally:
+        await workers.close()
 
 
-def test_a_server_that_is_killed_takes_its_workers_along_and_the_next_start_has_another(
+async def test_a_server_that_is_killed_takes_its_workers_along_and_the_next_start_has_another(
     tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        workers = runtime(tmp_path)
-        try:
-            peer = await workers.start("rollout-0", "rollout", 0)
-            (server,) = servers()
-            pid = workers_of()["rollout-0"].pid
-            server.kill()
-            await until_gone([pid])
-            why = "rollout-0 ended with its fork server, which was killed by SIGKILL; its log"
-            with pytest.raises(WorkerError, match=why):
-                await peer.call("listen")
-            again = await workers.start("rollout-0", "rollout", 0)
-            await again.call("ping")
-            assert [s.pid for s in servers()] != [server.pid]
-        finally:
-            await workers.close()
-        assert not servers() and not workers_of()
-
-    asyncio.run(main())
+    workers = runtime(tmp_path)
+    try:
+        peer = await workers.start("rollout-0", "rollout", 0)
+        (server,) = servers()
+        pid = workers_of()["rollout-0"].pid
+        server.kill()
+        await until_gone([pid])
+        why = "rollout-0 ended with its fork server, which was killed by SIGKILL; its log"
+        with pytest.raises(WorkerError, match=why):
+            await peer.call("listen")
+        again = await workers.start("rollout-0", "rollout", 0)
+        await again.call("ping")
+        assert [s.pid for s in servers()] != [server.pid]
+    finally:
+        await workers.close()
+    assert not servers() and not workers_of()
 
 
 def test_a_server_that_dies_or_hangs_while_a_worker_waits_for_it_is_named(
@@ -158,25 +144,21 @@ if "fork_server" in " ".join(__import__("sys").orig_argv):
 """
 
 
-def test_a_fork_that_the_system_refuses_fails_one_start(
+async def test_a_fork_that_the_system_refuses_fails_one_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(NO_FORK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-
-    async def main() -> None:
-        workers = runtime(tmp_path)
-        try:
-            first = await workers.start("rollout-0", "rollout", 0)
-            with pytest.raises(WorkerError) as caught:
-                await workers.start("rollout-1", "rollout", 1)
-            assert "rollout-1 did not start: the system refused a process" in str(caught.value)
-            assert "Fix: look into " in str(caught.value)
-            await first.call("ping")
-        finally:
-            await workers.close()
-
-    asyncio.run(main())
+    workers = runtime(tmp_path)
+    try:
+        first = await workers.start("rollout-0", "rollout", 0)
+        with pytest.raises(WorkerError) as caught:
+            await workers.start("rollout-1", "rollout", 1)
+        assert "rollout-1 did not start: the system refused a process" in str(caught.value)
+        assert "Fix: look into " in str(caught.value)
+        await first.call("ping")
+    finally:
+        await workers.close()
 
 
 def test_a_driver_with_many_descriptors_starts_workers(tmp_path: Path) -> None:
@@ -199,74 +181,64 @@ def test_a_driver_with_many_descriptors_starts_workers(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_start_that_is_cancelled_as_its_worker_comes_is_cancelled(
+async def test_a_start_that_is_cancelled_as_its_worker_comes_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        workers = runtime(tmp_path)
-        hear = ForkServer._read_answer
+    workers = runtime(tmp_path)
+    hear = ForkServer._read_answer
 
-        def cancelled(server: ForkServer) -> None:
-            hear(server)
-            starting.cancel()
+    def cancelled(server: ForkServer) -> None:
+        hear(server)
+        starting.cancel()
 
-        try:
-            with monkeypatch.context() as patch:
-                patch.setattr(ForkServer, "_read_answer", cancelled)
-                starting = asyncio.create_task(workers.start("rollout-0", "rollout", 0))
-                with pytest.raises(asyncio.CancelledError):
-                    await starting
-            (server,) = servers()
-            await until_async(lambda: not server.children())
-        finally:
-            await workers.close()
-
-    asyncio.run(main())
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(ForkServer, "_read_answer", cancelled)
+            starting = asyncio.create_task(workers.start("rollout-0", "rollout", 0))
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+        (server,) = servers()
+        await until_async(lambda: not server.children())
+    finally:
+        await workers.close()
 
 
-def test_a_worker_that_ends_while_the_server_stands_still_has_its_cause(
+async def test_a_worker_that_ends_while_the_server_stands_still_has_its_cause(
     tmp_path: Path, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "GOODBYE_S", 1.0)
-
-    async def main() -> None:
-        workers = runtime(tmp_path)
-        try:
-            first, second = await asyncio.gather(
-                *(workers.start(f"rollout-{i}", "rollout", i) for i in range(2))
-            )
-            (server,) = servers()
-            server.send_signal(signal.SIGSTOP)
-            workers_of()["rollout-0"].kill()
-            with pytest.raises(WorkerError, match="worker rollout-0 was killed by SIGKILL"):
-                await first.call("listen")
-            await workers.end(second)
-        finally:
-            await workers.close()
-
-    asyncio.run(main())
+    workers = runtime(tmp_path)
+    try:
+        first, second = await asyncio.gather(
+            *(workers.start(f"rollout-{i}", "rollout", i) for i in range(2))
+        )
+        (server,) = servers()
+        server.send_signal(signal.SIGSTOP)
+        workers_of()["rollout-0"].kill()
+        with pytest.raises(WorkerError, match="worker rollout-0 was killed by SIGKILL"):
+            await first.call("listen")
+        await workers.end(second)
+    finally:
+        await workers.close()
     assert not [w for w in recwarn if "do not end" in str(w.message)]
 
 
-def test_a_start_that_is_cancelled_leaves_no_worker(tmp_path: Path) -> None:
-    async def main() -> None:
-        workers = runtime(tmp_path)
-        try:
-            fds = psutil.Process().num_fds()
-            starting = asyncio.create_task(workers.start("rollout-0", "rollout", 0))
-            await asyncio.sleep(0.1)
-            starting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await starting
-            other = await workers.start("rollout-1", "rollout", 1)  # after the cancelled one
-            await other.call("ping")
-            (server,) = servers()
-            await until_async(lambda: len(server.children()) <= 1)  # no zombie either
-            await workers.end(other)
-            # The socket of the server stays open.
-            await until_async(lambda: psutil.Process().num_fds() <= fds + 1)
-        finally:
-            await workers.close()
-        assert not servers()
-
-    asyncio.run(main())
+async def test_a_start_that_is_cancelled_leaves_no_worker(tmp_path: Path) -> None:
+    workers = runtime(tmp_path)
+    try:
+        fds = psutil.Process().num_fds()
+        starting = asyncio.create_task(workers.start("rollout-0", "rollout", 0))
+        await asyncio.sleep(0.1)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        other = await workers.start("rollout-1", "rollout", 1)  # after the cancelled one
+        await other.call("ping")
+        (server,) = servers()
+        await until_async(lambda: len(server.children()) <= 1)  # no zombie either
+        await workers.end(other)
+        # The socket of the server stays open.
+        await until_async(lambda: psutil.Process().num_fds() <= fds + 1)
+    finally:
+        await workers.close()
+    assert not servers()

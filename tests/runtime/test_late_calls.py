@@ -66,34 +66,30 @@ def test_a_call_that_ended_before_it_arrived_does_not_run() -> None:
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(4))])
-def test_calls_begin_in_the_order_in_which_they_were_made(order: tuple[int, ...]) -> None:
+async def test_calls_begin_in_the_order_in_which_they_were_made(order: tuple[int, ...]) -> None:
     """The link changes the order, and gives each message twice. The second call is given up."""
+    began: list[int] = []
 
-    async def main() -> None:
-        began: list[int] = []
+    class Root:
+        async def note(self, number: int) -> int:
+            began.append(number)
+            return number
 
-        class Root:
-            async def note(self, number: int) -> int:
-                began.append(number)
-                return number
-
-        async with asyncio.TaskGroup() as tasks:
-            held: list[bytes] = []
-            host = Host(Root(), lambda frame: peer.receive(frame), tasks)
-            peer = Peer("trainer-0", held.append, deadline_s=HANG_S)
-            calls = []
-            for number in range(3):
-                calls.append(asyncio.ensure_future(peer.call("note", (number,), int)))
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
-            calls[1].cancel()
-            await asyncio.sleep(0.01)
-            assert len(held) == 4, "three calls, and the end of one"
-            for k in order:
-                host.receive(held[k])
-                host.receive(held[k])
-            await asyncio.sleep(0.01)
-            assert [await calls[0], await calls[2]] == [0, 2]
-            assert began == [0, 2] and not host._early
-
-    asyncio.run(main())
+    async with asyncio.TaskGroup() as tasks:
+        held: list[bytes] = []
+        host = Host(Root(), lambda frame: peer.receive(frame), tasks)
+        peer = Peer("trainer-0", held.append, deadline_s=HANG_S)
+        calls = []
+        for number in range(3):
+            calls.append(asyncio.ensure_future(peer.call("note", (number,), int)))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        calls[1].cancel()
+        await asyncio.sleep(0.01)
+        assert len(held) == 4, "three calls, and the end of one"
+        for k in order:
+            host.receive(held[k])
+            host.receive(held[k])
+        await asyncio.sleep(0.01)
+        assert [await calls[0], await calls[2]] == [0, 2]
+        assert began == [0, 2] and not host._early

@@ -32,76 +32,65 @@ def runtime(folder: Path) -> LocalRuntime:
     return LocalRuntime(folder, without_engine(), gpus=[])
 
 
-def test_a_worker_killed_in_a_call_is_named_with_its_signal_and_its_log(tmp_path: Path) -> None:
+async def test_a_worker_killed_in_a_call_is_named_with_its_signal_and_its_log(
+    tmp_path: Path,
+) -> None:
     """The worker is stopped first, so the call is certainly in progress when the kill arrives."""
-
-    async def main() -> None:
-        workers = runtime(tmp_path)
-        try:
-            killed, other = await asyncio.gather(
-                workers.start("rollout-0", "rollout", 0), workers.start("trainer-0", "trainer", 0)
-            )
-            process = workers_of()["rollout-0"]
-            log = tmp_path / "rollout-0.log"
-            log.write_bytes(log.read_bytes() + b"its last words\n")
-            process.send_signal(signal.SIGSTOP)
-            call = asyncio.create_task(all_of([other, killed], "ping"))
-            await asyncio.sleep(0.1)
-            process.kill()
-            with pytest.raises(WorkerError) as caught:
-                await asyncio.wait_for(call, HANG_S)
-            message = str(caught.value)
-            assert message.startswith(f"worker rollout-0 was killed by SIGKILL; its log is {log}")
-            assert message.endswith("its last words")
-            with pytest.raises(WorkerError, match="worker rollout-0 was killed by SIGKILL"):
-                await killed.call("ping")
-            await other.call("ping")
-        finally:
-            await workers.close()
-        assert not workers_of(), "nothing is left after close"
-
-    asyncio.run(main())
+    workers = runtime(tmp_path)
+    try:
+        killed, other = await asyncio.gather(
+            workers.start("rollout-0", "rollout", 0), workers.start("trainer-0", "trainer", 0)
+        )
+        process = workers_of()["rollout-0"]
+        log = tmp_path / "rollout-0.log"
+        log.write_bytes(log.read_bytes() + b"its last words\n")
+        process.send_signal(signal.SIGSTOP)
+        call = asyncio.create_task(all_of([other, killed], "ping"))
+        await asyncio.sleep(0.1)
+        process.kill()
+        with pytest.raises(WorkerError) as caught:
+            await asyncio.wait_for(call, HANG_S)
+        message = str(caught.value)
+        assert message.startswith(f"worker rollout-0 was killed by SIGKILL; its log is {log}")
+        assert message.endswith("its last words")
+        with pytest.raises(WorkerError, match="worker rollout-0 was killed by SIGKILL"):
+            await killed.call("ping")
+        await other.call("ping")
+    finally:
+        await workers.close()
+    assert not workers_of(), "nothing is left after close"
 
 
-def test_the_files_of_a_killed_serving_engine_go_with_the_runtime(tmp_path: Path) -> None:
+async def test_the_files_of_a_killed_serving_engine_go_with_the_runtime(tmp_path: Path) -> None:
     sides = without_engine()
     rollout = sides.rollout.model_copy(update={"engine": "sglang"})
 
-    async def main() -> Path:
-        workers = LocalRuntime(tmp_path, replace(sides, rollout=rollout), gpus=[])
-        try:
-            peer = await workers.start("rollout-0", "rollout", 0)
-            folder = Path(workers_of()["rollout-0"].environ()[SCRATCH])
-            (folder / "socket").touch()
-            await workers.end(peer)
-        finally:
-            await workers.close()
-        return folder
-
-    assert not asyncio.run(main()).exists()
+    workers = LocalRuntime(tmp_path, replace(sides, rollout=rollout), gpus=[])
+    try:
+        peer = await workers.start("rollout-0", "rollout", 0)
+        folder = Path(workers_of()["rollout-0"].environ()[SCRATCH])
+        (folder / "socket").touch()
+        await workers.end(peer)
+    finally:
+        await workers.close()
+    assert not folder.exists()
 
 
-def test_after_close_no_worker_is_left_not_even_a_stopped_one(
+async def test_after_close_no_worker_is_left_not_even_a_stopped_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "GOODBYE_S", 0.5)
-
-    async def main() -> None:
-        workers = runtime(tmp_path)
-        peers = await asyncio.gather(
-            *(workers.start(f"rollout-{i}", "rollout", i) for i in range(2))
-        )
-        assert len(workers_of()) == 2
-        for worker in workers_of().values():
-            worker.send_signal(signal.SIGSTOP)  # it cannot see that its socket is closed
-        pending = asyncio.create_task(peers[0].call("listen"))
-        await asyncio.sleep(0)
-        await workers.close()
-        assert not workers_of()
-        with pytest.raises(WorkerError, match="the run is over"):
-            await pending
-
-    asyncio.run(main())
+    workers = runtime(tmp_path)
+    peers = await asyncio.gather(*(workers.start(f"rollout-{i}", "rollout", i) for i in range(2)))
+    assert len(workers_of()) == 2
+    for worker in workers_of().values():
+        worker.send_signal(signal.SIGSTOP)  # it cannot see that its socket is closed
+    pending = asyncio.create_task(peers[0].call("listen"))
+    await asyncio.sleep(0)
+    await workers.close()
+    assert not workers_of()
+    with pytest.raises(WorkerError, match="the run is over"):
+        await pending
 
 
 class Unending:
@@ -116,36 +105,32 @@ class Unending:
         self.killed = True
 
 
-def test_a_worker_that_hung_up_is_lost_and_not_waited_for_for_ever(
+async def test_a_worker_that_hung_up_is_lost_and_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "GOODBYE_S", 0.2)
     monkeypatch.setattr(local, "KILLED_S", 0.2)
-
-    async def main() -> None:
-        workers, process, peer = (
-            runtime(tmp_path),
-            Unending(),
-            Peer("rollout-0", lambda frame: None, deadline_s=HANG_S),
-        )
-        reader = asyncio.StreamReader()
-        reader.feed_eof()
-        (tmp_path / "rollout-0.log").write_text("a GPU fell off the bus\n")
-        _, writer = await asyncio.open_connection(sock=socket.socketpair()[0])
-        worker = local._Worker(peer, process, writer, os.pipe()[0])  # type: ignore[arg-type]
-        await workers._read(worker, reader, tmp_path / "rollout-0.log")
-        assert peer.death is not None and peer.death.startswith(
-            "worker rollout-0 closed its socket, and its process does not end; its log is"
-        )
-        assert peer.death.endswith("a GPU fell off the bus")
-        workers._workers.append(worker)
-        with pytest.warns(
-            RuntimeWarning, match=rf"processes \[{process.pid}\] were killed and do not end"
-        ):
-            await workers.close()
-        assert process.killed
-
-    asyncio.run(main())
+    workers, process, peer = (
+        runtime(tmp_path),
+        Unending(),
+        Peer("rollout-0", lambda frame: None, deadline_s=HANG_S),
+    )
+    reader = asyncio.StreamReader()
+    reader.feed_eof()
+    (tmp_path / "rollout-0.log").write_text("a GPU fell off the bus\n")
+    _, writer = await asyncio.open_connection(sock=socket.socketpair()[0])
+    worker = local._Worker(peer, process, writer, os.pipe()[0])  # type: ignore[arg-type]
+    await workers._read(worker, reader, tmp_path / "rollout-0.log")
+    assert peer.death is not None and peer.death.startswith(
+        "worker rollout-0 closed its socket, and its process does not end; its log is"
+    )
+    assert peer.death.endswith("a GPU fell off the bus")
+    workers._workers.append(worker)
+    with pytest.warns(
+        RuntimeWarning, match=rf"processes \[{process.pid}\] were killed and do not end"
+    ):
+        await workers.close()
+    assert process.killed
 
 
 DRIVER = """
@@ -191,22 +176,19 @@ def test_a_worker_whose_driver_died_while_it_was_started_ends_at_once() -> None:
         assert subprocess.run(command, pass_fds=[fd], timeout=HANG_S).returncode == 1
 
 
-def test_a_worker_that_ends_by_itself_is_told_with_its_exit_code_and_last_words(
+async def test_a_worker_that_ends_by_itself_is_told_with_its_exit_code_and_last_words(
     tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        workers = runtime(tmp_path)
-        with pytest.raises(WorkerError) as caught:
-            await workers.start("nobody-0", "nobody", 0)
-        await workers.close()
-        first, *last_words = str(caught.value).splitlines()
-        assert (
-            first
-            == f"worker nobody-0 ended with exit code 1; its log is {tmp_path / 'nobody-0.log'} (while it served ping)"
-        )
-        assert any("KeyError: 'nobody'" in line for line in last_words)
-
-    asyncio.run(main())
+    workers = runtime(tmp_path)
+    with pytest.raises(WorkerError) as caught:
+        await workers.start("nobody-0", "nobody", 0)
+    await workers.close()
+    first, *last_words = str(caught.value).splitlines()
+    assert (
+        first
+        == f"worker nobody-0 ended with exit code 1; its log is {tmp_path / 'nobody-0.log'} (while it served ping)"
+    )
+    assert any("KeyError: 'nobody'" in line for line in last_words)
 
 
 def test_a_long_tmpdir_leaves_room_for_the_sockets_of_engines(

@@ -150,25 +150,21 @@ def test_the_limit_grows_with_the_steps_of_a_slow_replica() -> None:
     assert 110 < clock.run(lost_at()) < 130
 
 
-def test_a_replica_that_changes_its_weights_or_sleeps_does_not_stand_still() -> None:
-    async def main() -> float:
-        async with replica(Engine(token_s=400.0, tokens=1, drawn=3)) as remote:
-            busy = asyncio.create_task(remote.wake())
-            await remote.generate(tokens_of([1]), SamplingParams(9), "s")
-            busy.cancel()
-        return asyncio.get_running_loop().time()
-
-    assert clock.run(main()) >= 400
+@pytest.mark.virtual_clock
+async def test_a_replica_that_changes_its_weights_or_sleeps_does_not_stand_still() -> None:
+    async with replica(Engine(token_s=400.0, tokens=1, drawn=3)) as remote:
+        busy = asyncio.create_task(remote.wake())
+        await remote.generate(tokens_of([1]), SamplingParams(9), "s")
+        busy.cancel()
+    assert asyncio.get_running_loop().time() >= 400
 
 
-def test_a_replica_without_requests_is_not_asked_about_its_progress() -> None:
-    async def main() -> None:
-        async with replica(Engine(token_s=1.0, tokens=1)) as remote:
-            await remote.generate(tokens_of([1]), SamplingParams(9), "s")
-            await asyncio.sleep(0)
-            assert len(asyncio.all_tasks()) == 1
-
-    clock.run(main())
+@pytest.mark.virtual_clock
+async def test_a_replica_without_requests_is_not_asked_about_its_progress() -> None:
+    async with replica(Engine(token_s=1.0, tokens=1)) as remote:
+        await remote.generate(tokens_of([1]), SamplingParams(9), "s")
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
 
 
 def test_totals_may_wait_for_a_version_that_becomes_live() -> None:

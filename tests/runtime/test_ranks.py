@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,8 +14,9 @@ from millrace.errors import NotFinite, WorkerError
 from millrace.ports import TrainBatch
 from millrace.process.rpc import Peer
 from millrace.replicas.trainer_group import TrainerGroup
-from millrace.simulate.clock import VirtualLoop
 from millrace.types import Prompt, Sample, tokens_of
+
+pytestmark = pytest.mark.virtual_clock
 
 
 class Rank(Peer):
@@ -62,133 +63,101 @@ class Nothing:
         return 0, 0
 
 
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(work())  # type: ignore[arg-type]
-
-
 def ranks_of(machine: Machine, rank: Rank | None = None, most: int = 3) -> TrainerGroup:
     ranks = TrainerGroup([rank or Rank()], cast("Any", machine), max_restarts=most)
     ranks.follow(lambda work, name: asyncio.create_task(work, name=name))
     return ranks
 
 
-def test_a_broken_call_is_made_again_by_the_next_incarnation() -> None:
-    async def main() -> None:
-        machine = Machine(fails=2)
-        old = Rank(WorkerError("connection closed by peer"), dies="killed by SIGKILL")
-        ranks = ranks_of(machine, old)
-        with ranks.recalled(Nothing()):
-            await ranks.begin("rl", 1)
-        assert machine.starts == [1.0, 3.0, 7.0], "pauses of 1, 2 and 4 s"
-        new = cast("Rank", ranks.peers[0])
-        assert new is not old and new.death is None and old.calls == new.calls == ["engine.begin"]
-        assert machine.ended[0] is old and len(machine.ended) == 3
-        assert (ranks.incarnation, ranks.losses, ranks.restarts) == (1, 1, 1)
-
-    run(main)
+async def test_a_broken_call_is_made_again_by_the_next_incarnation() -> None:
+    machine = Machine(fails=2)
+    old = Rank(WorkerError("connection closed by peer"), dies="killed by SIGKILL")
+    ranks = ranks_of(machine, old)
+    with ranks.recalled(Nothing()):
+        await ranks.begin("rl", 1)
+    assert machine.starts == [1.0, 3.0, 7.0], "pauses of 1, 2 and 4 s"
+    new = cast("Rank", ranks.peers[0])
+    assert new is not old and new.death is None and old.calls == new.calls == ["engine.begin"]
+    assert machine.ended[0] is old and len(machine.ended) == 3
+    assert (ranks.incarnation, ranks.losses, ranks.restarts) == (1, 1, 1)
 
 
-def test_when_the_tries_are_used_up_the_error_is_that_of_the_last_loss() -> None:
-    async def main() -> None:
-        machine = Machine(fails=9)
-        ranks = ranks_of(machine, most=2)
-        with ranks.recalled(Nothing()):
-            ranks.lose("worker trainer-0 was killed by SIGKILL")
-            for _ in range(2):  # whoever asks later gets it too
-                with pytest.raises(WorkerError, match="the GPU is gone"):
-                    await ranks.ready()
-        assert len(machine.starts) == 2
-
-    run(main)
-
-
-def test_a_checkpoint_gives_all_tries_back() -> None:
-    async def main() -> None:
-        ranks = ranks_of(Machine(fails=0), most=1)
-        with ranks.recalled(Nothing()):
-            for _ in range(3):
-                ranks.lose("gone")
+async def test_when_the_tries_are_used_up_the_error_is_that_of_the_last_loss() -> None:
+    machine = Machine(fails=9)
+    ranks = ranks_of(machine, most=2)
+    with ranks.recalled(Nothing()):
+        ranks.lose("worker trainer-0 was killed by SIGKILL")
+        for _ in range(2):  # whoever asks later gets it too
+            with pytest.raises(WorkerError, match="the GPU is gone"):
                 await ranks.ready()
-                await ranks.save("folder")
-            assert ranks.restarts == 3
+    assert len(machine.starts) == 2
+
+
+async def test_a_checkpoint_gives_all_tries_back() -> None:
+    ranks = ranks_of(Machine(fails=0), most=1)
+    with ranks.recalled(Nothing()):
+        for _ in range(3):
             ranks.lose("gone")
             await ranks.ready()
-            ranks.lose("gone for good")
-            with pytest.raises(WorkerError, match="gone for good"):
-                await ranks.ready()
-
-    run(main)
+            await ranks.save("folder")
+        assert ranks.restarts == 3
+        ranks.lose("gone")
+        await ranks.ready()
+        ranks.lose("gone for good")
+        with pytest.raises(WorkerError, match="gone for good"):
+            await ranks.ready()
 
 
 @pytest.mark.parametrize("error", [WorkerError("step raised OutOfMemory"), NotFinite("3 steps")])
-def test_an_error_of_the_engine_itself_is_no_loss(error: Exception) -> None:
-    async def main() -> None:
-        machine = Machine(fails=0)
-        ranks = ranks_of(machine, Rank(error))
-        with ranks.recalled(Nothing()), pytest.raises(type(error)) as caught:
-            await ranks.begin("rl", 1)
-        assert caught.value is error and not machine.starts
-
-    run(main)
+async def test_an_error_of_the_engine_itself_is_no_loss(error: Exception) -> None:
+    machine = Machine(fails=0)
+    ranks = ranks_of(machine, Rank(error))
+    with ranks.recalled(Nothing()), pytest.raises(type(error)) as caught:
+        await ranks.begin("rl", 1)
+    assert caught.value is error and not machine.starts
 
 
-def test_on_shared_devices_new_ranks_start_when_the_trainer_has_its_turn() -> None:
-    async def main() -> None:
-        machine = Machine(fails=0)
-        ranks = ranks_of(machine, Rank(WorkerError("gone"), dies="gone"))
-        with ranks.recalled(Nothing()):
-            await ranks.sleep()
-            assert machine.ended and not machine.starts, "the devices are free at once"
-            await asyncio.sleep(100.0)
-            assert not machine.starts
-            await ranks.wake()
-        assert machine.starts == [100.0]
-
-    run(main)
+async def test_on_shared_devices_new_ranks_start_when_the_trainer_has_its_turn() -> None:
+    machine = Machine(fails=0)
+    ranks = ranks_of(machine, Rank(WorkerError("gone"), dies="gone"))
+    with ranks.recalled(Nothing()):
+        await ranks.sleep()
+        assert machine.ended and not machine.starts, "the devices are free at once"
+        await asyncio.sleep(100.0)
+        assert not machine.starts
+        await ranks.wake()
+    assert machine.starts == [100.0]
 
 
-def test_without_a_recovery_a_loss_is_the_error() -> None:
-    async def main() -> None:
-        ranks = ranks_of(Machine(fails=0), Rank(WorkerError("gone")), most=0)
-        ranks.lose("gone")
-        with ranks.recalled(Nothing()), pytest.raises(WorkerError, match="gone"):
-            await ranks.begin("rl", 1)
-
-    run(main)
+async def test_without_a_recovery_a_loss_is_the_error() -> None:
+    ranks = ranks_of(Machine(fails=0), Rank(WorkerError("gone")), most=0)
+    ranks.lose("gone")
+    with ranks.recalled(Nothing()), pytest.raises(WorkerError, match="gone"):
+        await ranks.begin("rl", 1)
 
 
-def test_a_stop_ends_a_recovery_that_takes_longer_than_its_grace() -> None:
-    async def main() -> None:
-        machine = Machine(fails=9)
-        ranks = ranks_of(machine)
-        with ranks.recalled(Nothing()):
-            ranks.lose("worker trainer-0 was killed")
-            ranks.stop(2.0)
-            with pytest.raises(
-                WorkerError, match=r"(?s)trainer-0 was killed.*trainer\.resume=auto"
-            ):
-                await ranks.ready()
-        assert asyncio.get_running_loop().time() == 2.0
-
-    run(main)
-
-
-def test_the_grace_of_a_stop_ends_with_its_run() -> None:
-    """A session may run again after a stop. Recoveries of the later run have their full time."""
-
-    async def main() -> None:
-        ranks = ranks_of(Machine(fails=2))
-        with ranks.recalled(Nothing()):
-            ranks.stop(2.0)
-            ranks.stop(2.0)
+async def test_a_stop_ends_a_recovery_that_takes_longer_than_its_grace() -> None:
+    machine = Machine(fails=9)
+    ranks = ranks_of(machine)
+    with ranks.recalled(Nothing()):
+        ranks.lose("worker trainer-0 was killed")
         ranks.stop(2.0)
-        with ranks.recalled(Nothing()):
-            ranks.lose("worker trainer-0 was killed")
+        with pytest.raises(WorkerError, match=r"(?s)trainer-0 was killed.*trainer\.resume=auto"):
             await ranks.ready()
-        assert asyncio.get_running_loop().time() == 1 + 2 + 4, "after the third start"
+    assert asyncio.get_running_loop().time() == 2.0
 
-    run(main)
+
+async def test_the_grace_of_a_stop_ends_with_its_run() -> None:
+    """A session may run again after a stop. Recoveries of the later run have their full time."""
+    ranks = ranks_of(Machine(fails=2))
+    with ranks.recalled(Nothing()):
+        ranks.stop(2.0)
+        ranks.stop(2.0)
+    ranks.stop(2.0)
+    with ranks.recalled(Nothing()):
+        ranks.lose("worker trainer-0 was killed")
+        await ranks.ready()
+    assert asyncio.get_running_loop().time() == 1 + 2 + 4, "after the third start"
 
 
 def test_a_batch_that_ends_the_run_can_be_read_again(tmp_path: Path) -> None:

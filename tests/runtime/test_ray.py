@@ -116,40 +116,31 @@ async def gpus_of_actors(runtime: RayRuntime, roles: dict[str, int]) -> dict[str
     return {name: found[name] for role in roles for name in sorted(found) if role in name}
 
 
-def test_colocated_sides_share_gpus_one_to_one(cluster: Cluster, tmp_path: Path) -> None:
-    async def main() -> None:
-        async with opened(cluster, tmp_path, (1, 2), (1, 2), mode="colocated") as runtime:
-            found = await gpus_of_actors(runtime, {"trainer": 2, "rollout": 2})
-            assert (
-                found["trainer-0"] == found["rollout-0"]
-                and found["trainer-1"] == found["rollout-1"]
-            )
-            assert [gpus for _, gpus in found.values()] == ["0", "1", "0", "1"]
-            answers = await asyncio.to_thread(runtime.answers)
-            assert sorted(a.name for a in answers) == sorted(found)
-            assert all(a.process is not None and "MainThread" in a.stacks for a in answers)
-
-    asyncio.run(main())
+async def test_colocated_sides_share_gpus_one_to_one(cluster: Cluster, tmp_path: Path) -> None:
+    async with opened(cluster, tmp_path, (1, 2), (1, 2), mode="colocated") as runtime:
+        found = await gpus_of_actors(runtime, {"trainer": 2, "rollout": 2})
+        assert found["trainer-0"] == found["rollout-0"] and found["trainer-1"] == found["rollout-1"]
+        assert [gpus for _, gpus in found.values()] == ["0", "1", "0", "1"]
+        answers = await asyncio.to_thread(runtime.answers)
+        assert sorted(a.name for a in answers) == sorted(found)
+        assert all(a.process is not None and "MainThread" in a.stacks for a in answers)
 
 
 @pytest.mark.slow
-def test_a_replica_of_two_gpus_has_both_on_one_node_beside_the_trainers(
+async def test_a_replica_of_two_gpus_has_both_on_one_node_beside_the_trainers(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        async with opened(cluster, tmp_path, (1, 2), (2, 2), tp=2) as runtime:
-            found = await gpus_of_actors(runtime, {"trainer": 2, "rollout": 2})
-            assert {w: gpus for w, (_, gpus) in found.items()} == {
-                "trainer-0": "0", "trainer-1": "1", "rollout-0": "2,3", "rollout-1": "0,1"
-            }  # fmt: skip
-            assert (
-                found["trainer-0"][0]
-                == found["trainer-1"][0]
-                == found["rollout-0"][0]
-                != found["rollout-1"][0]
-            )
-
-    asyncio.run(main())
+    async with opened(cluster, tmp_path, (1, 2), (2, 2), tp=2) as runtime:
+        found = await gpus_of_actors(runtime, {"trainer": 2, "rollout": 2})
+        assert {w: gpus for w, (_, gpus) in found.items()} == {
+            "trainer-0": "0", "trainer-1": "1", "rollout-0": "2,3", "rollout-1": "0,1"
+        }  # fmt: skip
+        assert (
+            found["trainer-0"][0]
+            == found["trainer-1"][0]
+            == found["rollout-0"][0]
+            != found["rollout-1"][0]
+        )
 
 
 async def two_find_places(runtime: RayRuntime) -> None:
@@ -160,28 +151,24 @@ async def two_find_places(runtime: RayRuntime) -> None:
 
 
 @pytest.mark.slow
-def test_a_further_replica_gets_two_gpus_that_nobody_has_and_gives_them_back(
+async def test_a_further_replica_gets_two_gpus_that_nobody_has_and_gives_them_back(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The start takes the four GPUs of one node. The other node has two."""
     monkeypatch.setattr(ray_places, "_GROW_S", HANG_S)
-
-    async def main() -> None:
-        async with opened(cluster, tmp_path, (1, 2), (1, 2), tp=2, gpus_in_node=4) as runtime:
-            await two_find_places(runtime)
-            found = await gpus_of_actors(runtime, {"rollout": 2})
-            assert [gpus for _, gpus in found.values()] == ["2,3", "0,1"]
-            assert found["rollout-0"][0] != found["rollout-1"][0]
-            assert (await runtime.limit()).most == 2
-            with pytest.raises(NoDevices, match="no node of the cluster has 2 GPUs free"):
-                await asyncio.wait_for(runtime.start("rollout-2", "rollout", 2), HANG_S)
-            last = next(w.peer for w in runtime._workers if w.peer.name == "rollout-1")
-            await runtime.end(last)
-            runtime.release(1)
-            await two_find_places(runtime)
-            assert [*runtime._places._seats] == [0]
-
-    asyncio.run(main())
+    async with opened(cluster, tmp_path, (1, 2), (1, 2), tp=2, gpus_in_node=4) as runtime:
+        await two_find_places(runtime)
+        found = await gpus_of_actors(runtime, {"rollout": 2})
+        assert [gpus for _, gpus in found.values()] == ["2,3", "0,1"]
+        assert found["rollout-0"][0] != found["rollout-1"][0]
+        assert (await runtime.limit()).most == 2
+        with pytest.raises(NoDevices, match="no node of the cluster has 2 GPUs free"):
+            await asyncio.wait_for(runtime.start("rollout-2", "rollout", 2), HANG_S)
+        last = next(w.peer for w in runtime._workers if w.peer.name == "rollout-1")
+        await runtime.end(last)
+        runtime.release(1)
+        await two_find_places(runtime)
+        assert [*runtime._places._seats] == [0]
 
 
 def nodes_of_actors() -> dict[str, str]:
@@ -198,29 +185,19 @@ def nodes_of_actors() -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_node_that_dies_ends_its_workers_calls_with_their_names(
+async def test_a_node_that_dies_ends_its_workers_calls_with_their_names(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     """This test comes last, because its node does not come back."""
-
-    async def main() -> None:
-        async with opened(
-            cluster, tmp_path, (1, 1), (1, 1), gpus_in_node=1, device="cpu"
-        ) as runtime:
-            sides = ("trainer", "rollout")
-            peers = dict(
-                zip(
-                    sides,
-                    [await runtime.start(f"{side}-0", side, 0) for side in sides],
-                    strict=True,
-                )
-            )
-            nodes = nodes_of_actors()
-            doomed = next(node for node in cluster.worker_nodes if node.node_id in nodes.values())
-            side = next(side for side in sides if nodes[f"{side}-0"] == doomed.node_id)
-            await asyncio.to_thread(cluster.remove_node, doomed, allow_graceful=False)
-            with pytest.raises(WorkerError, match=f"worker {side}-0 on [0-9.]+ is dead"):
-                await asyncio.wait_for(peers[side].call("listen"), HANG_S)
-            await peers[next(other for other in sides if other != side)].call("ping")
-
-    asyncio.run(main())
+    async with opened(cluster, tmp_path, (1, 1), (1, 1), gpus_in_node=1, device="cpu") as runtime:
+        sides = ("trainer", "rollout")
+        peers = dict(
+            zip(sides, [await runtime.start(f"{side}-0", side, 0) for side in sides], strict=True)
+        )
+        nodes = nodes_of_actors()
+        doomed = next(node for node in cluster.worker_nodes if node.node_id in nodes.values())
+        side = next(side for side in sides if nodes[f"{side}-0"] == doomed.node_id)
+        await asyncio.to_thread(cluster.remove_node, doomed, allow_graceful=False)
+        with pytest.raises(WorkerError, match=f"worker {side}-0 on [0-9.]+ is dead"):
+            await asyncio.wait_for(peers[side].call("listen"), HANG_S)
+        await peers[next(other for other in sides if other != side)].call("ping")

@@ -90,7 +90,7 @@ async def nodes_change(s: Session, ledger: Ledger, cluster: Cluster, notes: list
 
 
 @pytest.mark.slow
-def test_replicas_follow_the_nodes_of_the_cluster(
+async def test_replicas_follow_the_nodes_of_the_cluster(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One replica, two, one, two, three, and one again. No sample is lost on the way."""
@@ -104,18 +104,14 @@ def test_replicas_follow_the_nodes_of_the_cluster(
         f"reward.function={runs.ROOT}/benchmarks/slow_reward.py:compute_score",
     ]
     config, notes = recipe.load(runs.RECIPE, [*runs.SMALL, *keys]), list[str]()
-
-    async def main() -> None:
-        progress = runs.progress()
-        progress.note = notes.append  # type: ignore[method-assign, assignment]
-        async with open_session(config, progress) as s:
-            ledger = await start_state(s)
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(nodes_change(s, ledger, cluster, notes))
-                outcome = await run_training(s, ledger, StopRequest())
-            assert outcome.complete and outcome.samples_trained == ledger.limit
-
-    asyncio.run(main())
+    progress = runs.progress()
+    progress.note = notes.append  # type: ignore[method-assign, assignment]
+    async with open_session(config, progress) as s:
+        ledger = await start_state(s)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(nodes_change(s, ledger, cluster, notes))
+            outcome = await run_training(s, ledger, StopRequest())
+        assert outcome.complete and outcome.samples_trained == ledger.limit
     found = audit(tmp_path / "run")
     assert (found.lost, found.trained_twice, found.dropped) == (0, 0, {})
     assert not groups()

@@ -75,7 +75,7 @@ def files_with(text: str, *folders: Path) -> list[Path]:
     return [p for p in found if text.encode() in p.read_bytes()]
 
 
-def test_a_cluster_of_a_run_has_a_token_that_is_nowhere_to_be_read(
+async def test_a_cluster_of_a_run_has_a_token_that_is_nowhere_to_be_read(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_token.secrets, "token_hex", lambda size: TOKEN[: 2 * size])
@@ -83,33 +83,29 @@ def test_a_cluster_of_a_run_has_a_token_that_is_nowhere_to_be_read(
     before, notes = dict(os.environ), list[str]()
     logs = tmp_path / "run" / "logs"
     logs.mkdir(parents=True)
-
-    async def main() -> None:
-        sides = config((1, 1), (1, 1), runtime="ray", device="cpu").sides
-        runtime = await RayRuntime.open(sides, logs, notes.append)
-        try:
-            assert {**os.environ} == before
-            address = ray.get_runtime_context().gcs_address
-            bare = client(address)
-            other = client(address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64)
-            right = client(address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN)
-            peer = await runtime.start("rollout-0", "rollout", 0)
-            await peer.call("ping")
-            worker = runtime._workers[0].actor
-            seen = await worker.__ray_call__.remote(lambda host: dict(os.environ))
-            assert TOKEN not in str(seen) and ray_token.TOKEN not in seen
-            assert TOKEN not in repr(await asyncio.to_thread(runtime.answers))
-            said = await asyncio.gather(*(asyncio.to_thread(says, p) for p in (bare, other, right)))
-            assert [one.split()[0] for one in said] == ["refused", "refused", "joined"], said
-            node: Any = ray._private.worker._global_node
-            session = Path(node.get_session_dir_path())
-            assert not files_with(TOKEN, session / "logs", tmp_path)
-            running = psutil.process_iter(["cmdline"])  # without those that end now
-            assert TOKEN not in str([p.info["cmdline"] for p in running])
-        finally:
-            await runtime.close()
-
-    asyncio.run(main())
+    sides = config((1, 1), (1, 1), runtime="ray", device="cpu").sides
+    runtime = await RayRuntime.open(sides, logs, notes.append)
+    try:
+        assert {**os.environ} == before
+        address = ray.get_runtime_context().gcs_address
+        bare = client(address)
+        other = client(address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64)
+        right = client(address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN)
+        peer = await runtime.start("rollout-0", "rollout", 0)
+        await peer.call("ping")
+        worker = runtime._workers[0].actor
+        seen = await worker.__ray_call__.remote(lambda host: dict(os.environ))
+        assert TOKEN not in str(seen) and ray_token.TOKEN not in seen
+        assert TOKEN not in repr(await asyncio.to_thread(runtime.answers))
+        said = await asyncio.gather(*(asyncio.to_thread(says, p) for p in (bare, other, right)))
+        assert [one.split()[0] for one in said] == ["refused", "refused", "joined"], said
+        node: Any = ray._private.worker._global_node
+        session = Path(node.get_session_dir_path())
+        assert not files_with(TOKEN, session / "logs", tmp_path)
+        running = psutil.process_iter(["cmdline"])  # without those that end now
+        assert TOKEN not in str([p.info["cmdline"] for p in running])
+    finally:
+        await runtime.close()
     assert {**os.environ} == before and not notes
     assert not (home / ".ray").exists() and not ray_token.asks_for_token()
 

@@ -77,47 +77,38 @@ async def sync_of(trainer: Answers, *replicas: Answers) -> WeightSyncDriver:
         (Answers("trainer-0", keep=None, sent=NEVER), "rollout-0 was killed"),
     ],
 )
-def test_if_a_version_that_is_on_its_way_does_not_arrive_the_side_that_failed_is_the_error(
+async def test_if_a_version_that_is_on_its_way_does_not_arrive_the_side_that_failed_is_the_error(
     trainer: Answers, cause: str
 ) -> None:
-    async def main() -> None:
-        replica = Answers("rollout-0", cause if "rollout-0 was" in cause else "", transfer=BROKEN)
-        sync = await sync_of(trainer, replica)
-        await sync.keep(3)
-        with pytest.raises((SyncError, WorkerError), match=cause):
-            await sync.transfer(3)
-
-    asyncio.run(main())
+    replica = Answers("rollout-0", cause if "rollout-0 was" in cause else "", transfer=BROKEN)
+    sync = await sync_of(trainer, replica)
+    await sync.keep(3)
+    with pytest.raises((SyncError, WorkerError), match=cause):
+        await sync.transfer(3)
 
 
-def test_a_sender_that_failed_is_the_error_though_its_replica_waits() -> None:
+async def test_a_sender_that_failed_is_the_error_though_its_replica_waits() -> None:
     trainer, replica = (
         Answers("trainer-0", keep=None, sent=SyncError("out of memory")),
         Answers("rollout-0", transfer=NEVER),
     )
-
-    async def main() -> None:
-        sync = await sync_of(trainer, replica)
-        await sync.keep(3)
-        with pytest.raises(SyncError, match="out of memory"):
-            await sync.transfer(3)
-
-    asyncio.run(main())
+    sync = await sync_of(trainer, replica)
+    await sync.keep(3)
+    with pytest.raises(SyncError, match="out of memory"):
+        await sync.transfer(3)
 
 
-def test_a_version_that_arrived_does_not_wait_for_its_senders_step() -> None:
+async def test_a_version_that_arrived_does_not_wait_for_its_senders_step() -> None:
     trainer = Answers("trainer-0", keep=None, sent=NEVER)
-
-    async def main() -> None:
-        sync = await sync_of(trainer, Answers("rollout-0", transfer=TransferReport(8, 0.2)))
-        await sync.keep(3)
-        assert (await sync.transfer(3)).bytes == 8
-
-    asyncio.run(main())
+    sync = await sync_of(trainer, Answers("rollout-0", transfer=TransferReport(8, 0.2)))
+    await sync.keep(3)
+    assert (await sync.transfer(3)).bytes == 8
 
 
 @pytest.mark.parametrize("call", ["build", "connect"])
-def test_a_worker_that_is_killed_is_the_error_and_not_what_it_broke_in_others(call: str) -> None:
+async def test_a_worker_that_is_killed_is_the_error_and_not_what_it_broke_in_others(
+    call: str,
+) -> None:
     """The process of a killed worker frees its memory before it is known to be dead.
 
     By then, the other workers' connections to it have failed.
@@ -127,48 +118,35 @@ def test_a_worker_that_is_killed_is_the_error_and_not_what_it_broke_in_others(ca
         {call: NEVER},
         {call: WorkerError("trainer-1: connection closed by peer")},
     )
-
-    async def main() -> None:
-        asyncio.get_running_loop().call_later(
-            0.4, setattr, killed, "death", "worker trainer-0 was killed by SIGKILL"
-        )
-        with pytest.raises(WorkerError, match="trainer-0 was killed by SIGKILL"):
-            await first_error([killed, other], [p.call(f"x.{call}") for p in (killed, other)])  # type: ignore[list-item]
-
-    asyncio.run(main())
+    asyncio.get_running_loop().call_later(
+        0.4, setattr, killed, "death", "worker trainer-0 was killed by SIGKILL"
+    )
+    with pytest.raises(WorkerError, match="trainer-0 was killed by SIGKILL"):
+        await first_error([killed, other], [p.call(f"x.{call}") for p in (killed, other)])  # type: ignore[list-item]
 
 
-def test_an_error_of_a_workers_own_is_told_at_once() -> None:
+async def test_an_error_of_a_workers_own_is_told_at_once() -> None:
     peers = [
         Answers("trainer-0", build=ConfigError("model.path: no such folder")),
         Answers("trainer-1", build=NEVER),
     ]
-
-    async def main() -> None:
-        with pytest.raises(ConfigError, match="no such folder"):
-            await asyncio.wait_for(first_error(peers, [p.call("x.build") for p in peers]), HANG_S)  # type: ignore[arg-type]
-
-    asyncio.run(main())
+    with pytest.raises(ConfigError, match="no such folder"):
+        await asyncio.wait_for(first_error(peers, [p.call("x.build") for p in peers]), HANG_S)  # type: ignore[arg-type]
 
 
-def test_what_was_begun_is_begun_once() -> None:
+async def test_what_was_begun_is_begun_once() -> None:
     """The version is sent in the background once. Afterwards, it is sent like any other.
 
     A further run on the same engines may send the same version again.
     """
     trainer = Answers("trainer-0", keep=None, sent=None, transfer=TransferReport(8, 0.1))
     replica = Answers("rollout-0", transfer=TransferReport(8, 0.2), activate=0.1)
-
-    async def main() -> None:
-        sync = await sync_of(trainer, replica)
-        await sync.keep(3)
-        await sync.transfer(3)
-        assert trainer.asked == ["sender.keep", "sender.sent"]
-        await sync.activate(3)
-        await sync.transfer(3)
-        assert (
-            trainer.asked[2:] == ["sender.transfer"]
-            and replica.asked[::2] == ["receiver.transfer"] * 2
-        )
-
-    asyncio.run(main())
+    sync = await sync_of(trainer, replica)
+    await sync.keep(3)
+    await sync.transfer(3)
+    assert trainer.asked == ["sender.keep", "sender.sent"]
+    await sync.activate(3)
+    await sync.transfer(3)
+    assert (
+        trainer.asked[2:] == ["sender.transfer"] and replica.asked[::2] == ["receiver.transfer"] * 2
+    )

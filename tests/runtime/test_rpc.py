@@ -165,82 +165,63 @@ def sample() -> Sample:
     )
 
 
-def test_nouns_arrive_as_they_were_sent() -> None:
-    async def main() -> None:
-        async with wire() as w:
-            segments = sample().trajectories[0].segments
-            assert (
-                await w.peer.call("engine.segments", (segments,), tuple[Segment, ...]) == segments
-            )
-            arrived = w.root.engine.calls[0][0]  # type: ignore[index]
-            assert (
-                isinstance(arrived, Segment)
-                and arrived.tokens.typecode == "i"
-                and arrived.log_probs.typecode == "f"
-            )
-            batch = TrainBatch((sample(),), 7)
-            report = await w.peer.call("engine.step", (batch,), StepReport)
-            assert (
-                report == StepReport(1, {"a": 0.1}, {"b": 2.0}) and w.root.engine.calls[1] == batch
-            )
-            assert await w.peer.call("engine.stats", (), RolloutStats) == RolloutStats(1, 2, 3.5, 4)
-            params = SamplingParams(
-                5, 0.7, stop=("</answer>",), seed=2**62 + 1, offset=3, interruptible=False
-            )
-            assert (await w.peer.call("engine.echo", (None, params), tuple[Any, SamplingParams]))[
-                1
-            ] == params
-
-    asyncio.run(main())
+async def test_nouns_arrive_as_they_were_sent() -> None:
+    async with wire() as w:
+        segments = sample().trajectories[0].segments
+        assert await w.peer.call("engine.segments", (segments,), tuple[Segment, ...]) == segments
+        arrived = w.root.engine.calls[0][0]  # type: ignore[index]
+        assert (
+            isinstance(arrived, Segment)
+            and arrived.tokens.typecode == "i"
+            and arrived.log_probs.typecode == "f"
+        )
+        batch = TrainBatch((sample(),), 7)
+        report = await w.peer.call("engine.step", (batch,), StepReport)
+        assert report == StepReport(1, {"a": 0.1}, {"b": 2.0}) and w.root.engine.calls[1] == batch
+        assert await w.peer.call("engine.stats", (), RolloutStats) == RolloutStats(1, 2, 3.5, 4)
+        params = SamplingParams(
+            5, 0.7, stop=("</answer>",), seed=2**62 + 1, offset=3, interruptible=False
+        )
+        assert (await w.peer.call("engine.echo", (None, params), tuple[Any, SamplingParams]))[
+            1
+        ] == params
 
 
-def test_calls_of_one_turn_travel_as_one_frame_and_so_do_their_replies() -> None:
-    async def main() -> None:
-        async with wire() as w:
-            values = await asyncio.gather(
-                *(w.peer.call("engine.number", (i,), int) for i in range(256))
-            )
-            assert values == list(range(256))
-            assert [len(read_frame(f)) for f in w.sent] == [256]
-            assert [len(read_frame(f)) for f in w.received] == [256]
-
-    asyncio.run(main())
+async def test_calls_of_one_turn_travel_as_one_frame_and_so_do_their_replies() -> None:
+    async with wire() as w:
+        values = await asyncio.gather(
+            *(w.peer.call("engine.number", (i,), int) for i in range(256))
+        )
+        assert values == list(range(256))
+        assert [len(read_frame(f)) for f in w.sent] == [256]
+        assert [len(read_frame(f)) for f in w.received] == [256]
 
 
-def test_an_error_arrives_with_its_type_and_the_line_that_raised_it() -> None:
-    async def main() -> None:
-        async with wire() as w:
-            with pytest.raises(WorkerError) as caught:
-                await w.peer.call("engine.stray")
-            first, *rest = str(caught.value).splitlines()
-            assert first == "rollout-3: engine.stray raised ZeroDivisionError: division by zero"
-            assert "return 1 / by" in "\n".join(rest) and "test_rpc.py" in "\n".join(rest)
-            assert await w.peer.call("engine.number", (1,), int) == 1, "the worker goes on"
-
-    asyncio.run(main())
+async def test_an_error_arrives_with_its_type_and_the_line_that_raised_it() -> None:
+    async with wire() as w:
+        with pytest.raises(WorkerError) as caught:
+            await w.peer.call("engine.stray")
+        first, *rest = str(caught.value).splitlines()
+        assert first == "rollout-3: engine.stray raised ZeroDivisionError: division by zero"
+        assert "return 1 / by" in "\n".join(rest) and "test_rpc.py" in "\n".join(rest)
+        assert await w.peer.call("engine.number", (1,), int) == 1, "the worker goes on"
 
 
-def test_an_error_whose_text_is_no_unicode_arrives_too() -> None:
-    async def main() -> None:
-        async with wire() as w:
-            with pytest.raises(WorkerError, match=r"garbled raised FileNotFoundError: caf\\udce9"):
-                await w.peer.call("engine.garbled")
-            assert await w.peer.call("engine.number", (3,), int) == 3, "the worker lives"
-
-    asyncio.run(main())
+async def test_an_error_whose_text_is_no_unicode_arrives_too() -> None:
+    async with wire() as w:
+        with pytest.raises(WorkerError, match=r"garbled raised FileNotFoundError: caf\\udce9"):
+            await w.peer.call("engine.garbled")
+        assert await w.peer.call("engine.number", (3,), int) == 3, "the worker lives"
 
 
-def test_millraces_own_errors_keep_their_type() -> None:
-    async def main() -> None:
-        async with wire() as w:
-            with pytest.raises(SyncError, match=r"^rollout-3: replica 0 holds other weights$"):
-                await w.peer.call("engine.refuse")
-            with pytest.raises(
-                WorkerError, match=r"engine\.unscored raised RewardError: timeout: too slow"
-            ):
-                await w.peer.call("engine.unscored")
-
-    asyncio.run(main())
+async def test_millraces_own_errors_keep_their_type() -> None:
+    async with wire() as w:
+        with pytest.raises(SyncError, match=r"^rollout-3: replica 0 holds other weights$"):
+            await w.peer.call("engine.refuse")
+        with pytest.raises(
+            WorkerError, match=r"engine\.unscored raised RewardError: timeout: too slow"
+        ):
+            await w.peer.call("engine.unscored")
 
 
 @pytest.mark.parametrize(
@@ -253,73 +234,60 @@ def test_millraces_own_errors_keep_their_type() -> None:
         ("engine.unsendable", (), "cannot encode object"),
     ],
 )
-def test_a_call_that_cannot_be_served_fails_alone(
+async def test_a_call_that_cannot_be_served_fails_alone(
     method: str, args: tuple[object, ...], message: str
 ) -> None:
-    async def main() -> None:
-        async with wire() as w:
-            with pytest.raises(WorkerError, match=message):
-                await w.peer.call(method, args)
-            assert await w.peer.call("engine.number", (1,), int) == 1
-
-    asyncio.run(main())
+    async with wire() as w:
+        with pytest.raises(WorkerError, match=message):
+            await w.peer.call(method, args)
+        assert await w.peer.call("engine.number", (1,), int) == 1
 
 
-def test_a_reply_of_another_type_fails_its_call_and_no_other() -> None:
-    async def main() -> None:
-        async with wire() as w:
-            wrong, right = await asyncio.wait_for(
-                asyncio.gather(
-                    w.peer.call("engine.text", (), int),
-                    w.peer.call("engine.number", (2,), int),
-                    return_exceptions=True,
-                ),
-                HANG_S,
-            )
-            assert isinstance(
-                wrong, WorkerError
-            ) and "rollout-3: engine.text returned a value that is not <class 'int'>" in str(wrong)
-            assert right == 2
-
-    asyncio.run(main())
+async def test_a_reply_of_another_type_fails_its_call_and_no_other() -> None:
+    async with wire() as w:
+        wrong, right = await asyncio.wait_for(
+            asyncio.gather(
+                w.peer.call("engine.text", (), int),
+                w.peer.call("engine.number", (2,), int),
+                return_exceptions=True,
+            ),
+            HANG_S,
+        )
+        assert isinstance(
+            wrong, WorkerError
+        ) and "rollout-3: engine.text returned a value that is not <class 'int'>" in str(wrong)
+        assert right == 2
 
 
-def test_arguments_that_cannot_travel_leave_nothing_behind() -> None:
-    async def main() -> None:
-        async with wire() as w:
-            with pytest.raises(TypeError, match="cannot encode"):
-                await w.peer.call("engine.number", (object(),), int)
-            assert not w.peer._pending and not w.sent
-
-    asyncio.run(main())
+async def test_arguments_that_cannot_travel_leave_nothing_behind() -> None:
+    async with wire() as w:
+        with pytest.raises(TypeError, match="cannot encode"):
+            await w.peer.call("engine.number", (object(),), int)
+        assert not w.peer._pending and not w.sent
 
 
-def test_cancelling_a_call_frees_the_remote_task() -> None:
-    async def main() -> None:
-        async with wire() as w:
-            call = asyncio.create_task(w.peer.call("engine.hang"))
-            await w.peer.call("engine.number", (1,), int)
-            assert not w.root.engine.cancelled.is_set()
-            call.cancel()
-            await asyncio.wait_for(w.root.engine.cancelled.wait(), HANG_S)
-            assert call.cancelled() or call.done()
-
-    asyncio.run(main())
+async def test_cancelling_a_call_frees_the_remote_task() -> None:
+    async with wire() as w:
+        call = asyncio.create_task(w.peer.call("engine.hang"))
+        await w.peer.call("engine.number", (1,), int)
+        assert not w.root.engine.cancelled.is_set()
+        call.cancel()
+        await asyncio.wait_for(w.root.engine.cancelled.wait(), HANG_S)
+        assert call.cancelled() or call.done()
 
 
-def test_a_host_forgets_a_call_that_ended_and_one_that_is_cancelled_before_it_begins() -> None:
-    async def main() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            host = Host(Root(), lambda frame: peer.receive(frame), tasks)
-            peer = Peer("rollout-0", host.receive, deadline_s=HANG_S)
-            assert await peer.call("engine.number", (1,), int) == 1
-            call = asyncio.create_task(peer.call("engine.hang"))
-            await asyncio.sleep(0)
-            call.cancel()  # The call and its cancellation travel in one frame.
-            await asyncio.sleep(0.01)
-            assert call.cancelled() and not host._tasks
-
-    asyncio.run(main())
+async def test_a_host_forgets_a_call_that_ended_and_one_that_is_cancelled_before_it_begins() -> (
+    None
+):
+    async with asyncio.TaskGroup() as tasks:
+        host = Host(Root(), lambda frame: peer.receive(frame), tasks)
+        peer = Peer("rollout-0", host.receive, deadline_s=HANG_S)
+        assert await peer.call("engine.number", (1,), int) == 1
+        call = asyncio.create_task(peer.call("engine.hang"))
+        await asyncio.sleep(0)
+        call.cancel()  # The call and its cancellation travel in one frame.
+        await asyncio.sleep(0.01)
+        assert call.cancelled() and not host._tasks
 
 
 @pytest.mark.parametrize("size, writes", [(10, 1), (2**20 - 1, 1), (2**20, 2)])
@@ -337,33 +305,24 @@ def test_a_short_frame_is_written_at_once_and_a_long_one_is_not_copied(
     assert (written[-1] is frame) == (writes == 2)
 
 
-def test_a_deadline_names_worker_and_method_and_frees_the_remote_task() -> None:
-    async def main() -> None:
-        async with wire() as w:
-            with pytest.raises(
-                DeadlineError, match=r"rollout-3 did not answer engine\.hang in time"
-            ):
-                await w.peer.call("engine.hang", deadline_s=0.1)
-            await asyncio.wait_for(w.root.engine.cancelled.wait(), HANG_S)
-
-    asyncio.run(main())
+async def test_a_deadline_names_worker_and_method_and_frees_the_remote_task() -> None:
+    async with wire() as w:
+        with pytest.raises(DeadlineError, match=r"rollout-3 did not answer engine\.hang in time"):
+            await w.peer.call("engine.hang", deadline_s=0.1)
+        await asyncio.wait_for(w.root.engine.cancelled.wait(), HANG_S)
 
 
-def test_a_lost_worker_fails_pending_and_later_calls_with_its_name() -> None:
-    async def main() -> None:
-        async with wire() as w:
-            calls = [asyncio.create_task(w.peer.call("engine.hang")) for _ in range(3)]
+async def test_a_lost_worker_fails_pending_and_later_calls_with_its_name() -> None:
+    async with wire() as w:
+        calls = [asyncio.create_task(w.peer.call("engine.hang")) for _ in range(3)]
+        await w.peer.call("engine.number", (1,), int)
+        w.peer.mark_dead("worker rollout-3 was killed by SIGKILL")
+        for error in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(error, WorkerError)
+            assert (
+                str(error) == "worker rollout-3 was killed by SIGKILL (while it served engine.hang)"
+            )
+        frames = len(w.sent)
+        with pytest.raises(WorkerError, match=r"^worker rollout-3 was killed by SIGKILL$"):
             await w.peer.call("engine.number", (1,), int)
-            w.peer.mark_dead("worker rollout-3 was killed by SIGKILL")
-            for error in await asyncio.gather(*calls, return_exceptions=True):
-                assert isinstance(error, WorkerError)
-                assert (
-                    str(error)
-                    == "worker rollout-3 was killed by SIGKILL (while it served engine.hang)"
-                )
-            frames = len(w.sent)
-            with pytest.raises(WorkerError, match=r"^worker rollout-3 was killed by SIGKILL$"):
-                await w.peer.call("engine.number", (1,), int)
-            assert len(w.sent) == frames
-
-    asyncio.run(main())
+        assert len(w.sent) == frames

@@ -23,10 +23,7 @@ def test_a_mode_without_overrides_keeps_its_name(mode: str) -> None:
     ("overrides", "expected"),
     [
         ("on_sync=drain staleness_threshold=0 trigger_parameter_sync_step=1", "on_policy_pipeline"),
-        (
-            "on_sync=drain staleness_threshold=0 trigger_parameter_sync_step=4",
-            "stream_off_policy",
-        ),
+        ("on_sync=drain staleness_threshold=0 trigger_parameter_sync_step=4", "stream_off_policy"),
         ("on_sync=drain", "async_staleness"),
         ("on_sync=swap", "async_swap"),
         ("staleness_threshold=2 trigger_parameter_sync_step=3", "async_partial"),

@@ -55,22 +55,18 @@ class Adapted(Replica):
         )
 
 
-def test_what_is_drawn_is_of_the_base_with_the_adapters_that_were_sent_last(
+async def test_what_is_drawn_is_of_the_base_with_the_adapters_that_were_sent_last(
     replica: Replica, runner: asyncio.Runner, tmp_path: Path
 ) -> None:
     """A trainer with adapters takes over the engine, and gives it back."""
-
-    async def main() -> None:
-        adapted = Adapted(tmp_path)
-        adapted.engine = replica.engine
-        await adapted.join()
-        for version, seed in ((0, 1), (1, 2), (2, 3), (3, 2)):
-            await adapted.publish(version, seed)
-            params = SamplingParams(30, ignore_eos=True, seed=version)
-            segments = await adapted.engine.generate(tokens_of(PROMPT), params, f"r{version}")
-            assert max(gap(adapted, seed, PROMPT, segments)) < 1e-4
-            other = seed % 3 + 1
-            assert max(gap(adapted, other, PROMPT, segments)) > 0.1
-        await replica.join()
-
-    runner.run(main())
+    adapted = Adapted(tmp_path)
+    adapted.engine = replica.engine
+    await adapted.join()
+    for version, seed in ((0, 1), (1, 2), (2, 3), (3, 2)):
+        await adapted.publish(version, seed)
+        params = SamplingParams(30, ignore_eos=True, seed=version)
+        segments = await adapted.engine.generate(tokens_of(PROMPT), params, f"r{version}")
+        assert max(gap(adapted, seed, PROMPT, segments)) < 1e-4
+        other = seed % 3 + 1
+        assert max(gap(adapted, other, PROMPT, segments)) > 0.1
+    await replica.join()

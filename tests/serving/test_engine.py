@@ -94,20 +94,17 @@ def test_stop_strings_end_a_response_where_they_are_complete(
         engine._decode = honest
 
 
-def test_sleep_needs_an_idle_engine(replica: Replica, runner: asyncio.Runner) -> None:
-    async def main() -> None:
-        task = asyncio.create_task(
-            replica.engine.generate(
-                tokens_of(PROMPT), SamplingParams(max_tokens=200, ignore_eos=True), "s"
-            )
+async def test_sleep_needs_an_idle_engine(replica: Replica, runner: asyncio.Runner) -> None:
+    task = asyncio.create_task(
+        replica.engine.generate(
+            tokens_of(PROMPT), SamplingParams(max_tokens=200, ignore_eos=True), "s"
         )
-        await testing.rollouts._drawing(replica.engine, 2, RolloutCase())
-        with pytest.raises(WorkerError, match=r"sleep\(\) with 1 running requests"):
-            await replica.engine.sleep()
-        await task
+    )
+    await testing.rollouts._drawing(replica.engine, 2, RolloutCase())
+    with pytest.raises(WorkerError, match=r"sleep\(\) with 1 running requests"):
         await replica.engine.sleep()
-        with pytest.raises(WorkerError, match="asleep"):
-            await replica.engine.generate(tokens_of([3]), SamplingParams(max_tokens=2), "s")
-        await replica.engine.wake()
-
-    runner.run(main())
+    await task
+    await replica.engine.sleep()
+    with pytest.raises(WorkerError, match="asleep"):
+        await replica.engine.generate(tokens_of([3]), SamplingParams(max_tokens=2), "s")
+    await replica.engine.wake()

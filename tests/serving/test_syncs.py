@@ -120,46 +120,38 @@ def test_a_swap_under_running_requests_knows_which_version_drew_which_token(
     assert swapped >= 8, f"only {swapped} responses were under way at the swap"
 
 
-def test_a_bit_that_flips_after_staging_is_never_served(
+async def test_a_bit_that_flips_after_staging_is_never_served(
     replica: Replica, runner: asyncio.Runner
 ) -> None:
-    async def main() -> None:
-        await replica.transfer(40, 2)
-        await replica.engine.call_workers("flip_staged_bit", "model.layers.1.mlp.down_proj.weight")
-        served = replica.engine.version
-        # The loaded weights equal the staged ones, but the sums were computed at arrival.
-        with pytest.raises(
-            SyncError,
-            match=r"live weights of version 40 are not the trainer's: model\.layers\.1\.mlp\.down_proj",
-        ):
-            await replica.receiver.activate(40)
-        assert replica.engine.version == served, "a version that is not proven is not called live"
-        await replica.publish(41, 2)
-
-    runner.run(main())
+    await replica.transfer(40, 2)
+    await replica.engine.call_workers("flip_staged_bit", "model.layers.1.mlp.down_proj.weight")
+    served = replica.engine.version
+    # The loaded weights equal the staged ones, but the sums were computed at arrival.
+    with pytest.raises(
+        SyncError,
+        match=r"live weights of version 40 are not the trainer's: model\.layers\.1\.mlp\.down_proj",
+    ):
+        await replica.receiver.activate(40)
+    assert replica.engine.version == served, "a version that is not proven is not called live"
+    await replica.publish(41, 2)
 
 
-def test_an_engine_that_keeps_its_old_weights_is_found_out(
+async def test_an_engine_that_keeps_its_old_weights_is_found_out(
     replica: Replica, runner: asyncio.Runner
 ) -> None:
-    async def main() -> None:
-        await replica.publish(50, 1)
-        await replica.transfer(51, 3)
-        await replica.engine.call_workers("load_nothing")
-        with pytest.raises(
-            SyncError, match=r"replica 0: live weights of version 51 .* \d+ more tensors differ"
-        ):
-            await replica.receiver.activate(51)
-        await replica.publish(52, 3)
-        params = SamplingParams(max_tokens=12, ignore_eos=True)
-        assert (
-            gap(replica, 3, PROMPT, await replica.engine.generate(tokens_of(PROMPT), params, "s"))[
-                0
-            ]
-            < 1e-4
-        )
-
-    runner.run(main())
+    await replica.publish(50, 1)
+    await replica.transfer(51, 3)
+    await replica.engine.call_workers("load_nothing")
+    with pytest.raises(
+        SyncError, match=r"replica 0: live weights of version 51 .* \d+ more tensors differ"
+    ):
+        await replica.receiver.activate(51)
+    await replica.publish(52, 3)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    assert (
+        gap(replica, 3, PROMPT, await replica.engine.generate(tokens_of(PROMPT), params, "s"))[0]
+        < 1e-4
+    )
 
 
 def test_a_version_that_was_not_received_is_refused(
@@ -260,52 +252,42 @@ def test_only_what_continues_a_context_gets_its_salt() -> None:
         salts.check()
 
 
-def test_a_staging_that_never_ends_has_a_deadline(
+async def test_a_staging_that_never_ends_has_a_deadline(
     replica: Replica, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No trainer sends. The error reaches the waiting side and names the missing side."""
     monkeypatch.setattr(replica.receiver, "_timeout_s", 1.5)
-
-    async def main() -> None:
-        with pytest.raises(
-            SyncError, match=r"replica 0: \w+'s workers received no weights within 1\.5 s"
-        ):
-            await replica.receiver.transfer(60)
-        with pytest.raises(SyncError, match="must serve version 60, but version None is staged"):
-            await replica.receiver.activate(60)
-        await asyncio.to_thread(
-            asyncio.run, replica.sender.transfer(60)
-        )  # ends the thread that waits
-
-    runner.run(main())
+    with pytest.raises(
+        SyncError, match=r"replica 0: \w+'s workers received no weights within 1\.5 s"
+    ):
+        await replica.receiver.transfer(60)
+    with pytest.raises(SyncError, match="must serve version 60, but version None is staged"):
+        await replica.receiver.activate(60)
+    await asyncio.to_thread(asyncio.run, replica.sender.transfer(60))  # ends the thread that waits
 
 
-def test_a_restarted_replica_joins_and_a_changed_weight_is_found(
+async def test_a_restarted_replica_joins_and_a_changed_weight_is_found(
     replica: Replica, runner: asyncio.Runner
 ) -> None:
     """The transfer that waits for the lost replica breaks off. A new end takes its place."""
     name = "model.layers.0.mlp.down_proj.weight"
-
-    async def main() -> None:
-        waiting = asyncio.ensure_future(replica.receiver.transfer(70))
-        await asyncio.sleep(0.3)
-        await regroup([replica.sender], {}, 2)
-        address = "127.0.0.1", replica.store.port
-        where = (replica.store, address, 0, sync_options(replica.config))
-        assert await regroup([replica.sender], {0: replica.receiver}, 3) == [None]
-        with pytest.raises(BrokenTransfer, match="broke off"):
-            await waiting
-        replica.receiver = await EngineReceiver.join(replica.engine, *where)
-        assert await regroup([replica.sender], {0: replica.receiver}, 4) == [None]
-        await replica.publish(70, 2)
-        await replica.engine.call_workers("change", name)
-        with pytest.raises(SyncError, match=f"version 70 are no longer the trainer's: {name} ch"):
-            await replica.transfer(71, 2)
-
-    runner.run(main())
+    waiting = asyncio.ensure_future(replica.receiver.transfer(70))
+    await asyncio.sleep(0.3)
+    await regroup([replica.sender], {}, 2)
+    address = "127.0.0.1", replica.store.port
+    where = (replica.store, address, 0, sync_options(replica.config))
+    assert await regroup([replica.sender], {0: replica.receiver}, 3) == [None]
+    with pytest.raises(BrokenTransfer, match="broke off"):
+        await waiting
+    replica.receiver = await EngineReceiver.join(replica.engine, *where)
+    assert await regroup([replica.sender], {0: replica.receiver}, 4) == [None]
+    await replica.publish(70, 2)
+    await replica.engine.call_workers("change", name)
+    with pytest.raises(SyncError, match=f"version 70 are no longer the trainer's: {name} ch"):
+        await replica.transfer(71, 2)
 
 
-def test_an_engine_that_stands_still_or_dies_fails_its_requests_and_its_sync(
+async def test_an_engine_that_stands_still_or_dies_fails_its_requests_and_its_sync(
     replica: Replica, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This test comes last, because it leaves no engine to serve."""
@@ -325,23 +307,20 @@ def test_an_engine_that_stands_still_or_dies_fails_its_requests_and_its_sync(
             await asyncio.wait_for(transfer, 30)
         core.resume()
 
-    async def main() -> None:
-        params = SamplingParams(max_tokens=200, ignore_eos=True)
-        await replica.engine.generate(tokens_of(PROMPT), params, "s")
-        await still("check_health", 0.5)
-        await still("stage_weights", 0.0)
-        task = asyncio.create_task(replica.engine.generate(tokens_of(PROMPT), params, "s"))
-        await testing.rollouts._drawing(replica.engine, 2, RolloutCase())
-        (core,) = replica.cores()
-        core.suspend()
-        interrupt = asyncio.create_task(replica.engine.interrupt())
-        await asyncio.sleep(0.2)
-        core.kill()
-        with pytest.raises(WorkerError, match="has died"):
-            await asyncio.wait_for(interrupt, 30)
-        with pytest.raises(WorkerError, match="has died"):
-            await asyncio.wait_for(task, 30)
-        with pytest.raises(WorkerError, match="has died"):
-            await asyncio.wait_for(replica.receiver.transfer(70), 30)
-
-    runner.run(main())
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    await replica.engine.generate(tokens_of(PROMPT), params, "s")
+    await still("check_health", 0.5)
+    await still("stage_weights", 0.0)
+    task = asyncio.create_task(replica.engine.generate(tokens_of(PROMPT), params, "s"))
+    await testing.rollouts._drawing(replica.engine, 2, RolloutCase())
+    (core,) = replica.cores()
+    core.suspend()
+    interrupt = asyncio.create_task(replica.engine.interrupt())
+    await asyncio.sleep(0.2)
+    core.kill()
+    with pytest.raises(WorkerError, match="has died"):
+        await asyncio.wait_for(interrupt, 30)
+    with pytest.raises(WorkerError, match="has died"):
+        await asyncio.wait_for(task, 30)
+    with pytest.raises(WorkerError, match="has died"):
+        await asyncio.wait_for(replica.receiver.transfer(70), 30)

@@ -50,7 +50,7 @@ def test_a_start_that_fails_names_the_argument(
         runner.run(main())
 
 
-def test_an_engine_has_its_files_in_the_folder_of_the_run_and_listens_on_loopback(
+async def test_an_engine_has_its_files_in_the_folder_of_the_run_and_listens_on_loopback(
     tmp_path: Path, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_shape(tmp_path, SHAPE, vocab_size=48, eos_token_id=1, pad_token_id=0)
@@ -60,20 +60,16 @@ def test_an_engine_has_its_files_in_the_folder_of_the_run_and_listens_on_loopbac
     monkeypatch.setenv(SCRATCH, str(scratch))
     rollout = {"engine": "sglang", "max_num_seqs": 2}
     config = Config.model_validate({"model": {"path": str(tmp_path)}, "rollout": rollout})
-
-    async def main() -> None:
-        engine = build(config.sides, config.model, str(tmp_path))
-        ports = engine._engine.port_args
-        addresses = [each for each in astuple(ports) if str(each).startswith("ipc://")]
-        assert len(addresses) >= 5
-        assert all(address.startswith(f"ipc://{scratch}/") for address in addresses)
-        assert not Path(shm_path_for(ports.instance_id)).exists()
-        me = psutil.Process()
-        every = [me, *me.children(recursive=True)]
-        assert listeners(every) and not outside(listeners(every))
-        sockets = unix_sockets(every)
-        assert sockets and not any(path.stat().st_mode & 0o077 for path in sockets)
-        await engine.close()
-
-    runner.run(main())
+    engine = build(config.sides, config.model, str(tmp_path))
+    ports = engine._engine.port_args
+    addresses = [each for each in astuple(ports) if str(each).startswith("ipc://")]
+    assert len(addresses) >= 5
+    assert all(address.startswith(f"ipc://{scratch}/") for address in addresses)
+    assert not Path(shm_path_for(ports.instance_id)).exists()
+    me = psutil.Process()
+    every = [me, *me.children(recursive=True)]
+    assert listeners(every) and not outside(listeners(every))
+    sockets = unix_sockets(every)
+    assert sockets and not any(path.stat().st_mode & 0o077 for path in sockets)
+    await engine.close()
     assert Path(tempfile.gettempdir()) != scratch

@@ -10,18 +10,16 @@ from millrace.simulate import clock
 from millrace.simulate.clock import Deadlock
 
 
-def test_hours_pass_in_no_time_and_in_order() -> None:
-    async def main() -> list[tuple[float, str]]:
-        seen: list[tuple[float, str]] = []
+@pytest.mark.virtual_clock
+async def test_hours_pass_in_no_time_and_in_order() -> None:
+    seen: list[tuple[float, str]] = []
 
-        async def nap(name: str, seconds: float) -> None:
-            await asyncio.sleep(seconds)
-            seen.append((asyncio.get_running_loop().time(), name))
+    async def nap(name: str, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        seen.append((asyncio.get_running_loop().time(), name))
 
-        await asyncio.gather(nap("c", 7200), nap("a", 0.25), nap("b", 3600))
-        return seen
-
-    assert clock.run(main()) == [(0.25, "a"), (3600.0, "b"), (7200.0, "c")]
+    await asyncio.gather(nap("c", 7200), nap("a", 0.25), nap("b", 3600))
+    assert seen == [(0.25, "a"), (3600.0, "b"), (7200.0, "c")]
 
 
 def test_two_tasks_that_wait_for_each_other_are_a_deadlock_every_time() -> None:
@@ -59,10 +57,8 @@ def test_a_deadline_hours_away_is_reached() -> None:
         clock.run(main())
 
 
-def test_work_that_takes_no_virtual_time_takes_none() -> None:
-    async def main() -> float:
-        for _ in range(1000):
-            await asyncio.sleep(0)
-        return asyncio.get_running_loop().time()
-
-    assert clock.run(main()) == 0.0
+@pytest.mark.virtual_clock
+async def test_work_that_takes_no_virtual_time_takes_none() -> None:
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert asyncio.get_running_loop().time() == 0.0

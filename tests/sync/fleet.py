@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -158,23 +159,26 @@ class Fleet:
 @asynccontextmanager
 async def fleet(
     holders: Callable[[int], Holder] = lambda replica: Holder(model(100 + replica)),
-    trainer: dict[str, Tensor] | None = None,
+    source: Callable[[int], Source] = lambda rank: Source(model(1), rank),
     copies: int = 1,
+    rollout: Mapping[str, object] = MappingProxyType({}),
+    **sections: Any,
 ) -> AsyncIterator[Fleet]:
     """Connect two trainer ranks for each copy of the model, and two replicas, as workers do."""
     ranks = TRAINERS * copies
     config = Config(
         trainer={"n_gpus_per_node": ranks, "fsdp_size": TRAINERS},
-        rollout={"n_gpus_per_node": REPLICAS},
+        rollout={"n_gpus_per_node": REPLICAS, **rollout},
         sync={"bucket_mb": 1, "timeout_s": HANG_S},
+        **sections,
     )
     store = dist.HashStore()
-    sources = [Source(trainer if trainer is not None else model(1), rank) for rank in range(ranks)]
+    sources = [source(rank) for rank in range(ranks)]
     replicas = [holders(i) for i in range(REPLICAS)]
     joined: Any = await asyncio.gather(
         *(
-            join_sender(source, store, rank, sync_options(config))  # type: ignore[arg-type]
-            for rank, source in enumerate(sources)
+            join_sender(each, store, rank, sync_options(config))  # type: ignore[arg-type]
+            for rank, each in enumerate(sources)
         ),
         *(
             Receiver.join(holder, store, i, sync_options(config))

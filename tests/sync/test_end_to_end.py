@@ -95,8 +95,7 @@ class Reward:
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+def one_thread() -> None:
     torch.set_num_threads(1)
 
 
@@ -135,12 +134,7 @@ async def train(
     ledger = Ledger(c.schedule, samples)
     queue = SampleQueue(ledger, deadline_s=HANG_S)
     roller = SampleRoller(
-        SingleTurn(),
-        Reward(),
-        lambda tokens: " " * sum(tokens),
-        SamplingParams(8),
-        2,
-        seed=0,
+        SingleTurn(), Reward(), lambda tokens: " " * sum(tokens), SamplingParams(8), 2, seed=0
     )
     rollouter, record = Rollouter(queue, Prompts(), RolloutPool(replicas), roller), Record(ledger)
     sync = Sync(joined[0], joined[1:])  # type: ignore[arg-type]

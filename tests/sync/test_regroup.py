@@ -31,11 +31,6 @@ from tests.waiting import HANG_S, at_some_pace, until_async
 EMPTY = {name: torch.zeros_like(tensor) for name, tensor in model(0).items()}
 
 
-@pytest.fixture(autouse=True)
-def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
 async def broken(f: Fleet, version: int) -> Any:
     """Begin a transfer in which replica 1 stands still. Return the task."""
     task = asyncio.ensure_future(f.transfer(version, [0]))
@@ -44,82 +39,73 @@ async def broken(f: Fleet, version: int) -> Any:
     return task
 
 
-def test_a_replica_that_stands_still_is_left_out_and_a_restarted_one_joins() -> None:
-    async def main() -> None:
-        async with fleet() as f:
-            await f.transfer(0)
-            await f.activate(0)
-            for version in (1, 2):  # twice in a row
-                new = model(50 + version)
-                for source in f.sources:
-                    source.tensors = new
-                task = await broken(f, version)
-                start = time.monotonic()
-                await f.regroup([0])
-                with pytest.raises(BrokenTransfer, match="broke off"):
-                    await task
-                assert time.monotonic() - start < HANG_S, "it does not wait for sync.timeout_s"
-                await f.transfer(version, [0])
-                await f.activate(version, [0])
-                assert equal(f.holders[0].live, new) and not equal(f.holders[1].live, new)
-                await f.replace(1, Holder({n: t.clone() for n, t in EMPTY.items()}))
-                with pytest.raises(BrokenTransfer, match="replica 1 takes no part"):
-                    await f.receivers[1].transfer(version)
-                assert await f.regroup([0, 1]) == [version, None]
-                await f.transfer(version)
-                await f.activate(version, [1])
-                assert equal(f.holders[1].live, new)
-            assert f.holders[0].swaps == [0, 1, 2]
-
-    asyncio.run(main())
-
-
-def test_a_version_that_was_kept_is_sent_again_from_its_copy() -> None:
-    async def main() -> None:
-        async with fleet() as f:
-            at_the_cut = model(51)
+async def test_a_replica_that_stands_still_is_left_out_and_a_restarted_one_joins() -> None:
+    async with fleet() as f:
+        await f.transfer(0)
+        await f.activate(0)
+        for version in (1, 2):  # twice in a row
+            new = model(50 + version)
             for source in f.sources:
-                source.tensors = {name: tensor.clone() for name, tensor in at_the_cut.items()}
-            await asyncio.gather(*(s.keep(1) for s in f.senders))
-            for tensor in (t for source in f.sources for t in source.tensors.values()):
-                tensor.add_(1)
-            task = asyncio.ensure_future(f.receivers[0].transfer(1))
-            await asyncio.sleep(0.2)
-            assert await f.regroup([0]) == [None]
-            with pytest.raises(BrokenTransfer):
+                source.tensors = new
+            task = await broken(f, version)
+            start = time.monotonic()
+            await f.regroup([0])
+            with pytest.raises(BrokenTransfer, match="broke off"):
                 await task
+            assert time.monotonic() - start < HANG_S, "it does not wait for sync.timeout_s"
+            await f.transfer(version, [0])
+            await f.activate(version, [0])
+            assert equal(f.holders[0].live, new) and not equal(f.holders[1].live, new)
             await f.replace(1, Holder({n: t.clone() for n, t in EMPTY.items()}))
-            await f.regroup([0, 1])
-            await asyncio.gather(*(s.resend(1) for s in f.senders))
-            await asyncio.gather(*(r.transfer(1) for r in f.receivers))
-            await asyncio.gather(*(s.sent() for s in f.senders))
-            await f.activate(1)
-            assert all(equal(h.live, at_the_cut) for h in f.holders)
-            with pytest.raises(SyncError, match="version 1 cannot be sent again"):
-                await f.senders[0].resend(1)
-
-    asyncio.run(main())
+            with pytest.raises(BrokenTransfer, match="replica 1 takes no part"):
+                await f.receivers[1].transfer(version)
+            assert await f.regroup([0, 1]) == [version, None]
+            await f.transfer(version)
+            await f.activate(version, [1])
+            assert equal(f.holders[1].live, new)
+        assert f.holders[0].swaps == [0, 1, 2]
 
 
-def test_the_base_of_adapters_is_sent_again_to_those_who_lack_it() -> None:
-    async def main() -> None:
-        async with test_adapters.fleet() as f:
-            await f.transfer(0)
-            await f.activate(0)
-            for version, members in ((1, [0]), (2, [0, 1])):
-                if version == 1:
-                    await broken(f, version)
-                else:
-                    await f.replace(1, Holder({n: t.clone() for n, t in EMPTY.items()}))
-                await f.regroup(members)
-                low_rank = draw(f, version)
-                _, received = await f.transfer(version, members)
-                await f.activate(version, members)
-                with_base = received[0].bytes > size(low_rank) + size(model(1))
-                assert with_base == (version == 2)
-            assert equal(f.holders[0].live, f.holders[1].live)
+async def test_a_version_that_was_kept_is_sent_again_from_its_copy() -> None:
+    async with fleet() as f:
+        at_the_cut = model(51)
+        for source in f.sources:
+            source.tensors = {name: tensor.clone() for name, tensor in at_the_cut.items()}
+        await asyncio.gather(*(s.keep(1) for s in f.senders))
+        for tensor in (t for source in f.sources for t in source.tensors.values()):
+            tensor.add_(1)
+        task = asyncio.ensure_future(f.receivers[0].transfer(1))
+        await asyncio.sleep(0.2)
+        assert await f.regroup([0]) == [None]
+        with pytest.raises(BrokenTransfer):
+            await task
+        await f.replace(1, Holder({n: t.clone() for n, t in EMPTY.items()}))
+        await f.regroup([0, 1])
+        await asyncio.gather(*(s.resend(1) for s in f.senders))
+        await asyncio.gather(*(r.transfer(1) for r in f.receivers))
+        await asyncio.gather(*(s.sent() for s in f.senders))
+        await f.activate(1)
+        assert all(equal(h.live, at_the_cut) for h in f.holders)
+        with pytest.raises(SyncError, match="version 1 cannot be sent again"):
+            await f.senders[0].resend(1)
 
-    asyncio.run(main())
+
+async def test_the_base_of_adapters_is_sent_again_to_those_who_lack_it() -> None:
+    async with test_adapters.fleet() as f:
+        await f.transfer(0)
+        await f.activate(0)
+        for version, members in ((1, [0]), (2, [0, 1])):
+            if version == 1:
+                await broken(f, version)
+            else:
+                await f.replace(1, Holder({n: t.clone() for n, t in EMPTY.items()}))
+            await f.regroup(members)
+            low_rank = draw(f, version)
+            _, received = await f.transfer(version, members)
+            await f.activate(version, members)
+            with_base = received[0].bytes > size(low_rank) + size(model(1))
+            assert with_base == (version == 2)
+        assert equal(f.holders[0].live, f.holders[1].live)
 
 
 def test_who_does_not_come_is_named_and_a_later_generation_supersedes() -> None:
@@ -178,40 +164,36 @@ def killed() -> Iterator[list[subprocess.Popen[bytes]]]:
         process.wait()
 
 
-def test_a_receiver_killed_in_the_middle_of_a_transfer(
+async def test_a_receiver_killed_in_the_middle_of_a_transfer(
     killed: list[subprocess.Popen[bytes]],
 ) -> None:
     """Two trainer ranks send. Replica 1 is another process, which dies by SIGKILL."""
     new = large(1)
-
-    async def main() -> None:
-        config = Config(
-            trainer={"n_gpus_per_node": TRAINERS},
-            rollout={"n_gpus_per_node": 2},
-            sync={"bucket_mb": 1, "timeout_s": HANG_S},
-        )
-        agreed = sync_options(config)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        victim = [sys.executable, "-c", VICTIM, str(store.port), config.model_dump_json()]
-        killed.append(subprocess.Popen(victim))
-        sources, holder = [Source(new, rank) for rank in range(TRAINERS)], Holder(large(2))
-        *senders, receiver = await asyncio.gather(
-            *(join_sender(source, store, r, agreed) for r, source in enumerate(sources)),  # type: ignore[arg-type]
-            Receiver.join(holder, store, 0, agreed),
-        )
-        await asyncio.gather(*(end.regroup(1, [0, 1]) for end in (*senders, receiver)))
-        calls = [asyncio.ensure_future(end.transfer(1)) for end in (*senders, receiver)]
-        assert await asyncio.to_thread(killed[0].wait) == -signal.SIGKILL
-        start = time.monotonic()
-        await asyncio.gather(*(end.regroup(2, [0]) for end in (*senders, receiver)))
-        ends = await asyncio.gather(*calls, return_exceptions=True)
-        assert any(isinstance(end, BrokenTransfer) for end in ends), ends
-        assert time.monotonic() - start < HANG_S
-        await asyncio.gather(*(end.transfer(1) for end in (*senders, receiver)))
-        await receiver.activate(1)
-        assert equal(holder.live, new)
-
-    asyncio.run(main())
+    config = Config(
+        trainer={"n_gpus_per_node": TRAINERS},
+        rollout={"n_gpus_per_node": 2},
+        sync={"bucket_mb": 1, "timeout_s": HANG_S},
+    )
+    agreed = sync_options(config)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    victim = [sys.executable, "-c", VICTIM, str(store.port), config.model_dump_json()]
+    killed.append(subprocess.Popen(victim))
+    sources, holder = [Source(new, rank) for rank in range(TRAINERS)], Holder(large(2))
+    *senders, receiver = await asyncio.gather(
+        *(join_sender(source, store, r, agreed) for r, source in enumerate(sources)),  # type: ignore[arg-type]
+        Receiver.join(holder, store, 0, agreed),
+    )
+    await asyncio.gather(*(end.regroup(1, [0, 1]) for end in (*senders, receiver)))
+    calls = [asyncio.ensure_future(end.transfer(1)) for end in (*senders, receiver)]
+    assert await asyncio.to_thread(killed[0].wait) == -signal.SIGKILL
+    start = time.monotonic()
+    await asyncio.gather(*(end.regroup(2, [0]) for end in (*senders, receiver)))
+    ends = await asyncio.gather(*calls, return_exceptions=True)
+    assert any(isinstance(end, BrokenTransfer) for end in ends), ends
+    assert time.monotonic() - start < HANG_S
+    await asyncio.gather(*(end.transfer(1) for end in (*senders, receiver)))
+    await receiver.activate(1)
+    assert equal(holder.live, new)
 
 
 def test_an_operation_that_ends_just_after_its_wait_timed_out_has_not_failed() -> None:

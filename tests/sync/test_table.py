@@ -27,11 +27,6 @@ Cut = dict[str, list[tuple[int, int]]]
 """(first row, rows) of each tensor, by sender."""
 
 
-@pytest.fixture(autouse=True)
-def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
 def drawn(seed: int, senders: int) -> tuple[dict[str, Tensor], Cut]:
     """Return tensors and a random table: uneven rows in any order, and senders without rows."""
     draw, noise = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -86,38 +81,34 @@ def agreement(ranks: int, *, vllm: bool = False) -> SyncOptions:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_table_that_covers_each_row_once_arrives_whole(seed: int) -> None:
+async def test_any_table_that_covers_each_row_once_arrives_whole(seed: int) -> None:
     senders = 1 + seed % 4
     tensors, cut = drawn(seed, senders)
     agreed = agreement(senders + 1, vllm=seed % 2 == 1)  # the last rank has no rows
     for parts in cut.values():
         parts.append((0, 0))
-
-    async def main() -> None:
-        store = dist.HashStore()
-        live = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        holder = Holder(live)
-        sources = [Source(tensors, cut, rank) for rank in range(senders + 1)]
-        *ends, receiver = await asyncio.gather(
-            *(join_sender(source, store, i, agreed) for i, source in enumerate(sources)),  # type: ignore[arg-type]
-            Receiver.join(holder, store, 0, agreed),
-        )
-        await regroup(ends, {0: receiver})
-        assert isinstance(ends[-1], NullSender) and any(isinstance(end, Sender) for end in ends)
-        for version in range(2):
-            for tensor in tensors.values():
-                tensor.add_(1)
-            sending = [asyncio.to_thread(asyncio.run, end.transfer(version)) for end in ends]  # type: ignore[arg-type]
-            *sent, received = await asyncio.gather(*sending, receiver.transfer(version))
-            assert sum(report.bytes for report in sent) == received.bytes
-            assert equal(receiver.inbox.staged, tensors)
-            if agreed.serving:
-                assert receiver.inbox.bit_sums == bit_sums(tensors)
-            else:
-                await receiver.activate(version)
-                assert equal(live, tensors)
-
-    asyncio.run(main())
+    store = dist.HashStore()
+    live = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    holder = Holder(live)
+    sources = [Source(tensors, cut, rank) for rank in range(senders + 1)]
+    *ends, receiver = await asyncio.gather(
+        *(join_sender(source, store, i, agreed) for i, source in enumerate(sources)),  # type: ignore[arg-type]
+        Receiver.join(holder, store, 0, agreed),
+    )
+    await regroup(ends, {0: receiver})
+    assert isinstance(ends[-1], NullSender) and any(isinstance(end, Sender) for end in ends)
+    for version in range(2):
+        for tensor in tensors.values():
+            tensor.add_(1)
+        sending = [asyncio.to_thread(asyncio.run, end.transfer(version)) for end in ends]  # type: ignore[arg-type]
+        *sent, received = await asyncio.gather(*sending, receiver.transfer(version))
+        assert sum(report.bytes for report in sent) == received.bytes
+        assert equal(receiver.inbox.staged, tensors)
+        if agreed.serving:
+            assert receiver.inbox.bit_sums == bit_sums(tensors)
+        else:
+            await receiver.activate(version)
+            assert equal(live, tensors)
 
 
 @settings(deadline=None)

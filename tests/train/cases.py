@@ -216,6 +216,10 @@ def run_case(case: Any, folder: Any, rank: Any, layout: Any = "1") -> dict[str, 
     }  # fmt: skip
 
 
+def close(got: Any, want: Any, rtol: Any = 1e-6, atol: Any = 1e-8) -> None:
+    torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+
+
 # On several ranks
 # --------------------------------------------------------------------------------------------------
 

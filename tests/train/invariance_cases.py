@@ -30,8 +30,9 @@ from tests.train import cases as train_cases
 from tests.train.cases import CPU, OPTIM
 from tests.train.samples import random_samples
 
-CUTS = (40, 70, 4096)
-"""Token limits of a micro-batch: they make many micro-batches, some, and one."""
+CUTS = (40, 70)
+"""Token limits of a micro-batch on ranks: they make many micro-batches, and some."""
+WHOLE = 4096
 SAMPLES = random_samples(3, [4, 1, 3, 5, 2, 3, 0])
 VERSION = 2
 
@@ -56,8 +57,9 @@ CASES: dict[str, dict[str, Any]] = {
             **BOUNDS.get(mode, {}),
         }
     }
-    for mode in tuple(POLICY_LOSSES)
-    for agg in get_args(AggMode)
+    for i, mode in enumerate(POLICY_LOSSES)
+    for j, agg in enumerate(get_args(AggMode))
+    if mode == "vanilla" or (i + j) % len(get_args(AggMode)) == 0
 } | {
     "token weights, normalised": OWN
     | _correction(rollout_is="token", rollout_is_batch_normalize=True),
@@ -100,10 +102,7 @@ CASES: dict[str, dict[str, Any]] = {
         }
     },
     "gspo with dual clip": {
-        "actor": {
-            "policy_loss": {"importance_sampling_level": "sequence"},
-            "clip_ratio_c": 1.05,
-        },
+        "actor": {"policy_loss": {"importance_sampling_level": "sequence"}, "clip_ratio_c": 1.05},
         "algorithm": {
             "adv_estimator": "gpg",
             "f_norm": "std",
@@ -165,20 +164,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 
-
-_LOSSES = {
-    f"{mode}, {agg}": i + j
-    for i, mode in enumerate(tuple(POLICY_LOSSES))
-    for j, agg in enumerate(get_args(AggMode))
-}
-ON_RANKS = [
-    name
-    for name in CASES
-    if name not in _LOSSES
-    or name.startswith("vanilla")
-    or _LOSSES[name] % len(get_args(AggMode)) == 0
-]
-"""The cases on several ranks. Each loss has one aggregation in turn; `vanilla` has them all."""
+"""Each loss has one aggregation in turn; `vanilla` has them all."""
 
 LAYOUTS = {"4": (4, 0, 1), "2 x 2": (4, 2, 1), "2 x 1": (2, 1, 1), "2 of 2": (4, 2, 2)}
 """The number of ranks, how many share one copy of the model (0: all), and how many share tokens."""
@@ -190,7 +176,7 @@ def cases_of(layout: str) -> list[str]:
     Every layout has all four ways to keep gradients and to cut a mini-batch: see `run_rank`.
     """
     k, shares = list(LAYOUTS).index(layout), LAYOUTS[layout][2] > 1
-    return [name for i, name in enumerate(ON_RANKS) if shares or (i + i // 4) % 4 == k]
+    return [name for i, name in enumerate(CASES) if shares or (i + i // 4) % 4 == k]
 
 
 def config_of(
@@ -295,7 +281,7 @@ def run_rank(rank: int, folder: str) -> None:
         engine = engine_of(folder, rank, world_size, fsdp_size, sharing)
         results = {}
         for name in cases_of(layout):
-            i = ON_RANKS.index(name)
+            i = list(CASES).index(name)
             # A small model keeps whole gradients until the last micro-batch; a large one does not.
             engine.actor.keeps_whole_gradients = engine.critic.keeps_whole_gradients = i % 4 < 2
             results[name] = run_case(engine, CASES[name], CUTS[i % 2])

@@ -1,7 +1,7 @@
 """Tests that loss and gradient do not depend on how a mini-batch is split.
 
-They cover every loss, aggregation and correction, on one rank and on four that share tokens. Most
-have a second layout of two or four ranks.
+They cover every loss, aggregation and correction, in one piece on one rank, and in micro-batches on
+four that share tokens. Most have a second layout of two or four ranks.
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ import torch
 
 from tests.train import invariance_cases
 from tests.train.forks import GROUP, start_ranks
-from tests.train.invariance_cases import CASES, CUTS, LAYOUTS, cases_of
+from tests.train.invariance_cases import CASES, LAYOUTS, WHOLE, cases_of
 
 pytestmark = pytest.mark.xdist_group(GROUP)
 
 
 @pytest.fixture(scope="module")
-def alone(folder: str) -> dict[int, dict[str, Any]]:
-    """The results of one process, by the token limit of a micro-batch."""
+def alone(folder: str) -> dict[str, dict[str, Any]]:
+    """The results of one process, with the mini-batch in one piece."""
     engine = invariance_cases.engine_of(folder, 0, 1)
-    return {
-        cut: {name: invariance_cases.run_case(engine, case, cut) for name, case in CASES.items()}
-        for cut in CUTS
-    }
+    return {name: invariance_cases.run_case(engine, case, WHOLE) for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -54,34 +51,19 @@ def same(got: dict[str, Any], want: dict[str, Any]) -> None:
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6 * float(b.abs().max()) + 1e-12)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_micro_batches_of_any_size_make_the_same_loss_and_gradient(
-    name: str, alone: dict[int, dict[str, Any]]
-) -> None:
-    whole = alone[max(CUTS)][name]
-    assert float(whole["actor sums"][0]) != 0.0 and any(
-        bool(g.any()) for g in whole["actor gradients"]
-    )
-    for cut in CUTS:
-        same(alone[cut][name], whole)
-
-
 @pytest.mark.parametrize(("layout", "name"), [(x, name) for x in LAYOUTS for name in cases_of(x)])
-def test_any_number_of_ranks_makes_the_same_loss_and_gradient(
-    name: str, layout: str, alone: dict[int, dict[str, Any]], ranks: dict[str, dict[str, Any]]
+def test_any_number_of_ranks_and_micro_batches_makes_the_same_loss_and_gradient(
+    name: str, layout: str, alone: dict[str, dict[str, Any]], ranks: dict[str, dict[str, Any]]
 ) -> None:
-    same(ranks[layout][name], alone[max(CUTS)][name])
+    same(ranks[layout][name], alone[name])
 
 
-def test_the_cases_differ_and_reject_something(alone: dict[int, dict[str, Any]]) -> None:
+def test_the_cases_differ_and_reject_something(alone: dict[str, dict[str, Any]]) -> None:
     """A setting without effect would also be invariant, so the losses must differ."""
-    whole = alone[max(CUTS)]
-    losses = {name: round(float(found["actor sums"][0]), 12) for name, found in whole.items()}
-    twins = {a: b for a in losses for b in losses if a < b and losses[a] == losses[b]}
-    assert all(
-        a.startswith("gpg") and b == a.replace("gpg", "reinforce") for a, b in twins.items()
-    ), twins
-    everything = whole["vanilla, token-mean"]["tokens"]
+    losses = {name: round(float(found["actor sums"][0]), 12) for name, found in alone.items()}
+    assert 0.0 not in losses.values() and len({*losses.values()}) == len(losses), losses
+    assert all(any(g.any() for g in found["actor gradients"]) for found in alone.values())
+    everything = alone["vanilla, token-mean"]["tokens"]
     for name in (
         "rejection by token and by sequence",
         "rejection before the baseline",
@@ -89,4 +71,4 @@ def test_the_cases_differ_and_reject_something(alone: dict[int, dict[str, Any]])
         "second moment",
         "age",
     ):
-        assert 0 < whole[name]["tokens"] < everything, name
+        assert 0 < alone[name]["tokens"] < everything, name

@@ -204,45 +204,37 @@ def test_ranks_agree_on_a_staged_save_while_they_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_what_cannot_be_written_is_an_error_with_its_folder_and_reason_and_the_next_save_is_its_own(
+async def test_what_cannot_be_written_is_an_error_with_its_folder_and_reason_and_the_next_save_is_its_own(
     tmp_path: Path, staged: bool
 ) -> None:
     (tmp_path / "file").write_text("")
     engine = engine_of({})
-
-    async def main() -> None:
-        with pytest.raises(
-            CheckpointError,
-            match=r"file/engine was not written: rank 0: NotADirectoryError: .*file/engine",
-        ):
-            await engine.save(str(tmp_path / "file" / "engine"), staged)
-            await engine.saved()
+    with pytest.raises(
+        CheckpointError,
+        match=r"file/engine was not written: rank 0: NotADirectoryError: .*file/engine",
+    ):
+        await engine.save(str(tmp_path / "file" / "engine"), staged)
         await engine.saved()
-        await engine.save(str(tmp_path / "good"), staged)
-        await engine.saved()
-
-    asyncio.run(main())
+    await engine.saved()
+    await engine.save(str(tmp_path / "good"), staged)
+    await engine.saved()
     assert (tmp_path / "good" / ".metadata").is_file()
 
 
-def test_at_most_one_save_is_under_way_and_an_engine_is_not_closed_before(
+async def test_at_most_one_save_is_under_way_and_an_engine_is_not_closed_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, engine = Gate(monkeypatch), engine_of({})
     gate.open.clear()
-
-    async def main() -> None:
-        await engine.save(str(tmp_path / "first"), True)
-        second = asyncio.ensure_future(engine.save(str(tmp_path / "second"), True))
-        await asyncio.sleep(0.05)
-        assert not second.done()
-        gate.open.set()
-        await second
-        assert (tmp_path / "first" / ".metadata").is_file()
-        await engine.close()
-        assert (tmp_path / "second" / ".metadata").is_file()
-
-    asyncio.run(asyncio.wait_for(main(), HANG_S))
+    await engine.save(str(tmp_path / "first"), True)
+    second = asyncio.ensure_future(engine.save(str(tmp_path / "second"), True))
+    await asyncio.sleep(0.05)
+    assert not second.done()
+    gate.open.set()
+    await second
+    assert (tmp_path / "first" / ".metadata").is_file()
+    await engine.close()
+    assert (tmp_path / "second" / ".metadata").is_file()
 
 
 def test_a_copy_is_whole_of_the_same_layout_and_gone_once_it_is_written(

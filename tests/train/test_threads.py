@@ -12,16 +12,11 @@ import torch
 
 from millrace.config import Config
 from millrace.errors import ConfigError
-from millrace.models.model import load_model
 from millrace.ports import TrainBatch
-from millrace.train.fsdp.engine import FsdpTrainEngine
-from millrace.train.fsdp.policy import PackedPolicy
-from millrace.train.fsdp.sharding import mesh_of, shard
-from millrace.train.options import step_options
 from millrace.train.packing import pack, split
 from millrace.train.rows import arrays_of, rows_of_samples
 from millrace.types import Author, Sample, Segment, Thread, Trajectory, floats_of, tokens_of
-from tests.train.cases import CPU, HORIZON, OPTIM, config_of, engine_of, write_models
+from tests.train.cases import CPU, engine_of, write_models
 from tests.train.samples import random_samples
 from tests.train.threads import cut_batch
 
@@ -106,40 +101,6 @@ def test_more_threads_with_equal_contexts_give_the_same_gradient(
     assert any(len(t.threads) > 1 for s in several[0].samples for t in s.trajectories)
     assert any(len(t.threads) == 0 for s in several[0].samples for t in s.trajectories)
     check_equal(trained(case, folder, batches), trained(case, folder, several))
-
-
-def test_the_gradient_of_a_float32_model_is_the_same_within_a_millionth(folder: str) -> None:
-    """One engine step in the dtype of production. Plain SGD would give the gradient itself."""
-    config = config_of({})
-    gradients = []
-    for batch in (batch_of(12), cut_batch(batch_of(12))):
-        mesh = mesh_of(config.model, config.trainer, 1, CPU)
-        model = load_model(f"{folder}/tied", seed=1, dtype="float32")
-        policy = shard(PackedPolicy(model), config.model, config.trainer, mesh, CPU)
-        engine = FsdpTrainEngine(
-            policy,
-            step_options(config),
-            model_folder=f"{folder}/tied",
-            rank=0,
-            world_size=1,
-            device=CPU,
-        )
-        engine.restart(OPTIM.model_copy(update={"clip_grad": 1e9}), HORIZON)
-        found: dict[str, torch.Tensor] = {}
-        assert engine.actor.optimizer is not None
-        inner = engine.actor.optimizer.step
-
-        def keep(*args: Any, found: Any = found, policy: Any = policy, inner: Any = inner) -> Any:
-            for name, p in policy.named_parameters():
-                found[name] = p.grad.clone()
-            return inner(*args)
-
-        engine.actor.optimizer.step = keep  # type: ignore[assignment, method-assign]
-        asyncio.run(engine.step(replace(batch, samples=batch.samples[:4])))
-        gradients.append(found)
-    one, other = gradients
-    for name, gradient in one.items():
-        assert torch.allclose(gradient, other[name], rtol=0, atol=1e-6), name
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "reinforce_plus_plus"])

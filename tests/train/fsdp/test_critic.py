@@ -52,26 +52,8 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a) and a.keys() == b.keys()
 
 
-def test_a_constant_return_is_learned(folder: str) -> None:
-    """The engine is in float32, as a user builds it. Every value starts at 0."""
-    config = Config(
-        trainer={"device": "cpu"},
-        algorithm={"adv_estimator": "gae"},
-        critic={"optim": {"lr": 3e-3}},
-    )
-    engine = fsdp_train.build(config, f"{folder}/tied", rank=0, world_size=1)
-    engine.restart(OptimConfig(lr=0.0), 100)
-    group = tuple(
-        sample(i, *(trajectory(-2.0, -2.5, -2.2, score=1.0) for _ in range(2))) for i in range(4)
-    )
-    metrics = [step(engine, group).metrics for _ in range(30)]
-    assert metrics[0]["critic/values"] == 0 and metrics[0]["critic/vf_loss"] == pytest.approx(0.5)
-    assert metrics[-1]["critic/vf_loss"] < 0.005 and metrics[-1]["critic/values"] == pytest.approx(
-        1.0, abs=0.1
-    )
-
-
 def test_returns_that_prompts_explain_are_learned(folder: str) -> None:
+    """The engine is in float32, as a user builds it. Every value starts at 0."""
     config = Config(
         trainer={"device": "cpu"},
         algorithm={"adv_estimator": "gae"},
@@ -82,7 +64,9 @@ def test_returns_that_prompts_explain_are_learned(folder: str) -> None:
     group = tuple(
         sample(i, *(trajectory(-2.0, -2.5, score=float(i % 2)) for _ in range(2))) for i in range(6)
     )
-    explained = [step(engine, group).metrics["critic/explained_variance"] for _ in range(40)]
+    metrics = [step(engine, group).metrics for _ in range(40)]
+    assert metrics[0]["critic/values"] == 0
+    explained = [row["critic/explained_variance"] for row in metrics]
     assert explained[0] == 0 and explained[-1] > 0.8
 
 

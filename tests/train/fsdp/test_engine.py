@@ -27,7 +27,7 @@ from millrace.train import log_probs as logprob
 from millrace.train.fsdp import engine as fsdp_train
 from millrace.train.fsdp import sharding
 from tests.train import cases as train_cases
-from tests.train.cases import CASES, LAYOUTS
+from tests.train.cases import CASES, LAYOUTS, close
 from tests.train.forks import GROUP
 from tests.train.plain import plain_log_probs, plain_run
 from tests.train.samples import VOCAB, random_samples
@@ -48,10 +48,6 @@ def ranks(folder: str) -> Any:
 @pytest.fixture(scope="module")
 def plain(folder: str) -> Any:
     return {name: plain_run(case, folder) for name, case in CASES.items()}
-
-
-def close(got: Any, want: Any, rtol: Any = 1e-6, atol: Any = 1e-8) -> None:
-    torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(("name", "layout"), train_cases.points(CASES))
@@ -351,9 +347,7 @@ def test_units_of_several_layers_train_the_same_policy(
     assert all(torch.equal(one[name], tensor) for name, tensor in all_layers.items())
 
 
-def test_a_unit_has_enough_parameters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_unit_has_enough_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharding, "UNIT", 100)
     layers: list[torch.nn.Module] = [torch.nn.Linear(n, 1) for n in (300, 49, 49, 49, 400, 9)]
     units = sharding._units(layers)

@@ -23,7 +23,7 @@ from millrace.ports import TrainBatch
 from millrace.train.fsdp import lora
 from millrace.train.rows import rows_of_samples
 from tests.train import cases as train_cases
-from tests.train.cases import HORIZON, LAYOUTS, OPTIM
+from tests.train.cases import HORIZON, LAYOUTS, OPTIM, close
 from tests.train.forks import GROUP
 from tests.train.fsdp import lora_cases
 from tests.train.fsdp.lora_cases import ALPHA, CASES, RANK
@@ -41,10 +41,6 @@ def ranks(folder: str) -> Any:
         lora_cases.run_case,
         {"2": lora_cases.run_extra, "2 x 2": lora_cases.run_copies},
     )
-
-
-def close(got: Any, want: Any, rtol: Any = 1e-6, atol: Any = 1e-8) -> None:
-    torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
 
 
 @pytest.fixture(scope="module")

@@ -95,15 +95,6 @@ def test_a_critic_learns_at_the_end_from_all_windows_and_the_values_of_their_ste
     assert trained == [1.0, 1.0, 1.0]
 
 
-def test_the_last_tokens_of_a_window_that_goes_on_may_be_left_out(folder: str) -> None:
-    made = engine(folder, 3, tppo={"ignore_last_k": 2})
-    whole = trajectory(*DRAWN, score=1.0, version=2)
-    batch = sample(0, part_of(whole, 0, 3)), sample(1, trajectory(-2.0, -2.1, score=0.0))
-    report = step(made, batch)
-    assert report.totals["train/filtered_tokens"] == 2
-    assert report.metrics["train/trained_token_share"] == pytest.approx(3 / 5)
-
-
 def test_the_split_of_a_response_does_not_change_what_its_critic_learns(folder: str) -> None:
     """With values that no step moves, the critic's step at the end is that of the whole response."""
     whole, cut = engine(folder, 100), engine(folder, 4)

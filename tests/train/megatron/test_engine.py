@@ -77,9 +77,7 @@ def test_log_probs_are_those_of_hugging_face_row_by_row(
     torch.testing.assert_close(found[1], entropies, rtol=0, atol=1e-5)
 
 
-def test_a_shared_vocabulary_gives_the_results_of_a_whole_one(
-    ranks: list[dict[str, Any]],
-) -> None:
+def test_a_shared_vocabulary_gives_the_results_of_a_whole_one(ranks: list[dict[str, Any]]) -> None:
     """With padded rows, a rank without rows, several chunks and a logit of -inf."""
     for rank in ranks[:2]:
         assert len(rank["heads"]) == 4

@@ -46,10 +46,7 @@ def parameters(
         yield f"{layer}self_attention.linear_qkv.weight", (fused, wide)
         yield (
             f"{layer}self_attention.linear_proj.weight",
-            (
-                wide,
-                hf.num_attention_heads * head // tp,
-            ),
+            (wide, hf.num_attention_heads * head // tp),
         )
         if hf.model_type == "qwen2":
             yield f"{layer}self_attention.linear_qkv.bias", (fused,)

@@ -242,12 +242,7 @@ def run_again(
 
 
 def run_states(
-    folder: str,
-    model: str,
-    chain: list[dict[str, Any]],
-    dtype: str,
-    rank: int,
-    device: str = "cpu",
+    folder: str, model: str, chain: list[dict[str, Any]], dtype: str, rank: int, device: str = "cpu"
 ) -> dict[str, Any]:
     """Return the weights and metrics of a step before and after a way through all shapes."""
 
