@@ -55,6 +55,8 @@ class ServingEngine(ABC):
         self._numbers = itertools.count()
         self._swaps = 0
         self._salts = Salts()
+        self._oldest_kv: PolicyVersion = 0
+        """No K and V are older than this version."""
         self._interrupted = False
         """Whether requests were interrupted since the last swap."""
         self._active: dict[str, ActiveRequest] = {}
@@ -146,7 +148,8 @@ class ServingEngine(ABC):
                 cause = f"{self.name} ended a request by itself ({drawn.reason})"
                 raise WorkerError(f"{cause}; the worker's log has the reason")
             self._tokens += len(drawn.tokens)
-            self._salts.remember(request.session, tokens + drawn.tokens, request.salt)
+            salt = request.salt._replace(version=max(request.salt.version, self._oldest_kv))
+            self._salts.remember(request.session, tokens + drawn.tokens, salt)
             first = params.experts_from
             context = 0 if first is None else len(tokens) - 1 - first
             result = (drawn.tokens, drawn.log_probs, request.starts, stop)
@@ -186,6 +189,7 @@ class ServingEngine(ABC):
             prove(await self.call_workers("activate_weights", version))
             before, self.version, self._lacks_weights = self.version, version, False
             self._swaps += 1
+            self._oldest_kv = version if self._recompute else min(self._oldest_kv, version)
             # After an interruption, responses read their tokens again with the new weights, and so
             # do idle sessions. Another run, which starts at version 0 again, has the same names.
             if self._recompute or self._interrupted or version <= before:

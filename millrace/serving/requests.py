@@ -24,7 +24,7 @@ class Salt(NamedTuple):
     The version cannot be the salt: another run on this engine starts at version 0 again.
     """
     version: PolicyVersion
-    """The version at its first use."""
+    """The version of the oldest K and V under it."""
 
 
 NO_SALT = Salt(0, 0)
@@ -111,10 +111,16 @@ class ActiveRequest:
         )
 
     def found(self, cached: int) -> int:
-        """Note that `cached` tokens of the prompt were in the prefix cache. Return their number."""
+        """Note that `cached` tokens of the prompt were in the prefix cache. Return their number.
+
+        A swap that computed K and V anew did not read them.
+        """
         if cached:
-            oldest = self.salt.version
-            self.starts = [s._replace(kv_version=min(s.kv_version, oldest)) for s in self.starts]
+            first = self.starts[0].kv_version
+            old = min(first, self.salt.version)
+            self.starts = [
+                s._replace(kv_version=old) if s.kv_version == first else s for s in self.starts
+            ]
         return cached
 
 

@@ -109,11 +109,7 @@ def test_each_token_of_an_episode_has_its_version_and_its_log_prob(
                 assert (given - right).abs().max() < 1e-4, (number, segment.version)
                 exact += len(given) > 5 and bool((given - wrong).abs().max() > 0.1)
             else:
-                # With vLLM, `kv_version` is that of the request's start, although its K and V are new.
-                assert segment.author is Author.ENVIRONMENT or (ENGINE, kv) != (
-                    "sglang",
-                    "recompute",
-                )
+                assert segment.author is Author.ENVIRONMENT or kv == "keep"
     # Few segments of a run that keeps K and V have them of one version alone.
-    most = len(finished) if (ENGINE, kv) == ("sglang", "recompute") else 0
+    most = len(finished) if kv == "recompute" else 0
     assert exact > most and spanning > len(finished) // 4

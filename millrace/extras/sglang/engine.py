@@ -43,7 +43,7 @@ from millrace.process.trees import lives
 from millrace.serving.engine import ServingEngine
 from millrace.serving.live_weights import keep_nccl_settings, restore_nccl_settings
 from millrace.serving.log import WorkerLog
-from millrace.serving.requests import ActiveRequest, Drawn, Salt, stop_string_end
+from millrace.serving.requests import ActiveRequest, Drawn, stop_string_end
 from millrace.types import Floats, Tokens, floats_of, tokens_of
 from millrace.waits.registry import current, waiting
 
@@ -257,7 +257,7 @@ class SglangRolloutEngine(ServingEngine):
     def _change_version(self) -> list[ActiveRequest]:
         if self._recompute:  # `pause` gave them this name in the prefix cache
             for request in self._active.values():
-                request.salt = Salt(self._swaps, self.version)
+                request.salt = request.salt._replace(number=self._swaps)
         return super()._change_version()
 
     async def _resume(self) -> None:
