@@ -67,7 +67,7 @@ ARGUMENTS = {
         }
         | dict.fromkeys(
             ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
-            "with n-grams, its CPU build returned log-probs that are NaN, and no other way of "
+            "with n-grams, its CPU build draws tokens that the model does not, and no other way of "
             "speculation is proven",
         ),
         ("engine/arg_utils.py", "EngineArgs", "AsyncEngineArgs"),
