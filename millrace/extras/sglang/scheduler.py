@@ -22,6 +22,7 @@ from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.io_struct import PauseGenerationReqInput, RpcReqOutput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
@@ -156,12 +157,19 @@ def _abort(scheduler: Any, call: Any) -> None:
 
 
 def _abort_chunked(scheduler: Any) -> None:
-    """Abort the request whose prompt is read in parts. After a retraction, it returns its tokens."""
+    """Abort the request whose prompt is read in parts. After a retraction, it returns its tokens.
+
+    SGLang sends an abort without tokens, through another socket than an output. So an output alone
+    is sent.
+    """
     request = scheduler._pending_chunked_abort_req
-    if request is not None and request is scheduler.chunked_req and request.output_ids:
-        request.finished_reason = FINISH_ABORT()
-        scheduler.output_streamer.stream_output([request], request.return_logprob)
-    _process_chunked_abort(scheduler)
+    if request is None or request is not scheduler.chunked_req or not request.output_ids:
+        _process_chunked_abort(scheduler)
+        return
+    request.finished_reason, request.to_finish = FINISH_ABORT(), None
+    release_kv_cache(request, scheduler.tree_cache, is_insert=False)
+    scheduler.chunked_req = scheduler._pending_chunked_abort_req = None
+    scheduler.output_streamer.stream_output([request], request.return_logprob)
 
 
 def _process_and_count(scheduler: Any, batch: Any, result: Any) -> None:
