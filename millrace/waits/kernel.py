@@ -62,7 +62,7 @@ def look(pids: Sequence[int]) -> dict[int, Process]:
     """Return what the system says about some processes. One that is gone has the state Z."""
     known: dict[int, psutil.Process] = {}
     for pid in pids:
-        with suppress(psutil.Error):
+        with suppress(psutil.Error, ValueError, OverflowError):  # some numbers are no process
             known[pid] = psutil.Process(pid)
             known[pid].cpu_percent()
     time.sleep(SAMPLE_S)

@@ -5,6 +5,7 @@ The ranks start once: they train, and then learn eight rows by heart.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -41,17 +42,21 @@ async def loss_after(s: Session, folder: Path, steps: int) -> float:
 
 
 @pytest.mark.slow
-async def test_a_run_with_two_tensor_parallel_ranks_learns_and_then_eight_rows_by_heart(
+def test_a_run_with_two_tensor_parallel_ranks_learns_and_then_eight_rows_by_heart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{SITE}{os.pathsep}{runs.ROOT}")
     monkeypatch.setattr(machine, "NVIDIA", Path(os.devnull))  # the run expects a GPU here
     folder = tmp_path / "run"
-    async with open_session(config(folder), runs.progress()) as s:
-        await run_training(s, await start_state(s), StopRequest())
-        assert await loss_after(s, folder, 1) > 0.01
-        assert await loss_after(s, folder, 50) < 1e-2
-        await s.engines.train.export(str(tmp_path / "by heart"))
+
+    async def main() -> None:
+        async with open_session(config(folder), runs.progress()) as s:
+            await run_training(s, await start_state(s), StopRequest())
+            assert await loss_after(s, folder, 1) > 0.01
+            assert await loss_after(s, folder, 50) < 1e-2
+            await s.engines.train.export(str(tmp_path / "by heart"))
+
+    asyncio.run(main())
     assert (tmp_path / "by heart" / "model.safetensors").is_file()
     rows = runs.rows(folder)
     exported = export(folder, tmp_path / "exported")  # without Megatron and its ranks

@@ -119,7 +119,7 @@ def test_the_account_of_samples_the_advice_and_the_verdict_agree_too(folder: Pat
     assert [path.name[:14] for path in run.samples] == [f"version-00000{v}" for v in range(1, 9)]
     assert {alarm.name: alarm.periods for alarm in run.alarms()} == ALARMS
     (advice,) = advise(run)
-    assert "whole versions after its first 2, which are too few" in advice.text
+    assert "whole versions after its first 2, and 10 are the fewest" in advice.text
     assert not run.notes and verdict_on(folder).state == "over"
 
 
