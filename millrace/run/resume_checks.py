@@ -17,7 +17,7 @@ from millrace.config import AlgorithmConfig, Config, ModelConfig, RewardConfig, 
 from millrace.config.algorithm_keys import without_own_algorithm
 from millrace.config.explain import all_keys, facts, section_of, shown
 from millrace.config.recipe import parse
-from millrace.config.section import Fixed, FixedRows, Past
+from millrace.config.section import Fixed, FixedRows, Past, Section
 from millrace.config.teacher_keys import weights_of
 from millrace.errors import ConfigError, bad_value
 from millrace.pipeline.checkpoint import ROWS, read_ledger
@@ -77,7 +77,7 @@ def check(config: Config, checkpoint: Path) -> list[str]:
         for key, fact in past.items()
     ]
     changed = [
-        f"{key} = {shown(config.value_of(key))} (was {shown(before.value_of(key))})"
+        f"{key} = {_text(config.value_of(key))} (was {_text(before.value_of(key))})"
         for key, field in all_keys()
         if not section_of(field.annotation) and key not in past and key not in _OF_AN_ATTEMPT
         if config.value_of(key) != before.value_of(key)
@@ -89,6 +89,17 @@ def check(config: Config, checkpoint: Path) -> list[str]:
         why = "prompts are read as at the checkpoint, whose template is another one"
         lines.append(f"model.path = {path!r}: its chat template has no effect, because {why}")
     return lines
+
+
+def _text(value: Any) -> str:
+    """Return a value as a recipe has it. Parts of a mapping have the keys that are set."""
+    if isinstance(value, dict):
+        parts = (
+            v if not isinstance(v, Section) else v.model_dump(mode="json", exclude_defaults=True)
+            for v in value.values()
+        )
+        value = dict(zip(value, parts, strict=True))
+    return shown(value)
 
 
 def _template(model: Path) -> str:

@@ -233,6 +233,16 @@ def test_what_is_past_is_said(tmp_path: Path) -> None:
     assert f"actor.optim.lr = 0.5 (was {lr})" in run.notes[-1] and "resume" not in run.notes[-1]
 
 
+def test_a_changed_part_is_said_by_the_keys_that_are_set(tmp_path: Path) -> None:
+    parts = [f"reward.mix.{name}.function={__file__}:{name}" for name in ("one", "other")]
+    found = checkpoint_of(tmp_path / "run", *parts)
+    (note,) = open_run_dir(
+        config_of(f"trainer.resume={found}", *parts, "reward.mix.other.weight=0.5")
+    ).notes
+    then, now = ("{'one': {'function': '", "'weight': 0.5}} (was {'one': {'function': '")
+    assert then in note and now in note and "template" not in note and "timeout_s" not in note
+
+
 def test_another_model_is_refused_and_the_same_one_elsewhere_is_not(tmp_path: Path) -> None:
     shape = Config().model.shape
     deeper = shape.model_copy(update={"num_hidden_layers": 5})
