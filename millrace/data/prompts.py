@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice, pairwise
-from typing import cast
+from typing import Any
 
 from millrace.data.chat import Chat, Reading
 from millrace.data.row_store import Progress, quiet
@@ -254,9 +254,10 @@ class PromptStream:
                 found = meter.long_rows((begin + int(at) for at in firsts), len(firsts))
                 long = [int(stored.index[i - begin]) for i in found]
                 _keep(meter, p, key, long)
-            fits = ~numpy.isin(stored.index[: part.size], long)
-            some = cast(Sequence[int], begin + numpy.flatnonzero(fits))
-            kept.append(some if long else range(begin, end))
+            some: Any = range(begin, end)
+            if long:
+                some = begin + numpy.flatnonzero(~numpy.isin(stored.index[: part.size], long))
+            kept.append(some)
         count = sum(map(len, kept))
         if not count:
             rule = (
@@ -265,8 +266,9 @@ class PromptStream:
             raise bad_row(
                 rows.source, f"{len(rows)} rows", rule, "a larger rollout.max_prompt_length"
             )
-        joined = numpy.concatenate([numpy.asarray(part, "i8") for part in kept])
-        whole = cast(Sequence[int], joined)
+        whole: Any = range(len(rows))
+        if count < len(rows):  # a range takes no memory, however many rows there are
+            whole = numpy.concatenate([numpy.asarray(part, "i8") for part in kept])
         stream = cls(
             rows,
             chat,
@@ -275,7 +277,7 @@ class PromptStream:
             max_prompt_length,
             filter_overlong,
             check.prompt_key,
-            range(len(rows)) if count == len(rows) else whole,
+            whole,
             len(rows) - count,
             meter.counts(),
             tuple((begin, n or count) for begin, n in growth),

@@ -98,6 +98,12 @@ def test_long_prompts_of_endless_tasks_are_replaced_or_refused() -> None:
         stream(rows)
 
 
+def test_a_generated_set_takes_no_memory_for_its_rows() -> None:
+    rows = load_source(f"task:sort_digits?size={10**15}", seed=0)
+    shown = stream(rows, shuffle=False)
+    assert len(shown) == 10**15 and shown[10**14].index == 10**14
+
+
 def test_small_generated_sets_are_filtered_and_counted() -> None:
     shown = stream(
         load_source("task:sort_digits?size=200&tail=0.5&tail_digits=30", seed=0),
