@@ -21,6 +21,7 @@ from rich.text import Text
 from millrace.config import Config, recipe
 from millrace.config.explain import hint_of
 from millrace.config.keys import Work
+from millrace.config.layers import is_native
 from millrace.errors import ConfigError, MissingDependency, bad_value
 from millrace.observe.panel import plain
 from millrace.observe.progress import Progress, make_view
@@ -296,10 +297,16 @@ def _print_keys(words: list[str], json_: bool) -> None:
 
     A recipe among the words is not read.
     """
-    rows, known = list(recipe.describe()), {key for key, _ in recipe.all_keys()}
-    asked = [name for word in words if (name := word.partition("=")[0]) in known]
-    for word in words:
-        if word and word.partition("=")[0] not in known:
+    rows = list(recipe.describe())
+    known, asked = {row[0] for row in rows}, []
+    for word in filter(None, words):
+        name = word.partition("=")[0]
+        shown = re.sub(r"^teachers\.\w+", "teachers.NAME", name)
+        while shown not in known and is_native(name):  # in a mapping with free names
+            shown = shown.rpartition(".")[0]
+        if shown in known:
+            asked.append(shown)
+        else:
             _note(f"--help-config reads no recipe and knows no key {word!r}: it is ignored")
     if asked:
         rows = [row for row in rows if any(f"{row[0]}.".startswith(f"{k}.") for k in asked)]

@@ -321,6 +321,13 @@ def test_help_config_of_a_key_or_a_section(run: Callable[..., Any]) -> None:
     assert "'quickstart': it is ignored" in err
 
 
+def test_help_config_of_a_key_under_a_free_name(run: Callable[..., Any]) -> None:
+    words = ["teachers.math.path=x", "reward.mix.style.weight", "rollout.engine_kwargs.swap_space"]
+    _, out, err = run("train", "--help-config", "--json", *words)
+    assert [*json.loads(out)] == ["rollout.engine_kwargs", "reward.mix", "teachers.NAME.path"]
+    assert "ignored" not in err
+
+
 def test_defaults_are_those_of_their_own_section_and_written_as_a_recipe_wants_them(
     run: Callable[..., Any],
 ) -> None:
