@@ -519,8 +519,13 @@ class ActorConfig(Section):
         )
 
 
+class CriticOptimConfig(OptimConfig):
+    lr: float = Field(1e-5, ge=0)
+    """Peak learning rate. With 0, nothing is trained: use it to measure speed."""
+
+
 class CriticConfig(Section):
-    optim: OptimConfig = OptimConfig(lr=1e-5)
+    optim: CriticOptimConfig = CriticOptimConfig()
     """The critic's optimizer. Its schedule ends at the same step as the policy's."""
     cliprange_value: Annotated[float, ReadWith(_CRITIC)] = Field(0.5, gt=0)
     """Largest useful distance of a value from the critic's value at the batch's arrival.

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace.config import Config, layers, recipe
+from millrace.config.explain import all_keys, default_of, section_of
 from millrace.config.packaged import model_folder
 from millrace.errors import ConfigError
 from millrace.schedule.modes import MODES
@@ -206,6 +207,13 @@ def test_an_empty_mapping_of_free_names_replaces_the_inherited_one(
     assert not recipe.load(child).reward.mix
     kept = recipe.load(path, overrides, ["reward.mix.d.function=gsm8k"])
     assert list(kept.reward.mix) == [*parts, "d"]
+
+
+def test_a_key_of_a_section_leaves_the_defaults_of_the_others(write: Callable[..., Any]) -> None:
+    critic = recipe.load(write("name: x"), ["critic.optim.weight_decay=0.5"]).critic.optim
+    assert (critic.lr, critic.weight_decay) == (Config().critic.optim.lr, 0.5)
+    sections = [default_of(key) for key, field in all_keys() if section_of(field.annotation)]
+    assert sections and all(section == type(section)() for section in sections)
 
 
 def test_inherits_is_a_path_from_the_recipe(write: Callable[..., Any], tmp_path: Path) -> None:
