@@ -261,7 +261,7 @@ def unread(
     value_of: Callable[[str], Any],
 ) -> Iterator[tuple[str, str, tuple[str, tuple[Any, ...]]]]:
     """Yield each key that the run would ignore, the reason, and a choice that reads it."""
-    for key, unmet in _unmet(value_of):
+    for key, unmet in ignored(value_of):
         if not _switched(unmet[0], value_of):
             yield key, f"{unmet[0]}={shown(value_of(unmet[0]))} does not read it", unmet
 
@@ -269,14 +269,14 @@ def unread(
 def unread_note(value_of: Callable[[str], Any]) -> str:
     """Return a note on the keys that a switch leaves without effect, or "" if there are none."""
     switches: dict[str, list[str]] = {}
-    for key, (other, _) in _unmet(value_of):
+    for key, (other, _) in ignored(value_of):
         if _switched(other, value_of):
             switches.setdefault(f"{other}={shown(value_of(other))}", []).append(key)
     parts = (f"{', '.join(keys)} with {switch}" for switch, keys in switches.items())
     return f"no effect: {'; '.join(parts)}" if switches else ""
 
 
-def _unmet(value_of: Callable[[str], Any]) -> Iterator[tuple[str, tuple[str, tuple[Any, ...]]]]:
+def ignored(value_of: Callable[[str], Any]) -> Iterator[tuple[str, tuple[str, tuple[Any, ...]]]]:
     """Yield each key that is set and not read, and a choice that would read it."""
 
     def unmet_of(choice: Choice) -> list[tuple[str, tuple[Any, ...]]]:

@@ -15,7 +15,7 @@ import yaml
 
 from millrace.config import AlgorithmConfig, Config, ModelConfig, RewardConfig, TeacherConfig
 from millrace.config.algorithm_keys import without_own_algorithm
-from millrace.config.explain import all_keys, facts, section_of, shown
+from millrace.config.explain import all_keys, facts, ignored, section_of, shown
 from millrace.config.recipe import parse
 from millrace.config.section import Fixed, FixedRows, Past, Section
 from millrace.config.teacher_keys import weights_of
@@ -72,6 +72,7 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     _check_components(config.algorithm, config.reward, before.reward, checkpoint)
     _check_teachers(config.teachers, before.teachers, checkpoint)
     past = dict(differing(Past))
+    unused = {*past, *_OF_AN_ATTEMPT, *(key for key, _ in ignored(config.value_of))}
     lines = [
         f"{key} = {config.value_of(key)!r}: no effect, because {fact.why}"
         for key, fact in past.items()
@@ -79,7 +80,7 @@ def check(config: Config, checkpoint: Path) -> list[str]:
     changed = [
         f"{key} = {_text(config.value_of(key))} (was {_text(before.value_of(key))})"
         for key, field in all_keys()
-        if not section_of(field.annotation) and key not in past and key not in _OF_AN_ATTEMPT
+        if not section_of(field.annotation) and key not in unused
         if config.value_of(key) != before.value_of(key)
     ]
     if changed:

@@ -233,6 +233,12 @@ def test_what_is_past_is_said(tmp_path: Path) -> None:
     assert f"actor.optim.lr = 0.5 (was {lr})" in run.notes[-1] and "resume" not in run.notes[-1]
 
 
+def test_a_changed_key_that_the_run_does_not_read_is_not_said_to_be_used(tmp_path: Path) -> None:
+    found = checkpoint_of(tmp_path / "run")
+    off = "algorithm.use_kl_in_reward=false", "algorithm.kl_ctrl.kl_coef=0.1"
+    assert not open_run_dir(config_of(f"trainer.resume={found}", *off)).notes
+
+
 def test_a_changed_part_is_said_by_the_keys_that_are_set(tmp_path: Path) -> None:
     parts = [f"reward.mix.{name}.function={__file__}:{name}" for name in ("one", "other")]
     found = checkpoint_of(tmp_path / "run", *parts)
