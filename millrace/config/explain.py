@@ -214,7 +214,12 @@ def default_of(key: str) -> Any:
 
     It depends on the section: the two optimizers have different defaults.
     """
-    return functools.reduce(getattr, key.split("."), Config())
+    return functools.reduce(getattr, key.split("."), _defaults())
+
+
+@functools.cache
+def _defaults() -> Config:
+    return Config()
 
 
 def shown(value: Any) -> str:

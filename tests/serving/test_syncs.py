@@ -157,7 +157,7 @@ async def test_an_engine_that_keeps_its_old_weights_is_found_out(
 def test_a_version_that_was_not_received_is_refused(
     replica: Replica, runner: asyncio.Runner
 ) -> None:
-    with pytest.raises(SyncError, match="must serve version 99, but version 52 is staged"):
+    with pytest.raises(SyncError, match=r"must serve version 99, but version \w+ is staged"):
         runner.run(replica.receiver.activate(99))
 
 
