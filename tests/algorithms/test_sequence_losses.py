@@ -134,12 +134,12 @@ REFERENCES = {
 """The reference of each loss and level of its ratio."""
 
 
+NEAR, HIDDEN = ((-1.0, -4.0), 1.0, True, False, 0.5), ((-2.0, -0.5), 1.0, False, False, 1.0)
 FAR = [
     # The mean log-ratio is over 10, and one token is over 20.
-    [((-0.1, -29.0), a, True, False, 1.0), ((-2.0, -0.5), a, False, False, 1.0)]
-    + [((-1.0, -4.0), a, True, False, 0.5)]
-    for a in (1.0, -1.0, 0.0)
-] + [[((-29.0, -0.1), a, True, False, 1.0)] * 2 for a in (1.0, -1.0)]
+    *([((-0.1, -29.0), a, True, False, 1.0), NEAR, HIDDEN] for a in (1.0, -1.0, 0.0)),
+    *([((-29.0, -0.1), a, True, False, 1.0)] * 2 for a in (1.0, -1.0)),
+]
 """Sequences far from the old policy, which random ones seldom are."""
 
 
