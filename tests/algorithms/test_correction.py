@@ -71,6 +71,8 @@ EDGES: list[tuple[Any, dict[str, Any]]] = [
             {"rollout_is": "geometric", "rollout_rs": [("seq_mean_k1", 0.0, 1e3)]},
         )
     ),
+    # The squares of 0.2 are on the bound of the second moment.
+    ([[(0.0, -0.2, True), (-0.2, 0.0, True)]], {"m2_threshold": 0.04}),
     # The largest ratio of a sequence is below 1.
     (seqs([0.25, 0.4], [0.1, 0.6]), {"rollout_rs": [("seq_max_k1", 0.5, 3.0)]}),
 ]
