@@ -234,7 +234,7 @@ def second_moment(threshold: float, ratios: Ratios) -> Tensor:
     order = moments.argsort(descending=True, stable=True)
     # The sum from the smallest one: entry i is the sum of all tokens from i on.
     sums = moments[order].flip(0).cumsum(0).flip(0)
-    counts = torch.arange(len(at), 0, -1, device=at.device)
+    counts = torch.arange(len(at), 0, -1, dtype=sums.dtype, device=at.device)
     inside = sums <= threshold * (1 + EDGE) * counts
     return torch.zeros_like(ratios.finite).index_fill(0, at[order[inside]], True)
 

@@ -63,6 +63,16 @@ EDGES: list[tuple[Any, dict[str, Any]]] = [
         (EXTREME, {"rollout_is": mode, "rollout_is_threshold": math.inf})
         for mode in ("token", "sequence")
     ),
+    # Ratios of e^30 and e^-25 have the product e^5: the clamp applies to the product.
+    *(
+        ([[(0.0, -30.0, True), (-25.0, 0.0, True)]], {"rollout_is_threshold": math.inf} | keys)
+        for keys in (
+            {"rollout_is": "sequence", "rollout_rs": [("seq_sum_k1", 0.0, 1e3)]},
+            {"rollout_is": "geometric", "rollout_rs": [("seq_mean_k1", 0.0, 1e3)]},
+        )
+    ),
+    # The squares of 0.2 are on the bound of the second moment.
+    ([[(0.0, -0.2, True), (-0.2, 0.0, True)]], {"m2_threshold": 0.04}),
     # The largest ratio of a sequence is below 1.
     (seqs([0.25, 0.4], [0.1, 0.6]), {"rollout_rs": [("seq_max_k1", 0.5, 3.0)]}),
 ]

@@ -98,6 +98,14 @@ def test_clip_covs_band_is_open_and_every_candidate_is_equally_likely() -> None:
     assert counts[at].min() > 150  # type: ignore[index]
 
 
+def test_clip_covs_share_is_of_all_trained_tokens() -> None:
+    """It is 0.2 of the 20 trained tokens: not of the 10 in the band, nor of all 25."""
+    rows = [(x, y, True) for x, y in [(-1.0, -1.0), (1.0, 1.0), (-1.0, 1.0), (1.0, -1.0)] * 5]
+    rows += [(0.0, 0.0, False)] * 5
+    band = {"ratio": 0.2, "lower": 0.5, "upper": 2.0, "generator": seeded()}
+    assert clip_cov_tokens(*tensors(rows), **band).sum() == 4  # type: ignore[arg-type]
+
+
 def test_clip_cov_passes_over_tokens_that_are_clipped_already() -> None:
     rows = [(x, y, True) for x, y in [(-1.0, -1.0), (1.0, 1.0), (-1.0, 1.0), (1.0, -1.0)]]
     clipped = torch.tensor([True, False, False, False])

@@ -71,6 +71,11 @@ def test_a_policy_that_is_sure_of_every_token_has_the_plain_mean_for_a_baseline(
     )
 
 
+def test_values_that_nearly_agree_are_whitened_with_the_slack_of_their_variance() -> None:
+    got = whiten(torch.tensor([0.0, 2e-4], dtype=torch.float64))
+    assert got.tolist() == pytest.approx([-1e-4 / 3e-8**0.5, 1e-4 / 3e-8**0.5], rel=1e-9)
+
+
 @CALM
 @given(
     st.integers(0, 30),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace.algorithms.losses import POLICY_LOSSES
@@ -134,8 +134,18 @@ REFERENCES = {
 """The reference of each loss and level of its ratio."""
 
 
+NEAR, HIDDEN = ((-1.0, -4.0), 1.0, True, False, 0.5), ((-2.0, -0.5), 1.0, False, False, 1.0)
+FAR = [
+    # The mean log-ratio is over 10, and one token is over 20.
+    *([((-0.1, -29.0), a, True, False, 1.0), NEAR, HIDDEN] for a in (1.0, -1.0, 0.0)),
+    *([((-29.0, -0.1), a, True, False, 1.0)] * 2 for a in (1.0, -1.0)),
+]
+"""Sequences far from the old policy, which random ones seldom are."""
+
+
 @pytest.mark.parametrize(("mode", "level"), REFERENCES)
 @settings(max_examples=80)
+@example(sequences=FAR, options=OPTIONS[0])
 @given(sequences=SEQUENCES, options=st.sampled_from(OPTIONS))
 def test_losses_of_sequences_match_numpy_in_value_gradient_and_statistics(
     mode: str, level: str, sequences: Any, options: Any

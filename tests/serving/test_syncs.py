@@ -311,10 +311,12 @@ async def test_an_engine_that_stands_still_or_dies_fails_its_requests_and_its_sy
     await replica.engine.generate(tokens_of(PROMPT), params, "s")
     await still("check_health", 0.5)
     await still("stage_weights", 0.0)
-    task = asyncio.create_task(replica.engine.generate(tokens_of(PROMPT), params, "s"))
+    drawing = asyncio.create_task(replica.engine.generate(tokens_of(PROMPT), params, "s"))
     await testing.rollouts._drawing(replica.engine, 2, RolloutCase())
     (core,) = replica.cores()
     core.suspend()
+    # On a busy machine, the core may have drawn all tokens of the first request before.
+    task = asyncio.create_task(replica.engine.generate(tokens_of(PROMPT), params, "t"))
     interrupt = asyncio.create_task(replica.engine.interrupt())
     await asyncio.sleep(0.2)
     core.kill()
@@ -322,5 +324,6 @@ async def test_an_engine_that_stands_still_or_dies_fails_its_requests_and_its_sy
         await asyncio.wait_for(interrupt, 30)
     with pytest.raises(WorkerError, match="has died"):
         await asyncio.wait_for(task, 30)
+    await asyncio.wait([drawing])
     with pytest.raises(WorkerError, match="has died"):
         await asyncio.wait_for(replica.receiver.transfer(70), 30)
