@@ -61,6 +61,12 @@ def test_every_mode_trains_the_first_samples_that_differ_and_accounts_for_the_re
     assert max(version - s.admitted_version for version, s in outcome.trained) <= schedule.lag_bound
 
 
+def test_rows_count_every_drop_once() -> None:
+    outcome = simulate(schedule_of("async_partial"), TRAINED, cost=COST, chance=mixed)
+    counted = sum(row["filter_groups/dropped"] for row in outcome.record.rows)
+    assert counted == outcome.ledger.dropped["equal_outcomes"]
+
+
 @pytest.mark.parametrize("lookahead", [1, 3, 8])
 @pytest.mark.parametrize(
     "mode", ["async_staleness", "async_partial", "async_swap", "colocate_partial"]
