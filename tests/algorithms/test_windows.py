@@ -18,6 +18,7 @@ RAW = dataclasses.replace(advantage_options(), whiten=False)
 def estimated(
     rows: list[tuple[list[float], float, bool]],
     lengths_so_far: list[int] | None = None,
+    truncated: list[bool] | None = None,
     **keys: Any,
 ) -> list[float]:
     """Return the advantages of (values, score, whether the response goes on)."""
@@ -27,6 +28,7 @@ def estimated(
         lengths=torch.tensor([len(v) for v, _, _ in rows]),
         values=torch.tensor([x for v, _, _ in rows for x in v], dtype=torch.float64),
         goes_on=torch.tensor([goes_on for _, _, goes_on in rows]),
+        truncated=None if truncated is None else torch.tensor(truncated),
         response_lengths=None if lengths_so_far is None else torch.tensor(lengths_so_far),
     )
     found = estimate(ESTIMATORS["gae"], batch, dataclasses.replace(RAW, **keys)).tokens.tolist()
@@ -39,6 +41,13 @@ def test_advantages_are_those_computed_by_hand() -> None:
     found = estimated([([1.0, 2.0, 4.0], 0.0, True), ([1.0, 2.0], 2.0, False)], gamma=0.5, lam=0.5)
     # deltas: 0.5 x 2 - 1 = 0, 0.5 x 4 - 2 = 0, 0.5 x 4 - 4 = -2;   0.5 x 2 - 1 = 0, 2 - 2 = 0
     assert found == pytest.approx([-0.125, -0.5, -2.0, 0.0, 0.0])
+
+
+def test_a_window_and_a_response_that_the_limit_cut_both_go_on_from_their_last_value() -> None:
+    rows = [([1.0, 2.0], 0.0, True), ([1.0, 2.0], 3.0, False), ([1.0, 2.0], 3.0, False)]
+    keys = {"gamma": 0.5, "lam": 0.0, "bootstrap_truncated": True}
+    found = estimated(rows, truncated=[False, True, False], **keys)
+    assert found == pytest.approx([0.0, -1.0, 0.0, -1.0, 0.0, 1.0])
 
 
 def test_lambda_grows_with_the_length_of_the_response_and_has_a_least_value() -> None:
