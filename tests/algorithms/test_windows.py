@@ -45,7 +45,7 @@ def test_advantages_are_those_computed_by_hand() -> None:
 
 def test_a_window_and_a_response_that_the_limit_cut_both_go_on_from_their_last_value() -> None:
     rows = [([1.0, 2.0], 0.0, True), ([1.0, 2.0], 3.0, False), ([1.0, 2.0], 3.0, False)]
-    keys = {"gamma": 0.5, "lam": 0.0, "bootstrap_truncated": True}
+    keys: dict[str, Any] = {"gamma": 0.5, "lam": 0.0, "bootstrap_truncated": True}
     found = estimated(rows, truncated=[False, True, False], **keys)
     assert found == pytest.approx([0.0, -1.0, 0.0, -1.0, 0.0, 1.0])
 
