@@ -104,7 +104,8 @@ def open_run_dir(config: Config, root: Path = Path("runs")) -> RunDir:
             if before is None and checkpoint is not None:
                 notes = [n for n in notes if not n.endswith(_FROM_THE_BEGINNING)]
             if told and checkpoint is not None:
-                notes += resume_checks.check(config, checkpoint)
+                more = resume_checks.check(config, checkpoint)
+                notes += [note for note in more if note not in notes]
         except MillraceError:
             RunDir(path, None, made=made).discard()
             raise
