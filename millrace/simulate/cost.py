@@ -19,6 +19,8 @@ class CostModel:
     queue: float = 0.0
     """Share of its time that an engine loses while requests wait for a slot, with a `request_s`."""
     prefill_token_s: float = 0.0
+    start_s: float = 0.0
+    """Seconds of the first read of a response, besides its tokens."""
     serial_reads: bool = False
     """Whether an engine reads one context after the other, and draws nothing meanwhile.
 

@@ -105,7 +105,10 @@ class SimRolloutEngine:
         self, context: int, length: int, params: SamplingParams
     ) -> tuple[Segment, ...]:
         segments: list[Segment] = []
-        if not await self._read(context, params.interruptible):
+        reads = context * self._cost.prefill_token_s
+        reads += 0.0 if params.offset else self._cost.start_s
+        self._prefill += context
+        if not await self._read(reads, params.interruptible):
             return ()
         total = 0
         while total < length:
@@ -125,14 +128,13 @@ class SimRolloutEngine:
                 break
         return tuple(segments)
 
-    async def _read(self, context: int, interruptible: bool) -> bool:
+    async def _read(self, seconds: float, interruptible: bool) -> bool:
         """Wait for the prefill. Return False if an interruption came first."""
-        self._prefill += context
         clock = asyncio.get_running_loop().time
-        end = clock() + context * self._cost.prefill_token_s
+        end = clock() + seconds
         if self._cost.serial_reads and self._pace is not None:
             begin = max(clock(), self._reads_until)
-            end = self._reads_until = begin + context * self._cost.prefill_token_s
+            end = self._reads_until = begin + seconds
             self._pace.stall(end)
         while clock() < end and not (self._interrupting and interruptible):
             await self._wait(end - clock())

@@ -133,22 +133,29 @@ def test_the_proof_passes_and_finds_a_wrong_scale() -> None:
 
 @needs_model
 def test_a_swap_under_load_keeps_every_token_and_its_version() -> None:
-    """512 requests run in 256 slots while weights change four times between two tokens."""
+    """512 requests at a time run in 256 slots while weights change four times between two tokens."""
 
     async def work(one: proving.Engines) -> dict[str, Any]:
         healthy = await one.prove(0)
-        engine, begun = one.rollout, time.monotonic()
-        params = [SamplingParams(192, seed=i, ignore_eos=True) for i in range(512)]
-        tasks = [
-            asyncio.ensure_future(engine.generate(one.prompts[i].tokens, p, f"load/{i}"))
-            for i, p in enumerate(params)
-        ]
+        engine, begun, last = one.rollout, time.monotonic(), asyncio.Event()
+
+        async def keep_busy(slot: int) -> list[Any]:
+            """Draw one response after the other until the last swap."""
+            prompt, drawn = one.prompts[slot].tokens, list[Any]()
+            while not last.is_set():
+                number = slot + 512 * len(drawn)
+                params = SamplingParams(192, seed=number, ignore_eos=True)
+                drawn.append(await engine.generate(prompt, params, f"load/{number}"))
+            return drawn
+
+        tasks = [asyncio.ensure_future(keep_busy(slot)) for slot in range(512)]
         pauses: list[float] = []
         for version in range(1, 5):
             await drawn_past(engine, (await engine.stats()).tokens + 8_000, tasks)
             await one.sync.transfer(version)
             pauses.append(await one.sync.activate(version))
-        drawn = await asyncio.gather(*tasks)
+        last.set()
+        drawn = [segments for slot in await asyncio.gather(*tasks) for segments in slot]
         seconds = time.monotonic() - begun
         return {"pauses": pauses, "drawn": drawn, "seconds": seconds, "verdict": healthy}
 
@@ -165,10 +172,10 @@ def test_a_swap_under_load_keeps_every_token_and_its_version() -> None:
         }
     )
     assert not found["verdict"].findings
-    assert tokens == [192] * 512
+    assert len(tokens) >= 512 and set(tokens) == {192}
     versions = [[s.version for s in segments] for segments in drawn]
     assert all(row == sorted(row) for row in versions)
-    assert {v for row in versions for v in row} >= {0, 1, 2}
+    assert {v for row in versions for v in row} >= {0, 1, 2, 3}
     assert any(len(set(row)) > 1 for row in versions), "no swap came between two tokens"
     assert all(np.isfinite(s.log_probs).all() for segments in drawn for s in segments)
 

@@ -57,25 +57,28 @@ def test_few_ratios_give_their_ends() -> None:
 
 
 def test_decode_costs_of_synthetic_engines_are_found() -> None:
-    """Engines draw with several loads, read meanwhile, and lose time while requests wait."""
+    """Engines draw with several loads, read and begin meanwhile, and lose time while requests wait."""
     draw = draws()
-    step, each, read, queue = 0.01, 0.0004, 0.0001, 0.4
-    loads, tokens, reads = [], [], []
+    step, each, read, start, queue = 0.01, 0.0004, 0.0001, 0.002, 0.4
+    loads, tokens, reads, responses = [], [], [], []
     for _ in range(60):
         bins = [
             (float(draw.uniform(1, 5)), float(load), False) for load in draw.integers(1, 200, 4)
         ]
         bins.append((float(draw.uniform(0, 8)), 200.0, True))
         seconds, amount = sum(s for s, *_ in bins), float(draw.uniform(0, 30000))
+        begun = float(draw.uniform(0, 2000))
         alone = sum(s * b / (step + each * b) * (1 - queue * waits) for s, b, waits in bins)
         loads.append(bins)
-        tokens.append(alone * (1 - read * amount / seconds))
+        tokens.append(alone * (1 - (read * amount + start * begun) / seconds))
         reads.append(amount)
-    term = decode_term(loads, np.array(tokens), np.array(reads))
+        responses.append(begun)
+    term = decode_term(loads, np.array(tokens), np.array(reads), np.array(responses))
     # The fit leaves out that an engine loses a share of less time while it reads.
     assert term.values["step_s"] == pytest.approx(step, rel=0.06)
     assert term.values["request_s"] == pytest.approx(each, rel=0.06)
     assert term.values["read_s"] == pytest.approx(read, rel=0.15)
+    assert term.values["start_s"] == pytest.approx(start, rel=0.15)
     assert term.values["queue"] == pytest.approx(queue, abs=0.06)
 
 
@@ -84,7 +87,7 @@ def test_equal_loads_leave_open_how_a_step_grows() -> None:
     draw = draws()
     loads, reads = [[(4.0, 64.0, False)]] * 30, np.zeros(30)
     tokens = 20_000 * draw.lognormal(0, 0.05, 30)
-    flat, steep = (decode_term(loads, tokens, reads, end).values for end in (-1, 1))
+    flat, steep = (decode_term(loads, tokens, reads, reads, end).values for end in (-1, 1))
     assert flat["request_s"] == 0 and steep["request_s"] * 64 > 10 * steep["step_s"]
     assert flat["queue"] == steep["queue"] == 0
 

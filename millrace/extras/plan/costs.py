@@ -19,8 +19,8 @@ from millrace.simulate.cost import CostModel
 Array = NDArray[Any]
 COVERAGE = 0.9
 """Share of new measurements that an interval should hold."""
-MOST_QUEUE = 0.9
-"""A larger loss of waiting requests is no figure of an engine."""
+QUEUES = np.linspace(0.0, 0.9, 19)
+"""Shares of its time that an engine may lose while requests wait. A larger one is no figure of it."""
 KNOWN = 0.02
 """Relative error of a version's tokens that needs no cause."""
 FOLDS = 5
@@ -96,8 +96,9 @@ class Costs(msgspec.Struct, frozen=True):
         return CostModel(
             token_s=decode.values["step_s"] * drawn,
             request_s=max(1e-12, decode.values["request_s"] * drawn),
-            queue=min(MOST_QUEUE, decode.values.get("queue", 0.0)),
+            queue=decode.values.get("queue", 0.0),
             prefill_token_s=decode.values.get("read_s", 0.0) * drawn,
+            start_s=decode.values.get("start_s", 0.0) * drawn,
             serial_reads=True,
             train_token_s=part.get("token", 0.0) / trainers * slow,
             step_s=step * slow,
@@ -191,57 +192,76 @@ def decode_term(
     loads: Sequence[Sequence[tuple[float, float, bool]]],
     tokens: Array,
     reads: Array,
+    responses: Array,
     likely: int = 0,
     *,
     waits: bool = True,
 ) -> Term:
-    """Return the costs of an engine: `step_s`, `request_s`, `queue` and `read_s`.
+    """Return the costs of an engine: `step_s`, `request_s`, `queue`, `read_s` and `start_s`.
 
     Each version has its loads as (seconds, mean requests, whether others wait for a slot), the
-    tokens that it drew, and those that it read. For a given ratio of the two parts of a step, drawn
-    tokens are linear in the rest: X / f - (q / f) Y - (p / f) X reads / B. X are the tokens of steps
-    of one second, Y those of them that were drawn while requests waited, and B the seconds. The ratio
-    is searched. Relative errors count, and the sum of the tokens is that of the versions. q is 0 without `waits`, and unless it explains the tokens clearly better.
+    tokens that it drew and those that it read, and its responses. The seconds of the loads are
+    f tokens / (X - q Y) + p reads + r responses. X are the tokens of steps of one second, over the
+    seconds, and Y those of them that are drawn while requests wait. q, and the ratio of the two
+    parts of a step, are searched, and the rest is linear. Relative errors count, and the sum of the
+    seconds is that of the versions. q, p and r are 0 unless they explain the seconds clearly
+    better, and q is 0 without `waits`.
 
     With `likely` of -1 or 1, the ratio is the smallest or the largest that is likely: its squared
     error is within two standard deviations of the least one.
     """
     top = max(load for one in loads for _, load, _ in one)
+    queues = QUEUES if waits and any(full for one in loads for *_, full in one) else QUEUES[:1]
     ratios = np.concatenate([[0.0], np.geomspace(0.01, 100, 60) / top])
+    ratios, queues = (axis.ravel() for axis in np.meshgrid(ratios, queues))
     seconds = np.array([sum(s for s, *_ in one) for one in loads])
-    drawn = [[(s * b / (1 + ratios * b), full) for s, b, full in one] for one in loads]
-    x = np.stack([sum(n for n, _ in one) for one in drawn], axis=1)
-    y = np.stack([sum(n * full for n, full in one) for one in drawn], axis=1)
-    columns = np.stack([x, -y, -x * reads / seconds], axis=2) / tokens[:, None]
+    x = np.stack(
+        [
+            sum(s * b / (1 + ratios * b) * (1 - queues * full) for s, b, full in one)
+            for one in loads
+        ],
+        axis=1,
+    )
+    rates = [np.broadcast_to(total / seconds, x.shape) for total in (reads, responses)]
+    columns = np.stack([tokens / x, *rates], axis=2)
+    most, known = 1 + 4 / max(1, len(tokens) - 2), KNOWN**2 * len(tokens)
 
-    def solve(rows: Array, parts: tuple[int, ...]) -> tuple[Array, Array, Array]:
-        """Return squared errors, (1, q, p) / f, and predicted over drawn tokens, by ratio."""
+    def solve(rows: Array, parts: Sequence[int]) -> tuple[Array, Array, Array]:
+        """Return squared errors, (f, p, r), and true over predicted seconds, for each (ratio, q)."""
         found = np.zeros((len(ratios), 3))
         found[:, parts] = np.linalg.pinv(columns[:, rows][:, :, parts], rcond=1e-9).sum(axis=2)
         shares = (columns @ found[:, :, None])[:, :, 0]
-        right = (found >= 0).all(axis=1) & (found[:, 0] > 0)
-        return np.where(right, ((shares[:, rows] - 1) ** 2).sum(axis=1), np.inf), found, shares
+        errors = ((shares[:, rows] - 1) ** 2).sum(axis=1)
+        return np.where((found >= 0).all(axis=1), errors, np.inf), found, shares
 
-    def best(rows: Array, likely: int = 0) -> tuple[float, Array, Array]:
-        """Return a ratio, (1, q, p) / f, and predicted over drawn tokens."""
-        parts = [(0,), (0, 2), (0, 1), (0, 1, 2)]
-        tried = [solve(rows, some) for some in parts]
-        least = [min(e.min() for e, *_ in some) for some in (tried[:2], tried)]
-        most, known = 1 + 4 / max(1, len(tokens) - 2), KNOWN**2 * len(tokens)
-        clearly = waits and least[0] + known > most * (least[1] + known)
-        errors, found, shares = min(
-            tried[2:] if clearly else tried[:2], key=lambda one: one[0].min()
-        )
-        near = np.flatnonzero(errors <= most * errors.min() + 1e-9)
-        k = near[0] if likely < 0 else near[-1] if likely > 0 else errors.argmin()
-        scale = tokens[rows].sum() / (shares[k] * tokens)[rows].sum()
-        return float(ratios[k]), found[k] * scale, shares[k] * scale
+    def best(rows: Array, likely: int = 0) -> tuple[int, Array, Array]:
+        """Return the place of (ratio, q), then (f, p, r), and true over predicted seconds."""
+        least, chosen = np.inf, None
+        for parts in ([0], [0, 1], [0, 2], [0, 1, 2]):
+            errors, found, shares = solve(rows, parts)
+            # Each cost has to lower the squared error by two standard deviations.
+            weighed = (errors + known) * most ** (len(parts) + (queues > 0))
+            if weighed.min() < least:
+                least, k = weighed.min(), weighed.argmin()
+                alike = (queues == queues[k]) & (errors <= most * errors[k] + 1e-9)
+                near = np.flatnonzero(alike)
+                k = near[0] if likely < 0 else near[-1] if likely > 0 else k
+                chosen = k, found[k], shares[k]
+        assert chosen is not None
+        k, values, shares = chosen
+        scale = seconds[rows].sum() / (shares * seconds)[rows].sum()
+        return int(k), values * scale, 1 / (shares * scale)
 
-    ratio, found, _ = best(np.ones(len(tokens), bool), likely)
+    k, (step, read, start), _ = best(np.ones(len(tokens), bool), likely)
     times, share = held_out(len(tokens), lambda rows: best(rows)[2])
-    step = 1 / float(found[0])
-    values = {"step_s": step, "request_s": step * ratio, "read_s": float(found[2]) * step}
-    return Term(values | {"queue": float(found[1]) * step}, *band(times), share, len(tokens))
+    values = {
+        "step_s": step,
+        "request_s": step * ratios[k],
+        "read_s": read,
+        "start_s": start,
+        "queue": queues[k],
+    }
+    return Term({n: float(v) for n, v in values.items()}, *band(times), share, len(tokens))
 
 
 def save(costs: Costs, path: Path) -> None:

@@ -50,6 +50,7 @@ class _Version(NamedTuple):
     train: tuple[float, ...]
     """What its seconds of training grow with: TRAINS."""
     loads: list[tuple[float, float, bool]]
+    responses: int
 
     def total(self, name: str) -> float:
         """Return a figure per second times the seconds of the version."""
@@ -159,7 +160,8 @@ def _versions(run: RunReader, rewards: list[float], newest: int | None) -> list[
         steps, tokens = row["train/optimizer_steps"], row["train/tokens"]
         rows = row["train/samples"] * n
         explains = steps, tokens / ranks, rows / ranks, 1.0
-        found.append(_Version(row, explains, loads))
+        responses = after.requests.count - before.requests.count
+        found.append(_Version(row, explains, loads, responses))
     if len(found) < LEAST:
         rule = (
             f"has {len(found)} whole versions after its first {FIRST}, and {LEAST} are the fewest"
@@ -209,7 +211,9 @@ def _decode(versions: Sequence[_Version], likely: int, waits: bool) -> Term:
         np.array([v.total(f"rollouter/{name}_per_s") for v in versions])
         for name in ("tokens", "prefill_tokens")
     )
-    return decode_term([v.loads for v in versions], tokens, reads, likely, waits=waits)
+    responses = np.array([float(v.responses) for v in versions])
+    loads = [v.loads for v in versions]
+    return decode_term(loads, tokens, reads, responses, likely, waits=waits)
 
 
 def _lengths(rows: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:

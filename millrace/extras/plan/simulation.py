@@ -89,6 +89,7 @@ class Case:
             train_token_s=self.cost.train_token_s * by * one,
             request_s=self.cost.request_s * one,
             prefill_token_s=self.cost.prefill_token_s * one,
+            start_s=self.cost.start_s * one,
         )
         slots, replicas = self.slots // one, self.replicas // by
         return replace(self, schedule=schedule, replicas=replicas, slots=slots, cost=cost)

@@ -58,6 +58,8 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
             "cuda_graph_bs_decode": graph_sizes(rollout.max_num_seqs),
             "disable_prefill_cuda_graph": True,
         }
+    if on_gpu and model.dtype == "float32":
+        arguments["attention_backend"] = "triton"  # FlashAttention, its default, refuses float32
     if not on_gpu:
         arguments |= {
             "attention_backend": "torch_native",
