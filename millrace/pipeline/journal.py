@@ -33,10 +33,10 @@ from millrace.pipeline.journal_file import (
     Step,
     checksum,
 )
-from millrace.pipeline.replay import JournalState
+from millrace.pipeline.replay import JournalState, RecoveredSample
 from millrace.ports import TrainBatch
 from millrace.process.files import sync
-from millrace.schedule.ledger import Ledger, Move, State
+from millrace.schedule.ledger import Ledger, Move, Slot, State
 from millrace.types import PolicyVersion, Prompt, Sample, Trajectory
 from millrace.waits.registry import acting, doing
 
@@ -94,6 +94,8 @@ class Journal:
         """Whether it does."""
         self._extra: PolicyVersion | None = None
         """A version with a checkpoint that is due because the journal begins again."""
+        self._others = False
+        """Whether a sample had known tokens that this attempt cannot use."""
         self._lock = threading.Lock()
         self._done: list[Batch] = []
 
@@ -163,6 +165,18 @@ class Journal:
             if len(self._batch.finished) >= RECORD:
                 self._enqueue()
             self._some.set()
+
+    def recall(self, sample_id: int, slot: Slot) -> RecoveredSample | None:
+        """Return what an earlier attempt left of a sample. The first one that it cannot use is noted."""
+        lost = self.past.lost
+        known = self.past.recall(sample_id, slot, self._ledger.version)
+        if self.past.lost > lost and not self._others:
+            self._others = True
+            self._note(
+                f"sample {sample_id} has another prompt or version than before the restart, so its "
+                f"{self.past.lost - lost:,} known tokens are drawn again, and those of each such sample"
+            )
+        return known
 
     def _end(self, sample_id: int) -> None:
         self._running.pop(sample_id, None)

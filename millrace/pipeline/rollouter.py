@@ -180,7 +180,7 @@ class Rollouter:
             return RecoveredSample(progress=slot.progress)
         past = journal.past
         drains = ledger.schedule.on_sync is OnSync.DRAIN
-        while (known := past.recall(sample_id, slot, ledger.version)) is not None:
+        while (known := journal.recall(sample_id, slot)) is not None:
             newest, undrawn = known.version, known.sample is None and not known.dropped
             if newest <= ledger.version or (undrawn and drains):
                 if not undrawn:

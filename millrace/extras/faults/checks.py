@@ -8,7 +8,7 @@
 | I5 | after any faults, the run trains the same samples and tokens as without them |
 | I6 | an attempt completes, or ends in a bounded time with a typed error that a fault explains |
 | I7 | a resume starts from the last checkpoint that was written, if nothing damaged it |
-| I8 | a finished sample that the journal has synced is not drawn again |
+| I8 | a finished sample that the journal has synced is not drawn again for the same prompt |
 | I9 | nothing runs after the end of an attempt |
 | I10 | the row of each prompt is that of the sampler, in any world and after any resume |
 | I11 | each token of a response is trained once, in order, in one window; a response ends once |
@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 from millrace.data.curriculum import Outcomes
 from millrace.extras.faults.engines import Lineage, checksum
 from millrace.pipeline.journal_file import Batch
+from millrace.pipeline.journal_file import checksum as prompt_checksum
 from millrace.replicas.roster import Change, ReplicaState
 from millrace.rollout.dynamic_sampling import EQUAL_OUTCOMES
 from millrace.rollout.episode import request_seed
@@ -175,8 +176,8 @@ class Checks:
         self._steps: list[Sample] = []
         self._finished: Counter[int] = Counter()
         self._equal: Counter[int] = Counter()
-        self._durable: dict[int, int] = {}
-        """Finished samples that the journal has synced, and the newest version in each."""
+        self._durable: dict[int, tuple[int, int]] = {}
+        """Finished samples that the journal has synced: newest version, and checksum of the prompt."""
         self._unscored = False
         """Whether a sample was dropped without a score, so that rows are not known."""
         self._made: dict[int, list[int]] = {}
@@ -223,7 +224,7 @@ class Checks:
         """Note what the journal has synced."""
         for one in batch.finished:
             versions = [v for t in one.trajectories for v in t.versions]
-            self._durable[one.sample_id] = max(versions, default=0)
+            self._durable[one.sample_id] = max(versions, default=0), one.prompt
 
     def see(self, event: Event) -> None:
         """Check what an event changes."""
@@ -268,7 +269,7 @@ class Checks:
             # Tokens of the version before the restart are of other weights.
             self._made = {v: made for v, made in self._made.items() if v < version}
             self._made[version] = ids
-            self._durable = {i: v for i, v in self._durable.items() if v < version}
+            self._durable = {i: one for i, one in self._durable.items() if one[0] < version}
 
     def _agree(self) -> None:
         """Compare the Ledger's slots with the samples that must have one."""
@@ -375,8 +376,13 @@ class Checks:
         if event.phase == "begin":
             self._begun[key] = self._ledger.version
             i = event.key.partition("/")[0]
-            again = i.isdecimal() and int(i) in self._durable
-            self._true("I8", not again, f"sample {i} was finished and synced, and is drawn again")
+            if i.isdecimal() and (known := self._durable.get(int(i))) is not None:
+                # After a resume, a sample may be admitted before or after another version, and
+                # then a window of another response has its number.
+                prompt = dict(self._ledger.snapshot().slots)[int(i)].prompt
+                again = prompt_checksum(prompt.tokens) == known[1]
+                text = f"sample {i} was finished and synced, and is drawn again"
+                self._true("I8", not again, text)
             return
         live = self._begun.pop(key, -1)
         versions = [version for version, _ in event.facts.get("versions", ())]
