@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,13 @@ from tests.serving.engine import ENGINE
 from tests.sync.fleet import regroup
 
 EOS, VOCABULARY, LENGTH = 1, 48, 256
+TENSOR = int(os.environ.get("MILLRACE_TENSOR", "1"))
+"""Ranks of each engine. `MILLRACE_TENSOR=2` runs all tests of this folder with two."""
 SHAPE = ModelShape(
     hidden_size=64,
     num_hidden_layers=2,
     num_attention_heads=2,
-    num_key_value_heads=1,
+    num_key_value_heads=TENSOR,
     intermediate_size=96,
 )
 PROMPT = [3 + i * 7 % 40 for i in range(150)]
@@ -73,6 +76,8 @@ class Replica:
                     "max_num_batched_tokens": 2 * LENGTH,
                     "max_prompt_length": LENGTH,
                     "max_response_length": LENGTH,
+                    "tensor_model_parallel_size": TENSOR,
+                    "n_gpus_per_node": TENSOR,
                     **(rollout or {}),
                 },
                 "actor": {"ppo_max_token_len_per_gpu": 2 * LENGTH},
@@ -91,6 +96,9 @@ class Replica:
 
     async def start(self, patch: pytest.MonkeyPatch) -> None:
         _set_defaults(_VARIABLES[ENGINE], str(self.folder))
+        if TENSOR > 1:  # SGLang asks for the cores of each rank
+            bound = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(TENSOR))
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bound)
         # The engine's own processes must be the first to import some modules.
         faults = importlib.import_module(f"tests.{ENGINE}.faults")
         self.cores: Callable[[], list[psutil.Process]] = faults.cores
