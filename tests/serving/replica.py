@@ -96,9 +96,6 @@ class Replica:
 
     async def start(self, patch: pytest.MonkeyPatch) -> None:
         _set_defaults(_VARIABLES[ENGINE], str(self.folder))
-        if TENSOR > 1:  # SGLang asks for the cores of each rank
-            bound = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(TENSOR))
-            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bound)
         # The engine's own processes must be the first to import some modules.
         faults = importlib.import_module(f"tests.{ENGINE}.faults")
         self.cores: Callable[[], list[psutil.Process]] = faults.cores

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import mmap
 import os
@@ -320,6 +321,9 @@ def build(sides: Sides, model: ModelConfig, model_folder: str) -> SglangRolloutE
     rollout, log = sides.rollout, WorkerLog()
     keep_nccl_settings()
     os.umask(0o077)  # SGLang's sockets carry pickles, so they are the user's alone
+    if arguments["device"] == "cpu" and arguments["tp_size"] > 1:  # it asks for each rank's cores
+        cores = itertools.islice(itertools.cycle(os.sched_getaffinity(0)), arguments["tp_size"])
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
     with _files_in(os.environ.get(SCRATCH)), tempfile.NamedTemporaryFile() as file:
         file.write(bytes(8))
         file.flush()
