@@ -50,6 +50,7 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
         "skip_server_warmup": True,
         "schedule_policy": "lpm",  # a waiting prompt's siblings wait until its K and V are cached
         "sleep_on_idle": True,  # a loop that spins takes the GIL from the thread of a sync
+        "enable_return_routed_experts": model.router_replay == "R3",
         "log_level": "warning",
     }
     if on_gpu and not rollout.enforce_eager:

@@ -1,8 +1,9 @@
-"""Mixtures of experts on vLLM: syncs of their weights, and the experts that it returns."""
+"""Mixtures of experts on a serving engine: syncs of weights, and the experts that it returns."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,7 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from millrace import testing
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, Tokens, joined_experts, tokens_of
-from tests.serving.replica import EOS, PROMPT, VOCABULARY, Replica, gap
-from tests.vllm.processes import engine_cores
+from tests.serving.replica import ENGINE, EOS, PROMPT, VOCABULARY, Replica, gap
 
 pytestmark = pytest.mark.xdist_group("engines")
 
@@ -41,6 +41,8 @@ QWEN = Qwen3MoeConfig(
     norm_topk_prob=True,
     architectures=["Qwen3MoeForCausalLM"],
 )
+FULL = {"engine_kwargs": {"max_total_tokens": 1200} if ENGINE == "sglang" else {}}
+"""Little room for K and V: SGLang retracts some of many requests, and reads them again."""
 MIXTRAL = MixtralConfig(
     **WIDTHS, num_local_experts=EXPERTS, sliding_window=None, architectures=["MixtralForCausalLM"]
 )
@@ -50,10 +52,11 @@ MIXTRAL = MixtralConfig(
 def mixture(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        made = Replica(tmp_path_factory.mktemp("mixture"), QWEN, router_replay="R3")
-        before = engine_cores()
+        made = Replica(tmp_path_factory.mktemp("mixture"), QWEN, FULL, router_replay="R3")
+        cores = importlib.import_module(f"tests.{ENGINE}.faults").cores
+        before = cores()
         runner.run(made.start(patch))
-        own = [core for core in engine_cores() if core not in before]
+        own = [core for core in cores() if core not in before]
         runner.run(made.publish(0, 1))
         yield made
         runner.run(made.engine.close())
