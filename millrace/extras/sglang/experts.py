@@ -1,6 +1,7 @@
-"""The experts of each token, which SGLang returns with a finished request.
+"""Mixtures of experts in SGLang: the experts of each token, and a head that is the embedding.
 
-SGLang 0.5.17 keeps experts by the place of a token's K and V. `replace` changes four of its names.
+SGLang keeps experts by the place of a token's K and V, and returns them with a finished request.
+`replace` changes five of its names.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor,
 )
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.state_capturer import base
 from sglang.srt.state_capturer.routed_experts import (
     RoutedExpertsCapturer,
@@ -46,16 +49,16 @@ def _read(request: Any, pool: Any) -> Tensor:
     kept = request.__dict__.get(_KEPT)
     start = request.routed_experts_start_len + (0 if kept is None else len(kept))
     length = len(request.origin_input_ids) + len(request.output_ids_through_stop)
-    capturer = get_global_experts_capturer()
-    new = capturer.get_topk(request.req_pool_idx, length, pool, start)
+    holder = request if hasattr(request, "req_pool_idx") else request.kv  # in 0.5.23
+    new = get_global_experts_capturer().get_topk(holder.req_pool_idx, length, pool, start)
     return new if kept is None else torch.cat([kept, new])
 
 
-def _release(*, req: Any, req_to_token_pool: Any, **more: Any) -> None:
+def _release(*, req: Any, req_to_token_pool: Any, **more: Any) -> Any:
     """Retract a request, and keep its experts: SGLang reads its tokens again, with newer weights."""
     if req.return_routed_experts and req.output_ids:
         req.__dict__[_KEPT] = _read(req, req_to_token_pool)
-    _release_req(req=req, req_to_token_pool=req_to_token_pool, **more)
+    return _release_req(req=req, req_to_token_pool=req_to_token_pool, **more)
 
 
 def _collect(processor: Any, request: Any) -> None:
@@ -78,12 +81,23 @@ def _packed(rows: Tensor, model: Any) -> Tensor:
     return torch.frombuffer(bytearray(packed(rows.numpy().astype(kind))), dtype=torch.uint8)
 
 
+def _load(runner: Any) -> None:
+    """Load the model. SGLang's mixtures have a head that no weights reach if it is the embedding."""
+    _load_model(runner)
+    model = runner.model
+    head, tied = getattr(model, "lm_head", None), getattr(model.config, "tie_word_embeddings", False)
+    if tied and isinstance(head, ParallelLMHead):
+        head.tie_weights(model.model.embed_tokens)
+
+
+_load_model = ModelRunner.load_model
 _local_slice = RoutedExpertsCapturer._get_local_slice
 _release_req = schedule_batch.release_req
 
 
 def replace() -> None:
     """Replace SGLang's names in this process."""
+    ModelRunner.load_model = _load
     RoutedExpertsCapturer._get_local_slice = _copied
     SchedulerBatchResultProcessor._maybe_collect_routed_experts = _collect
     schedule_batch.release_req = _release

@@ -1,7 +1,7 @@
 """SGLang's scheduler process, with the calls of a weight sync and a seed for each request.
 
-`run` takes the place of SGLang's own entry of the process. With `experts.py`, it replaces thirteen of SGLang's
-names, and `serving_checks.SGLANG_RELEASES` says of which releases.
+`run` takes the place of SGLang's own entry of the process. With `experts.py`, it replaces fourteen of
+SGLang's names, and `serving_checks.SGLANG_RELEASES` says of which releases.
 """
 
 from __future__ import annotations
