@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.serving.replica import ENGINE, EOS, PROMPT, VOCABULARY, Replica, gap
 pytestmark = pytest.mark.xdist_group("engines")
 
 LAYERS, EXPERTS, K = 2, 8, 2
+REQUESTS = 48
 WIDTHS: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -39,6 +41,7 @@ QWEN = Qwen3MoeConfig(
     num_experts=EXPERTS,
     moe_intermediate_size=32,
     norm_topk_prob=True,
+    tie_word_embeddings=True,
     architectures=["Qwen3MoeForCausalLM"],
 )
 FULL = {"engine_kwargs": {"max_total_tokens": 1200} if ENGINE == "sglang" else {}}
@@ -135,6 +138,68 @@ def test_a_swap_divides_the_experts_by_version(mixture: Replica, runner: asyncio
     assert rows == [19 + len(segments[0].tokens), len(segments[1].tokens)]
     tokens = [*PROMPT[:20], *joined(segments)]
     assert said(segments[:1]) == chosen(mixture, 1, tokens[: rows[0]])
+
+
+def test_a_swap_that_reads_again_keeps_the_experts_that_drew(
+    mixture: Replica, runner: asyncio.Runner
+) -> None:
+    """The old tokens get K and V of the new weights. Their experts are still those of the old."""
+
+    async def main() -> tuple[Segment, ...]:
+        await mixture.publish(40, 1)
+        call = asyncio.create_task(draw(mixture, tokens_of(PROMPT[:20]), 100, 3))
+        await testing.rollouts._drawing(mixture.engine, 20, RolloutCase())
+        await mixture.transfer(41, 2)
+        mixture.engine._recompute = True
+        await mixture.receiver.activate(41)
+        mixture.engine._recompute = False
+        return await call
+
+    segments = runner.run(main())
+    assert [s.version for s in segments] == [40, 41]
+    tokens, rows = [*PROMPT[:20], *joined(segments)][:-1], 19 + len(segments[0].tokens)
+    first, second = (chosen(mixture, seed, tokens) for seed in (1, 2))
+    assert said(segments) == first[3 * LAYERS : rows * LAYERS] + second[rows * LAYERS :]
+
+
+def test_the_experts_of_many_requests_are_those_of_their_tokens(
+    mixture: Replica, runner: asyncio.Runner
+) -> None:
+    """Prompts share prefixes. Requests are interrupted, continued, cancelled and retracted."""
+    rng = random.Random(1)
+    known: dict[int, tuple[Tokens, list[Segment]]] = {}
+
+    async def respond(number: int) -> None:
+        prompt = tokens_of([*PROMPT[: 20 + number % 7 * 10], number % 40])
+        drawn: list[Segment] = []
+        while (left := 120 - sum(len(s.tokens) for s in drawn)) > 0:
+            context = prompt + joined(drawn)
+            params = SamplingParams(
+                left, ignore_eos=True, seed=number, experts_from=len(context) - 1 if drawn else 0
+            )
+            drawn += await mixture.engine.generate(context, params, str(number))
+        known[number] = prompt, drawn
+
+    async def main() -> None:
+        await mixture.publish(50, 1)
+        tasks = [asyncio.create_task(respond(number)) for number in range(REQUESTS)]
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(rng.random() * 0.1)
+            match rng.randrange(4):
+                case 0:
+                    await mixture.engine.interrupt()
+                case 1:
+                    rng.choice(tasks[: REQUESTS // 8]).cancel()
+                case 2:
+                    await mixture.retract()
+        await asyncio.wait(tasks)
+
+    runner.run(main())
+    assert len(known) >= REQUESTS * 7 // 8
+    assert sum(len(drawn) > 1 for _, drawn in known.values()) > REQUESTS // 4
+    for prompt, drawn in known.values():
+        tokens = [*prompt, *joined(drawn)]
+        assert said(tuple(drawn)) == chosen(mixture, 1, tokens[:-1])
 
 
 @pytest.mark.parametrize("shape", [QWEN, MIXTRAL], ids=["qwen3_moe", "mixtral"])
