@@ -202,6 +202,34 @@ def test_the_experts_of_many_requests_are_those_of_their_tokens(
         assert said(tuple(drawn)) == chosen(mixture, 1, tokens[:-1])
 
 
+@pytest.mark.skipif(ENGINE != "sglang", reason="vLLM reads no prompt in parts on a CPU")
+def test_a_retracted_request_is_interrupted_while_it_is_read_in_parts(
+    mixture: Replica, runner: asyncio.Runner
+) -> None:
+    engine, count = mixture.engine, 4
+
+    async def main() -> list[tuple[Segment, ...]]:
+        await mixture.publish(60, 1)
+        prompts = [tokens_of([number, *PROMPT]) for number in range(count)]
+        tasks = [asyncio.create_task(draw(mixture, prompt, 100, 0)) for prompt in prompts]
+        await testing.rollouts._drawing(engine, 40 * count, RolloutCase())
+        await engine.call_workers("pause", "another name in the prefix cache", 0)
+        await engine.call_workers("pause_at_a_part")
+        async with asyncio.timeout(60):
+            while not all(await engine.call_workers("is_at_a_part")):
+                await asyncio.sleep(0.01)
+        interrupting = asyncio.create_task(engine.interrupt())
+        await asyncio.sleep(0)
+        await engine.call_workers("resume")
+        await interrupting
+        return await asyncio.gather(*tasks)
+
+    for number, segments in enumerate(runner.run(main())):
+        assert segments[-1].stop is Stop.INTERRUPTED
+        tokens = [number, *PROMPT, *joined(segments)]
+        assert said(segments) == chosen(mixture, 1, tokens[:-1])
+
+
 @pytest.mark.parametrize("shape", [QWEN, MIXTRAL], ids=["qwen3_moe", "mixtral"])
 def test_the_names_are_those_of_a_saved_model(shape: Any, tmp_path: Any) -> None:
     from safetensors.torch import load_file

@@ -50,6 +50,24 @@ class FaultyExtension(Faults, scheduler.SchedulerExtension):
         """Pause, and put all requests back into the queue, as a full KV cache does with some."""
         self.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
 
+    def pause_at_a_part(self) -> None:
+        """Go on until a part of a retracted request is read, and pause then."""
+        scheduler = self.scheduler
+        run = scheduler.run_batch
+
+        def run_batch(batch: Any, *args: Any) -> Any:
+            if self.is_at_a_part():
+                scheduler._engine_paused = True
+                scheduler.run_batch = run
+            return run(batch, *args)
+
+        scheduler.run_batch = run_batch
+        self.resume()
+
+    def is_at_a_part(self) -> bool:
+        request = self.scheduler.chunked_req
+        return request is not None and bool(request.output_ids)
+
     def take_log(self) -> dict[str, list[int]]:
         """Return the log and end it."""
         del self.scheduler.run_batch, self.scheduler.process_batch_result
