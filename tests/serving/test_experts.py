@@ -230,6 +230,21 @@ def test_a_retracted_request_is_interrupted_while_it_is_read_in_parts(
         assert said(segments) == chosen(mixture, 1, tokens[:-1])
 
 
+@pytest.mark.skipif(ENGINE != "sglang", reason="vLLM has no checker of weights")
+async def test_sglangs_checker_finds_the_experts_of_the_trainer(
+    mixture: Replica, runner: asyncio.Runner
+) -> None:
+    wrong = importlib.import_module("tests.sglang.checker").wrong
+    for version, seed in ((70, 1), (71, 2)):
+        await mixture.publish(version, seed)
+        assert not await wrong(mixture, seed)
+    name = "model.layers.1.mlp.experts.w13_weight"
+    await mixture.engine.call_workers("exchange_rows", name)
+    assert await wrong(mixture, 2) == {name}
+    await mixture.publish(72, 1)
+    assert not await wrong(mixture, 1)
+
+
 @pytest.mark.parametrize("shape", [QWEN, MIXTRAL], ids=["qwen3_moe", "mixtral"])
 def test_the_names_are_those_of_a_saved_model(shape: Any, tmp_path: Any) -> None:
     from safetensors.torch import load_file
