@@ -216,7 +216,7 @@ def test_a_retracted_request_is_interrupted_while_it_is_read_in_parts(
         await engine.call_workers("pause", "another name in the prefix cache", 0)
         await engine.call_workers("pause_at_a_part")
         async with asyncio.timeout(60):
-            while not all(await engine.call_workers("is_at_a_part")):
+            while not all(await engine.call_workers("is_at_a_part")):  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.01)
         interrupting = asyncio.create_task(engine.interrupt())
         await asyncio.sleep(0)

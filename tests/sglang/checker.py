@@ -14,7 +14,10 @@ from torch import Tensor
 from tests.serving.replica import Replica
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-EXPERTS = {".experts.gate_up_proj": ".experts.w13_weight", ".experts.down_proj": ".experts.w2_weight"}
+EXPERTS = {
+    ".experts.gate_up_proj": ".experts.w13_weight",
+    ".experts.down_proj": ".experts.w2_weight",
+}
 ROWS = 64
 """SGLang pads the embedding to a multiple of these rows."""
 

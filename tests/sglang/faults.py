@@ -82,7 +82,8 @@ def _nothing() -> None:
 def run(*args: Any, **kwargs: Any) -> None:
     scheduler.SchedulerExtension = FaultyExtension  # type: ignore[misc]
     if not torch.cuda.is_available():
-        torch.cuda.synchronize = _nothing  # SGLang's checker of weights waits for a GPU
+        # SGLang's checker of weights waits for a GPU.
+        torch.cuda.synchronize = _nothing  # type: ignore[assignment]
     scheduler.run(*args, **kwargs)
 
 

@@ -23,7 +23,9 @@ async def test_sglangs_checker_finds_the_weights_of_the_trainer_after_each_sync(
     assert {"model.embed_tokens.weight", "model.layers.1.self_attn.qkv_proj.weight"} <= others
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"]
+)
 async def test_both_proofs_find_one_tensor_that_a_sync_left_out(
     replica: Replica, runner: asyncio.Runner, name: str
 ) -> None:

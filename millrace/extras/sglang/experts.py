@@ -85,7 +85,10 @@ def _load(runner: Any) -> None:
     """Load the model. SGLang's mixtures have a head that no weights reach if it is the embedding."""
     _load_model(runner)
     model = runner.model
-    head, tied = getattr(model, "lm_head", None), getattr(model.config, "tie_word_embeddings", False)
+    head, tied = (
+        getattr(model, "lm_head", None),
+        getattr(model.config, "tie_word_embeddings", False),
+    )
     if tied and isinstance(head, ParallelLMHead):
         head.tie_weights(model.model.embed_tokens)
 
