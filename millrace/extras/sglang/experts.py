@@ -84,11 +84,8 @@ def _packed(rows: Tensor, model: Any) -> Tensor:
 def _load(runner: Any) -> None:
     """Load the model. SGLang's mixtures have a head that no weights reach if it is the embedding."""
     _load_model(runner)
-    model = runner.model
-    head, tied = (
-        getattr(model, "lm_head", None),
-        getattr(model.config, "tie_word_embeddings", False),
-    )
+    model, head = runner.model, getattr(runner.model, "lm_head", None)
+    tied = getattr(model.config, "tie_word_embeddings", False)
     if tied and isinstance(head, ParallelLMHead):
         head.tie_weights(model.model.embed_tokens)
 
