@@ -267,7 +267,7 @@ BUDGETS = {
     "decode": 1600,
     "environments": 975,
     "errors": 250,
-    "extras": 11680,
+    "extras": 11780,
     "models": 730,
     "observe": 2350,
     "persist": 750,

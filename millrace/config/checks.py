@@ -206,10 +206,9 @@ def _rules(c: Config) -> Iterator[Rule]:
     rule = "with use_rollout_log_probs=true, the old policy of the ratio is the rollout's"
     yield bypass and not computed, f"{prefix}.proximal", rule, decoupled
     key, replay, engine = "model.router_replay", c.model.router_replay, c.rollout.engine
-    lacks = engine in ("torch", "sglang")
-    rule = f"millrace's {engine} engine does not return the experts of a token"
+    rule = "millrace's torch engine does not return the experts of a token"
     fix = f"rollout.engine=vllm, or {key}=R2"
-    yield replay == "R3" and lacks, key, rule, fix
+    yield replay == "R3" and engine == "torch", key, rule, fix
     yield (
         replay == "R2" and (bypass or not computed),
         key,
@@ -230,7 +229,7 @@ def _rules(c: Config) -> Iterator[Rule]:
         return
     key, dtype = "rollout.quantization", c.model.dtype
     rule = f"rollout.engine={engine} does not read it"  # also where a layer chose the engine
-    yield lacks, key, rule, f"rollout.engine=vllm, or {key}=null"
+    yield engine in ("torch", "sglang"), key, rule, f"rollout.engine=vllm, or {key}=null"
     rule = f"its kernels multiply bfloat16 models, and model.dtype={dtype}"
     yield dtype != "bfloat16", key, rule, f"model.dtype=bfloat16, or {key}=null"
     rule = "the weights of experts have no sync in 8 bits yet"

@@ -108,6 +108,7 @@ ARGUMENTS = {
             "torchao_config": "millrace has no rollouts in 8 bits with SGLang",
             "enable_lora": "adapters are merged into the weights that arrive",
             "lora_paths": "adapters are merged into the weights that arrive",
+            "moe_runner_backend": "other kernels permute the weights of experts, and return none",
             "disaggregation_mode": "a replica reads prompts and draws",
             "enable_dp_attention": "a replica is one data-parallel rank",
         },

@@ -8,7 +8,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from millrace.errors import WorkerError
 from millrace.rollout.requests import Start, check_kv, completes_stop, stop_window
@@ -133,6 +133,11 @@ class Drawn:
     reason: str
     """The engine's reason: "stop", "length", "abort", or "string" for a stop string."""
     experts: Experts | None = None
+
+
+def packed(experts: Any) -> bytes:
+    """Return experts [tokens, layers, k] as bytes, after their type's letter and a token's size."""
+    return struct.pack("<cH", experts.dtype.char.encode(), experts[0].size) + experts.tobytes()
 
 
 def experts_of(request: ActiveRequest, experts: bytes, drawn: int) -> Experts | None:

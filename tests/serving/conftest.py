@@ -17,8 +17,9 @@ collect_ignore_glob = [] if ENGINE else ["test_*.py"]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run whole runs first, then what needs no shared engine, and test_syncs.py last.
 
-    test_orphans.py looks at modules that an engine in this process would import. test_syncs.py
-    changes weights of that engine, and its last test kills it.
+    test_orphans.py looks at modules that an engine in this process would import. test_start.py
+    looks at ports, and the trainers of `replica` and `mixture` listen. test_syncs.py changes
+    weights of a shared engine, and its last test kills it.
 
     Two processes of pytest-xdist then end at about the same time: one has the group `engines`,
     whose tests import the engine, and the other has test_e2e.py and test_ray.py.
@@ -29,7 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def key(item: pytest.Item) -> tuple[int, bool, str]:
         if item.path.parent not in (here, here.parent / ENGINE):
             return -1, False, ""
-        shared = "replica" in getattr(item, "fixturenames", ())
-        return order.get(item.path.stem, 4), shared, item.path.stem if shared else ""
+        fixtures = getattr(item, "fixturenames", ())
+        shared, engine = "replica" in fixtures, {"replica", "mixture"} & {*fixtures}
+        return order.get(item.path.stem, 4), shared, item.path.stem if engine else ""
 
     items.sort(key=key)

@@ -24,6 +24,24 @@ class Faults:
         weights = dict(self.weights.model.named_parameters())
         weights[name].data.view(-1)[0] += 1e-3
 
+    def exchange_rows(self, name: str) -> None:
+        """Exchange the halves of a live weight. Its sum of bits stays the same."""
+        weight = dict(self.weights.model.named_parameters())[name].data
+        weight.copy_(weight.roll(len(weight) // 2, 0))
+
+    def leave_out(self, name: str) -> None:
+        """Make the next load leave one weight as it is."""
+        engine, load = self.weights, self.weights.load
+
+        def partly() -> None:
+            del engine.load
+            weight = dict(engine.model.named_parameters())[name].data
+            before = weight.clone()
+            load()
+            weight.copy_(before)
+
+        engine.load = partly  # type: ignore[method-assign]
+
     def load_nothing(self) -> None:
         """Make the next load change no weight.
 

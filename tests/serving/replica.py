@@ -109,6 +109,12 @@ class Replica:
         faults = importlib.import_module(f"tests.{ENGINE}.faults")
         return faults.delay_outputs(self.engine, seconds)  # type: ignore[no-any-return]
 
+    async def retract(self) -> None:
+        """Let SGLang put all requests back into its queue. vLLM has no such call."""
+        if ENGINE == "sglang":
+            await self.engine.call_workers("retract")
+            await self.engine.call_workers("resume")
+
     async def join(self) -> None:
         """Connect the trainer and the engine, which may have had another trainer before."""
         self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
 from millrace.extras.sglang import scheduler
@@ -50,14 +51,39 @@ class FaultyExtension(Faults, scheduler.SchedulerExtension):
         """Pause, and put all requests back into the queue, as a full KV cache does with some."""
         self.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
 
+    def pause_at_a_part(self) -> None:
+        """Go on until a part of a retracted request is read, and pause then."""
+        scheduler = self.scheduler
+        run = scheduler.run_batch
+
+        def run_batch(batch: Any, *args: Any) -> Any:
+            if self.is_at_a_part():
+                scheduler._engine_paused = True
+                scheduler.run_batch = run
+            return run(batch, *args)
+
+        scheduler.run_batch = run_batch
+        self.resume()
+
+    def is_at_a_part(self) -> bool:
+        request = self.scheduler.chunked_req
+        return request is not None and bool(request.output_ids)
+
     def take_log(self) -> dict[str, list[int]]:
         """Return the log and end it."""
         del self.scheduler.run_batch, self.scheduler.process_batch_result
         return self.log
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 def run(*args: Any, **kwargs: Any) -> None:
     scheduler.SchedulerExtension = FaultyExtension  # type: ignore[misc]
+    if not torch.cuda.is_available():
+        # SGLang's checker of weights waits for a GPU.
+        torch.cuda.synchronize = _nothing  # type: ignore[assignment]
     scheduler.run(*args, **kwargs)
 
 

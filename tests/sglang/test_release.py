@@ -28,6 +28,28 @@ NAMES: dict[str, dict[str, list[str]]] = {
         "Scheduler.is_fully_idle": ["self"],
         "run_scheduler_process": ["server_args", "port_args"],
     },
+    "srt/managers/schedule_batch.py": {
+        "release_req": [],
+    },
+    "srt/managers/scheduler_components/batch_result_processor.py": {
+        "SchedulerBatchResultProcessor._maybe_collect_routed_experts": ["self", "req"],
+    },
+    "srt/model_executor/model_runner.py": {
+        "ModelRunner.load_model": ["self"],
+    },
+    "srt/layers/vocab_parallel_embedding.py": {
+        "ParallelLMHead.tie_weights": ["self", "embed_tokens"],
+    },
+    "srt/state_capturer/base.py": {
+        "BaseHostCache.__init__": ["self", "num_tokens", "num_layers", "topk_size"],
+        "BaseTopkCapturer.get_topk": [
+            *("self", "req_pool_idx", "seqlen", "req_to_token_pool", "start_len"),
+        ],
+    },
+    "srt/state_capturer/routed_experts.py": {
+        "RoutedExpertsCapturer._get_local_slice": ["self"],
+        "get_global_experts_capturer": [],
+    },
     "srt/managers/load_snapshot.py": {
         "create_load_snapshot_writer": [],
     },
@@ -60,7 +82,8 @@ ATTRIBUTES = {
         *("result_queue", "forward_stream", "tp_worker", "tp_group", "_pending_chunked_abort_req"),
     },
     "srt/managers/schedule_batch.py": {
-        *("inflight_middle_chunks", "is_retracted", "output_ids", "extra_key"),
+        *("inflight_middle_chunks", "is_retracted", "output_ids", "extra_key", "req_pool_idx"),
+        *("return_routed_experts", "routed_experts_start_len", "output_ids_through_stop"),
     },
 }
 

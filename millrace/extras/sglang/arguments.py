@@ -50,8 +50,11 @@ def engine_arguments(sides: Sides, model: ModelConfig, model_folder: str) -> dic
         "skip_server_warmup": True,
         "schedule_policy": "lpm",  # a waiting prompt's siblings wait until its K and V are cached
         "sleep_on_idle": True,  # a loop that spins takes the GIL from the thread of a sync
+        "enable_return_routed_experts": model.router_replay == "R3",
         "log_level": "warning",
     }
+    if on_gpu:  # other kernels permute the weights of experts, which a sync overwrites in order
+        arguments["moe_runner_backend"] = "triton"
     if on_gpu and not rollout.enforce_eager:
         # Graphs of whole prompts take a minute to capture, and most steps only draw.
         arguments |= {

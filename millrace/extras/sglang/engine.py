@@ -14,6 +14,7 @@ import os
 import signal
 import struct
 import tempfile
+from base64 import b64decode
 from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
@@ -44,7 +45,7 @@ from millrace.process.trees import lives
 from millrace.serving.engine import ServingEngine
 from millrace.serving.live_weights import keep_nccl_settings, restore_nccl_settings
 from millrace.serving.log import WorkerLog
-from millrace.serving.requests import ActiveRequest, Drawn, stop_string_end
+from millrace.serving.requests import ActiveRequest, Drawn, experts_of, stop_string_end
 from millrace.types import Floats, Tokens, floats_of, tokens_of
 from millrace.waits.registry import current, waiting
 
@@ -182,6 +183,8 @@ class SglangRolloutEngine(ServingEngine):
             sampling_params=self._sampling_params(request),
             return_logprob=True,
             extra_key=str(request.salt.number),
+            return_routed_experts=params.experts_from is not None,
+            routed_experts_start_len=params.experts_from or 0,
             stream=bool(params.stop),
         )
         checked = end = 0
@@ -211,7 +214,8 @@ class SglangRolloutEngine(ServingEngine):
             self._cancelled += len(tokens) - end
             tokens, log_probs, reason = tokens[:end], log_probs[:end], "string"
         request.drawn = len(tokens)
-        return Drawn(tokens, log_probs, reason)
+        experts = experts_of(request, b64decode(about.get("routed_experts", "")), len(tokens))
+        return Drawn(tokens, log_probs, reason, experts)
 
     def _sampling_params(self, request: ActiveRequest) -> dict[str, Any]:
         params = request.params

@@ -1,7 +1,7 @@
 """SGLang's scheduler process, with the calls of a weight sync and a seed for each request.
 
-`run` takes the place of SGLang's own entry of the process. It replaces nine of SGLang's names, and
-`serving_checks.SGLANG_RELEASES` says of which releases.
+`run` takes the place of SGLang's own entry of the process. With `experts.py`, it replaces fourteen of
+SGLang's names, and `serving_checks.SGLANG_RELEASES` says of which releases.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
+from millrace.extras.sglang import experts
 from millrace.process.death import die_with, ignore_stop_signals
 from millrace.serving.live_weights import LiveWeights
 from millrace.sync.store import bound_store
@@ -152,6 +153,7 @@ def _abort(scheduler: Any, call: Any) -> None:
         if request.output_ids and (call.abort_all or request.rid == call.rid):
             scheduler.waiting_queue.remove(request)
             request.finished_reason = FINISH_ABORT()
+            experts.collect_kept(scheduler, request)
             scheduler.output_streamer.stream_output([request], request.return_logprob)
     _abort_request(scheduler, call)
 
@@ -167,6 +169,7 @@ def _abort_chunked(scheduler: Any) -> None:
         _process_chunked_abort(scheduler)
         return
     request.finished_reason, request.to_finish = FINISH_ABORT(), None
+    experts.collect_kept(scheduler, request)
     release_kv_cache(request, scheduler.tree_cache, is_insert=False)
     scheduler.chunked_req = scheduler._pending_chunked_abort_req = None
     scheduler.output_streamer.stream_output([request], request.return_logprob)
@@ -280,6 +283,7 @@ def run(*args: Any, **kwargs: Any) -> None:
     setattr(rendezvous, "TCPStore", bound_store)  # noqa: B010
     sampler.sampling_from_probs_torch = draw
     sampler.top_k_top_p_min_p_sampling_from_probs_torch = draw_truncated
+    experts.replace()
     _counter()  # its file is deleted once SGLang has started
     ignore_stop_signals()  # only the driver acts on them, after it has saved
     try:

@@ -225,7 +225,7 @@ def _routing(given: Given) -> Parts:
         raise bad_value(
             key, given[key], rule, f"{key}={str(wanted).lower()}, or another {modes[0]}"
         )
-    return {key: ([], "model.router_replay=R3 lets vLLM return experts")}
+    return {key: ([], "model.router_replay=R3 lets the engine return experts")}
 
 
 def _balance(given: Given) -> Parts:

@@ -8,8 +8,8 @@ import numpy as np
 import vllm
 from vllm.sampling_params import RequestOutputKind
 
-from millrace.serving.requests import ActiveRequest, Drawn, experts_of
-from millrace.serving.vllm.scheduler import EXPERTS, LOG_PROBS, packed
+from millrace.serving.requests import ActiveRequest, Drawn, experts_of, packed
+from millrace.serving.vllm.scheduler import EXPERTS, LOG_PROBS
 from millrace.types import Floats, SamplingParams, Tokens
 
 

@@ -9,7 +9,6 @@ benchmarks/bench_log_probs.py and bench_scheduler.py measure both.
 from __future__ import annotations
 
 import signal
-import struct
 from array import array
 from typing import Any
 
@@ -18,6 +17,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from millrace.serving.requests import packed
 
 LOG_PROBS = "millrace_log_probs"
 """Key of the float32 log-probs in the kv_transfer_params of a request's last output.
@@ -124,11 +125,6 @@ class _LogProbScheduler(Scheduler):
 
 class _AsyncLogProbScheduler(_LogProbScheduler, AsyncScheduler):
     pass
-
-
-def packed(experts: Any) -> bytes:
-    """Return experts [tokens, layers, k] as bytes, after their type's letter and a token's size."""
-    return struct.pack("<cH", experts.dtype.char.encode(), experts[0].size) + experts.tobytes()
 
 
 def scheduler(*, vllm_config: Any, **kwargs: Any) -> Scheduler:

@@ -1,8 +1,10 @@
-"""Mixtures of experts on vLLM: syncs of their weights, and the experts that it returns."""
+"""Mixtures of experts on a serving engine: syncs of weights, and the experts that it returns."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,12 +16,12 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from millrace import testing
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, Tokens, joined_experts, tokens_of
-from tests.serving.replica import EOS, PROMPT, VOCABULARY, Replica, gap
-from tests.vllm.processes import engine_cores
+from tests.serving.replica import ENGINE, EOS, PROMPT, VOCABULARY, Replica, gap
 
 pytestmark = pytest.mark.xdist_group("engines")
 
 LAYERS, EXPERTS, K = 2, 8, 2
+REQUESTS = 48
 WIDTHS: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -39,8 +41,11 @@ QWEN = Qwen3MoeConfig(
     num_experts=EXPERTS,
     moe_intermediate_size=32,
     norm_topk_prob=True,
+    tie_word_embeddings=True,
     architectures=["Qwen3MoeForCausalLM"],
 )
+FULL = {"engine_kwargs": {"max_total_tokens": 1200} if ENGINE == "sglang" else {}}
+"""Little room for K and V: SGLang retracts some of many requests, and reads them again."""
 MIXTRAL = MixtralConfig(
     **WIDTHS, num_local_experts=EXPERTS, sliding_window=None, architectures=["MixtralForCausalLM"]
 )
@@ -50,10 +55,11 @@ MIXTRAL = MixtralConfig(
 def mixture(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        made = Replica(tmp_path_factory.mktemp("mixture"), QWEN, router_replay="R3")
-        before = engine_cores()
+        made = Replica(tmp_path_factory.mktemp("mixture"), QWEN, FULL, router_replay="R3")
+        cores = importlib.import_module(f"tests.{ENGINE}.faults").cores
+        before = cores()
         runner.run(made.start(patch))
-        own = [core for core in engine_cores() if core not in before]
+        own = [core for core in cores() if core not in before]
         runner.run(made.publish(0, 1))
         yield made
         runner.run(made.engine.close())
@@ -132,6 +138,111 @@ def test_a_swap_divides_the_experts_by_version(mixture: Replica, runner: asyncio
     assert rows == [19 + len(segments[0].tokens), len(segments[1].tokens)]
     tokens = [*PROMPT[:20], *joined(segments)]
     assert said(segments[:1]) == chosen(mixture, 1, tokens[: rows[0]])
+
+
+def test_a_swap_that_reads_again_keeps_the_experts_that_drew(
+    mixture: Replica, runner: asyncio.Runner
+) -> None:
+    """The old tokens get K and V of the new weights. Their experts are still those of the old."""
+
+    async def main() -> tuple[Segment, ...]:
+        await mixture.publish(40, 1)
+        call = asyncio.create_task(draw(mixture, tokens_of(PROMPT[:20]), 100, 3))
+        await testing.rollouts._drawing(mixture.engine, 20, RolloutCase())
+        await mixture.transfer(41, 2)
+        mixture.engine._recompute = True
+        await mixture.receiver.activate(41)
+        mixture.engine._recompute = False
+        return await call
+
+    segments = runner.run(main())
+    assert [s.version for s in segments] == [40, 41]
+    tokens, rows = [*PROMPT[:20], *joined(segments)][:-1], 19 + len(segments[0].tokens)
+    first, second = (chosen(mixture, seed, tokens) for seed in (1, 2))
+    assert said(segments) == first[3 * LAYERS : rows * LAYERS] + second[rows * LAYERS :]
+
+
+def test_the_experts_of_many_requests_are_those_of_their_tokens(
+    mixture: Replica, runner: asyncio.Runner
+) -> None:
+    """Prompts share prefixes. Requests are interrupted, continued, cancelled and retracted."""
+    rng = random.Random(1)
+    known: dict[int, tuple[Tokens, list[Segment]]] = {}
+
+    async def respond(number: int) -> None:
+        prompt = tokens_of([*PROMPT[: 20 + number % 7 * 10], number % 40])
+        drawn: list[Segment] = []
+        while (left := 120 - sum(len(s.tokens) for s in drawn)) > 0:
+            context = prompt + joined(drawn)
+            params = SamplingParams(
+                left, ignore_eos=True, seed=number, experts_from=len(context) - 1 if drawn else 0
+            )
+            drawn += await mixture.engine.generate(context, params, str(number))
+        known[number] = prompt, drawn
+
+    async def main() -> None:
+        await mixture.publish(50, 1)
+        tasks = [asyncio.create_task(respond(number)) for number in range(REQUESTS)]
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(rng.random() * 0.1)
+            match rng.randrange(4):
+                case 0:
+                    await mixture.engine.interrupt()
+                case 1:
+                    rng.choice(tasks[: REQUESTS // 8]).cancel()
+                case 2:
+                    await mixture.retract()
+        await asyncio.wait(tasks)
+
+    runner.run(main())
+    assert len(known) >= REQUESTS * 7 // 8
+    assert sum(len(drawn) > 1 for _, drawn in known.values()) > REQUESTS // 4
+    for prompt, drawn in known.values():
+        tokens = [*prompt, *joined(drawn)]
+        assert said(tuple(drawn)) == chosen(mixture, 1, tokens[:-1])
+
+
+@pytest.mark.skipif(ENGINE != "sglang", reason="vLLM reads no prompt in parts on a CPU")
+def test_a_retracted_request_is_interrupted_while_it_is_read_in_parts(
+    mixture: Replica, runner: asyncio.Runner
+) -> None:
+    engine, count = mixture.engine, 4
+
+    async def main() -> list[tuple[Segment, ...]]:
+        await mixture.publish(60, 1)
+        prompts = [tokens_of([number, *PROMPT]) for number in range(count)]
+        tasks = [asyncio.create_task(draw(mixture, prompt, 100, 0)) for prompt in prompts]
+        await testing.rollouts._drawing(engine, 40 * count, RolloutCase())
+        await engine.call_workers("pause", "another name in the prefix cache", 0)
+        await engine.call_workers("pause_at_a_part")
+        async with asyncio.timeout(60):
+            while not all(await engine.call_workers("is_at_a_part")):  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.01)
+        interrupting = asyncio.create_task(engine.interrupt())
+        await asyncio.sleep(0)
+        await engine.call_workers("resume")
+        await interrupting
+        return await asyncio.gather(*tasks)
+
+    for number, segments in enumerate(runner.run(main())):
+        assert segments[-1].stop is Stop.INTERRUPTED
+        tokens = [number, *PROMPT, *joined(segments)]
+        assert said(segments) == chosen(mixture, 1, tokens[:-1])
+
+
+@pytest.mark.skipif(ENGINE != "sglang", reason="vLLM has no checker of weights")
+async def test_sglangs_checker_finds_the_experts_of_the_trainer(
+    mixture: Replica, runner: asyncio.Runner
+) -> None:
+    wrong = importlib.import_module("tests.sglang.checker").wrong
+    for version, seed in ((70, 1), (71, 2)):
+        await mixture.publish(version, seed)
+        assert not await wrong(mixture, seed)
+    name = "model.layers.1.mlp.experts.w13_weight"
+    await mixture.engine.call_workers("exchange_rows", name)
+    assert await wrong(mixture, 2) == {name}
+    await mixture.publish(72, 1)
+    assert not await wrong(mixture, 1)
 
 
 @pytest.mark.parametrize("shape", [QWEN, MIXTRAL], ids=["qwen3_moe", "mixtral"])
