@@ -8,13 +8,18 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from millrace.runtime.fork_server import ForkServer
+import msgspec
+
+from millrace.config import packaged
+from millrace.runtime.fork_server import Fork, ForkedProcess, ForkServer
 
 Key = tuple[object, ...]
 _MOST_FREE = 2
+_LATE = ("COLUMNS", packaged.VARIABLE)
+"""The variables that a server's imports do not read. A worker gets them when it is forked."""
 
 
 class Pool:
@@ -25,8 +30,8 @@ class Pool:
 
     def get(self, log: Path, engine: str, variables: Mapping[str, str]) -> ForkServer:
         """Return a server for one session. The arguments are those of ForkServer."""
-        own = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        key = (engine, os.getcwd(), sorted({**own, **variables}.items()))
+        own = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", *_LATE))}
+        key = (engine, sorted({**own, **variables}.items()))
         self._free = [server for server in self._free if server.code is None]
         for server in self._free:
             if server.key == key:
@@ -68,10 +73,24 @@ class Kept(ForkServer):
         """Serve the running event loop."""
         asyncio.get_running_loop().add_reader(self._socket, self._read_answer)
 
+    async def fork(self, request: Fork, fds: Sequence[int], deadline_s: float) -> ForkedProcess:
+        late = {name: os.environ.get(name, "") for name in _LATE}
+        request = msgspec.structs.replace(request, variables=late | request.variables)
+        return await super().fork(request, fds, deadline_s)
+
     def close(self) -> subprocess.Popen[bytes]:
-        """Return the process of the server, or one that ends at once if the pool has the server."""
-        if self.code is not None or not self.answers or self._asked:
+        """Return the process of the server, or one that ends at once if the pool has the server.
+
+        Workers that a session no longer waits for are ended as they come.
+        """
+        if self.code is not None or not all(answer.done() for answer in self._asked):
             return super().close()
+        self._socket.setblocking(True)
+        while self._asked and self.answers:
+            self._read_answer()
+        if not self.answers:
+            return super().close()
+        self._socket.setblocking(False)
         asyncio.get_running_loop().remove_reader(self._socket)
         self._pool.put(self)
         return subprocess.Popen(["true"])

@@ -18,7 +18,7 @@ from millrace.errors import EpisodeError
 from millrace.extras.environments import mcp
 from millrace.extras.environments.mcp import McpOptions, McpServers, function_schema
 from tests.environments.servers import HERE, allow, mcp_command, prompt, run, started
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, at_some_pace
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_a_server_that_prints_to_its_output_is_understood() -> None:
         (("sleep", "10000"), "deadline", 0.5),
         (("yes",), "deadline", 0.5),
         (("python3", "-c", "while True: print('x' * 65536)"), "deadline", 0.5),
-        (("python3", "-c", "while True: print('x' * 65536, end='')"), "lost", 20.0),
+        (("python3", "-c", "while True: print('x' * 65536, end='')"), "lost", 0.5),
     ],
 )
 def test_a_server_that_does_not_come_up(
@@ -184,18 +184,18 @@ def test_a_server_that_does_not_come_up(
     """After a line that is too long, the package reads on until the deadline. Then the error comes."""
     monkeypatch.setattr(mcp, "_MOST_LINE", 2**20)
 
-    async def work() -> None:
+    async def work(seconds: float) -> None:
         servers = McpServers(McpOptions(command, start_deadline_s=seconds))
         environment = servers.make()
         with pytest.raises(EpisodeError) as caught:
             await environment.reset(prompt())
+        await environment.close()
         assert caught.value.reason == f"tool_{reason}"
         said, code = str(caught.value), " ".join(command)
         assert ("bad luck" in said) == ("sys.exit" in code)
         assert ("a line of its output has over" in said) == ("end=''" in code)
-        await environment.close()
 
-    run(work)
+    at_some_pace(lambda seconds: run(lambda: work(seconds)), seconds)
 
 
 def test_lines_are_decoded_whole_however_they_come() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import runs
+from tests.sweeps import sweep
 
 PACKAGE = runs.ROOT / "millrace"
 EXTRAS = sorted(p.parent.name for p in (PACKAGE / "extras").glob("*/__init__.py"))
@@ -44,9 +45,7 @@ def millrace(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "extra", [e if e == "verl" else pytest.param(e, marks=pytest.mark.slow) for e in EXTRAS]
-)
+@pytest.mark.parametrize("extra", sweep(EXTRAS, "verl".__eq__))
 def test_quickstart_trains_without_an_extra(extra: str, tmp_path: Path) -> None:
     without(tmp_path, extra)
     short = ["actor.ppo_mini_batch_size=4", "rollout.total_rollout_steps=8"]

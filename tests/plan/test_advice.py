@@ -14,6 +14,7 @@ from millrace.extras.plan.advice import advise
 from millrace.extras.plan.fit import WALL, steady
 from millrace.persist.run_reader import RunReader
 from tests.plan.simulated import COST, simulated
+from tests.sweeps import sweep
 
 H200 = Path(__file__).parent.parent / "report" / "h200"
 
@@ -45,7 +46,7 @@ SITUATIONS: dict[str, tuple[list[str], Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
+@pytest.mark.parametrize("name", sweep(SITUATIONS, "a staleness of 0".__eq__))
 def test_a_run_that_follows_its_advice_gains_what_the_interval_says(
     name: str, tmp_path: Path
 ) -> None:
@@ -75,7 +76,7 @@ NONE: dict[str, tuple[list[str], Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", NONE)
+@pytest.mark.parametrize("name", sweep(NONE, "a busy trainer".__eq__))
 def test_one_line_says_why_there_is_no_advice(name: str, tmp_path: Path) -> None:
     keys, cost, why = NONE[name]
     (one,) = advise(simulated(tmp_path / "run", keys, cost))
@@ -90,7 +91,7 @@ def test_full_engines_that_lose_time_get_no_more_slots(tmp_path: Path) -> None:
     assert "max_num_seqs" not in str(advise(simulated(tmp_path / "run", keys, cost)))
 
 
-@pytest.mark.parametrize("name", ["run-0", "run-1"])
+@pytest.mark.parametrize("name", sweep(["run-0", "run-1"], "run-0".__eq__))
 def test_two_h200s_get_no_advice_that_was_measured_to_be_a_loss(name: str) -> None:
     """From run 0, a swap with staleness 3.2 was 20 % slower, though it filled the engines."""
     for one in advise(RunReader(H200 / name).read()):
@@ -109,7 +110,7 @@ SHARES: dict[str, tuple[list[str], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("name", sweep(SHARES, "validations".__eq__))
 def test_a_share_that_was_measured_needs_no_simulation(name: str, tmp_path: Path) -> None:
     keys, options, key = SHARES[name]
     run = simulated(tmp_path / "run", keys, **options)

@@ -12,6 +12,8 @@ import pytest
 
 from tests.e2e import runs
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def arms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:

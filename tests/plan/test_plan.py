@@ -224,6 +224,7 @@ def test_a_divided_window_takes_as_long() -> None:
     assert small.seconds == pytest.approx(whole.seconds, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_published_tables_are_printed_with_every_error(tmp_path: Path) -> None:
     script, out = runs.ROOT / "benchmarks" / "published_tables.py", tmp_path / "rows.jsonl"
     done = subprocess.run(

@@ -16,6 +16,7 @@ from millrace.replicas.trainer_group import TrainerGroup
 from millrace.replicas.weight_sync import WeightSyncDriver
 from tests.waiting import HANG_S
 
+pytestmark = pytest.mark.virtual_clock
 NEVER = object()
 """The answer to a call that is never answered."""
 
