@@ -26,3 +26,8 @@ ROWS = [
     {"prompt": f"{i:04d}", "answer": "".join(sorted(f"{i:04d}")), "place": i}
     for i in range(1000, 1040)
 ]
+
+
+def length(solution_str: str, **columns: Any) -> float:
+    """A reward that a worker imports: its file imports little."""
+    return float(len(solution_str))

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.runs import ROOT
 
 NOTEBOOK = ROOT / "docs" / "from_python.ipynb"
@@ -28,6 +30,7 @@ print(json.dumps(asyncio.run(kernel())))
 """
 
 
+@pytest.mark.slow  # test_training.py has runs in an event loop
 def test_the_notebook_runs_in_an_event_loop(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "MILLRACE_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-c", KERNEL, str(NOTEBOOK)]

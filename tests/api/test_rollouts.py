@@ -10,7 +10,7 @@ import pytest
 import millrace
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.run.export import export
-from tests.api.small import SMALL
+from tests.api.small import SMALL, length
 
 KEYS = {**SMALL, "trainer": {"threads": 1}}
 
@@ -19,10 +19,6 @@ KEYS = {**SMALL, "trainer": {"threads": 1}}
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path / "cache"))
-
-
-def length(solution_str: str, **columns: Any) -> float:
-    return float(len(solution_str))
 
 
 def test_a_recipe_draws_texts_messages_and_rows() -> None:

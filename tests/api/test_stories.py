@@ -1,27 +1,37 @@
-"""Scripts of users, each run as a user runs it: `python script.py` in a folder of their own."""
+"""Scripts of users. One runs as a user runs it: `python script.py` in a folder of its own.
+
+The others run in this process: a new one would only import everything once more.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.runs import ROOT
+import pytest
+
+from tests.e2e.runs import ROOT, last_json
 
 HERE = Path(__file__).parent
 
 
 def story(name: str, folder: Path) -> dict[str, Any]:
     """Run a script, and return the object that it prints last."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MILLRACE_CACHE": str(folder / "cache")}
-    command = [sys.executable, str(HERE / "stories" / f"{name}.py"), str(HERE)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    script, output = str(HERE / "stories" / f"{name}.py"), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+        patch.chdir(folder)
+        patch.setenv("MILLRACE_CACHE", str(folder / "cache"))
+        patch.setattr(sys, "path", [*sys.path])
+        patch.setattr(sys, "argv", [script, str(HERE)])
+        runpy.run_path(script, run_name="__main__")
+    return last_json(output.getvalue())
 
 
 def test_closures_score_choose_and_measure_rows_of_a_list(tmp_path: Path) -> None:
@@ -35,7 +45,11 @@ def test_closures_score_choose_and_measure_rows_of_a_list(tmp_path: Path) -> Non
 
 
 def test_a_dataset_in_memory_and_a_function_of_the_script(tmp_path: Path) -> None:
-    found = story("dataset", tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MILLRACE_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, str(HERE / "stories" / "dataset.py"), str(HERE)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = last_json(done.stdout)
     assert found["complete"] and found["elsewhere"] >= 1 and found["truths"] == []
     assert found["spec"].endswith("stories/dataset.py:reward")
 

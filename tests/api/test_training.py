@@ -18,7 +18,6 @@ from millrace.errors import ConfigError
 from tests.api.small import ROWS, SMALL
 from tests.e2e.runs import ROOT
 
-LOOPS = {"script": "train()", "notebook": "asyncio.run(main())"}
 INTERRUPTED = """
 import asyncio, json, os, signal, sys
 sys.path.insert(0, sys.argv[1])
@@ -38,9 +37,11 @@ def train():
         assert signal.getsignal(signal.SIGTERM) is handler
         print(json.dumps(str(error)))
 
-async def main():
+async def main():  # as in a notebook
     train()
 
+train()
+asyncio.run(main())
 """
 
 
@@ -50,15 +51,15 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("where", LOOPS)
-def test_ctrl_c_saves_and_is_raised(where: str, tmp_path: Path) -> None:
-    code, environment = INTERRUPTED + LOOPS[where], os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code, str(Path(__file__).parent)]
+def test_ctrl_c_saves_and_is_raised_in_a_script_and_in_an_event_loop(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", INTERRUPTED, str(Path(__file__).parent)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "resume with" in json.loads(done.stdout.splitlines()[-1])
-    run = millrace.Run(tmp_path / "runs" / "quickstart-1")
-    assert not run.complete and run.checkpoint is not None and len(run.metrics) < 4
+    for name in ("quickstart-1", "quickstart-2"):
+        assert sum("resume with" in line and name in line for line in done.stdout.splitlines())
+        run = millrace.Run(tmp_path / "runs" / name)
+        assert not run.complete and run.checkpoint is not None and len(run.metrics) < 4
 
 
 def test_an_error_of_a_callback_ends_the_run_after_a_checkpoint(tmp_path: Path) -> None:
