@@ -13,6 +13,7 @@ from tests.e2e import runs
 from tests.rollout.teacher_server import model_server
 from tests.waiting import HANG_S, until
 
+pytestmark = pytest.mark.xdist_group("outside teachers")  # The tests share one teacher.
 SHORT = (
     *("mode=on_policy_pipeline", "trainer.deterministic=true", "data.val_files=[]"),
     *("sft.steps=10", "sft.batch_size=32", "sft.demonstrations=64", "report.enable=true"),

@@ -17,6 +17,8 @@ from millrace.api import Run
 from tests.e2e import runs
 from tests.e2e.runs import millrace
 
+pytestmark = pytest.mark.xdist_group("teachers")  # The tests share one teacher.
+
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -165,13 +165,8 @@ def test_calibrate_reads_a_real_run_and_plan_uses_it(
 ) -> None:
     folder = tmp_path / "run"
     more = ["actor.ppo_mini_batch_size=2", "rollout.total_rollout_steps=64"]
-    done = subprocess.run(
-        [sys.executable, "-m", "millrace", *runs.small(folder, *more)],
-        capture_output=True,
-        text=True,
-        timeout=runs.HANG_S,
-    )
-    assert done.returncode == 0, done.stderr
+    done = runs.millrace(*runs.small(folder, *more))
+    assert done.code == 0, done.err
     code, out, err = run("calibrate", str(folder), "--out", "c.json")
     assert code == 0 and "of held-out versions" in out and "costs in c.json" in out, err
     (tmp_path / "mine.txt").write_text("mine")
