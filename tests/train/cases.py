@@ -27,6 +27,7 @@ from millrace.train.options import step_options
 from millrace.train.rows import rows_of_examples
 from millrace.types import Segment, Trajectory, floats_of, tokens_of
 from tests.random_models import write_random
+from tests.sweeps import sweep
 from tests.train.forks import start_ranks
 from tests.train.mixtures import routed, write_mixtures
 from tests.train.samples import VOCAB, random_samples
@@ -47,7 +48,8 @@ ROUNDS = 2
 CASES: dict[str, dict[str, Any]] = {
     "one micro-batch": {"on": ["2", "2 x 2"]},
     "many micro-batches": {
-        "on": ["2", "3", "2 x 2", "1 of 4"],
+        "on": ["2", "3", "1 of 4", "2 x 2"],
+        "fast": 3,
         "ppo_max_token_len_per_gpu": 40,
         "clip_ratio_low": 0.01,
         "clip_ratio_high": 0.02,
@@ -65,15 +67,15 @@ CASES: dict[str, dict[str, Any]] = {
         "tied": False,
     },
     "one step, own old log-probs": {"on": ["2 x 2"], "own_old": True, "ppo_mini_batch_size": 100},
-    "many lengths": {"on": ["3", "1 of 4"], "counts": [10, 1, 12], "longest": 40},
+    "many lengths": {"on": ["1 of 4", "3"], "counts": [10, 1, 12], "longest": 40},
     "nothing for most ranks": {
-        "on": ["3", "2 x 2"],
+        "on": ["2 x 2", "3"],
         "counts": [1, 2],
         "ppo_mini_batch_size": 1,
         "loss_agg_mode": "seq-mean-token-sum",
     },
     "nothing at all, and Dr.GRPO": {
-        "on": ["2 x 2", "1 of 4"],
+        "on": ["1 of 4", "2 x 2"],
         "counts": [0, 2, 3],
         "ppo_mini_batch_size": 1,
         "loss_agg_mode": "seq-mean-token-sum-norm",
@@ -86,7 +88,7 @@ CASES: dict[str, dict[str, Any]] = {
         "router_aux_loss_coef": 0.3,
     },
     "a mixture of experts with replay of the rollout's": {
-        "on": ["2 x 2", "1 of 4"],
+        "on": ["1 of 4", "2 x 2"],
         "model": "qwen3_moe",
         "router_replay": "R3",
         "counts": [4, 1, 3, 5],
@@ -103,12 +105,22 @@ CASES: dict[str, dict[str, Any]] = {
         "own_old": True,
     },
 }
-"""The cases. `on` names the layouts of several ranks that run a case. One rank runs all cases."""
+"""The cases. `on` names the layouts of several ranks that run a case. One rank runs all cases.
+
+The first layout is not slow, or as many as `fast` says.
+"""
 
 
-def points(cases: Any) -> list[tuple[str, str]]:
+def few(cases: Any) -> Any:
+    """Return the cases without their slow layouts."""
+    return {k: case | {"on": case["on"][: case.get("fast", 1)]} for k, case in cases.items()}
+
+
+def points(cases: Any) -> list[Any]:
     """Return each case with each layout that runs it."""
-    return [(name, layout) for name, case in cases.items() for layout in ("1", *case["on"])]
+    fast = {(k, layout) for k, case in few(cases).items() for layout in ("1", *case["on"])}
+    every = [(k, layout) for k, case in cases.items() for layout in ("1", *case["on"])]
+    return sweep(every, fast.__contains__)
 
 
 def write_models(folder: Any) -> None:
@@ -242,12 +254,12 @@ def demonstrations(n: Any = 24) -> Any:
     return [(tokens_of(p), tokens_of([*sorted(p), 0])) for p in prompts]
 
 
-def on_ranks(folder: Any, cases: Any, run_case: Any, extras: Any) -> Any:
+def on_ranks(folder: Any, cases: Any, run_case: Any, extras: Any, slow: bool) -> Any:
     """Run the cases on several ranks; return the results by layout and rank.
 
     The result of the layout's function in `extras` is included. Four processes run all layouts.
     """
-    start_ranks(run_rank, (folder, cases, run_case, extras), 4)
+    start_ranks(run_rank, (folder, cases if slow else few(cases), run_case, extras), 4)
     return {
         layout: [
             torch.load(f"{folder}/results-{layout}-{rank}.pt", weights_only=False)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.sweeps import sweep, thorough
 from tests.train import invariance_cases
 from tests.train.forks import GROUP, start_ranks
-from tests.train.invariance_cases import CASES, LAYOUTS, WHOLE, cases_of
+from tests.train.invariance_cases import CASES, LAYOUTS, WHOLE, cases_of, few_of
 
 pytestmark = pytest.mark.xdist_group(GROUP)
 
@@ -26,8 +27,8 @@ def alone(folder: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: str) -> dict[str, dict[str, Any]]:
-    start_ranks(invariance_cases.run_rank, (folder,), 4)
+def ranks(folder: str, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    start_ranks(invariance_cases.run_rank, (folder, thorough(request.config)), 4)
     return {
         layout: torch.load(f"{folder}/invariance {layout}.pt", weights_only=False)
         for layout in LAYOUTS
@@ -51,7 +52,10 @@ def same(got: dict[str, Any], want: dict[str, Any]) -> None:
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6 * float(b.abs().max()) + 1e-12)
 
 
-@pytest.mark.parametrize(("layout", "name"), [(x, name) for x in LAYOUTS for name in cases_of(x)])
+POINTS = [(layout, name) for layout in LAYOUTS for name in cases_of(layout)]
+
+
+@pytest.mark.parametrize(("layout", "name"), sweep(POINTS, lambda p: p[1] in few_of(p[0])))
 def test_any_number_of_ranks_and_micro_batches_makes_the_same_loss_and_gradient(
     name: str, layout: str, alone: dict[str, dict[str, Any]], ranks: dict[str, dict[str, Any]]
 ) -> None:

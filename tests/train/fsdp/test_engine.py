@@ -26,6 +26,7 @@ from millrace.testing import TrainCase, check_sleeping_train_engine
 from millrace.train import log_probs as logprob
 from millrace.train.fsdp import engine as fsdp_train
 from millrace.train.fsdp import sharding
+from tests.sweeps import thorough
 from tests.train import cases as train_cases
 from tests.train.cases import CASES, LAYOUTS, close
 from tests.train.forks import GROUP
@@ -36,12 +37,13 @@ pytestmark = pytest.mark.xdist_group(GROUP)
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: str) -> Any:
+def ranks(folder: str, request: pytest.FixtureRequest) -> Any:
     return train_cases.on_ranks(
         folder,
         train_cases.CASES,
         train_cases.run_case,
         {"2": train_cases.run_extra, "2 x 2": train_cases.run_copies},
+        thorough(request.config),
     )
 
 

@@ -22,6 +22,7 @@ from millrace.models.model import load_model
 from millrace.ports import TrainBatch
 from millrace.train.fsdp import lora
 from millrace.train.rows import rows_of_samples
+from tests.sweeps import thorough
 from tests.train import cases as train_cases
 from tests.train.cases import HORIZON, LAYOUTS, OPTIM, close
 from tests.train.forks import GROUP
@@ -34,12 +35,13 @@ pytestmark = pytest.mark.xdist_group(GROUP)
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: str) -> Any:
+def ranks(folder: str, request: pytest.FixtureRequest) -> Any:
     return train_cases.on_ranks(
         folder,
         lora_cases.CASES,
         lora_cases.run_case,
         {"2": lora_cases.run_extra, "2 x 2": lora_cases.run_copies},
+        thorough(request.config),
     )
 
 
