@@ -16,6 +16,7 @@ from millrace.config import Config
 from millrace.observe.gap import DISPLACED, TRUE, Verdict
 from tests import proving
 from tests.proving import ChatPrompts, small_model
+from tests.sweeps import sweep
 
 LIMIT = 5e-5
 FAR = 1e4
@@ -99,7 +100,7 @@ def test_every_planted_fault_exceeds_its_limit_twofold(model: str) -> None:
     prove(config(model), use)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", sweep(["float32", "bfloat16"], "bfloat16".__eq__))
 def test_a_fault_of_the_last_positions_of_long_responses_is_found(model: str, dtype: str) -> None:
     """In bfloat16, the mean of all tokens hides it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +117,12 @@ CASES = {
 }  # fmt: skip
 
 
+FAST = {
+    *("TP2", "TP2, one KV head", "TP2, sequence parallel", "TP2, long rope", "PP2, tied", "EP2"),
+    *("DP2, distributed optimizer, overlaps", "CP2, one KV head", "EP2, distributed optimizer"),
+    *("full recompute", "TP2, PP2", "PP2, EP2"),
+}
+"""The cases that are not slow. Each model and each kind of parallelism has one."""
 REPLAY = {"mixtral": "R3", "qwen3_moe": "R2"}
 
 
@@ -203,8 +209,8 @@ def steps(
     }
 
 
-def run_rank(rank: int, folder: str, size: int) -> None:
-    """Run every case of `size` ranks, in one of as many processes, and write its results."""
+def run_rank(rank: int, folder: str, size: int, names: Sequence[str]) -> None:
+    """Run the cases of `size` ranks, in one of as many processes, and write its results."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     shim.install()
@@ -212,7 +218,7 @@ def run_rank(rank: int, folder: str, size: int) -> None:
     store = dist.FileStore(f"{folder}/store {size}", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     results: dict[str, Any] = {
-        name: run_case(case, folder, rank) for name, case in CASES.items() if case.ranks == size
+        name: run_case(CASES[name], folder, rank) for name in names if CASES[name].ranks == size
     }
     if size == 2:
         results["heads"] = run_heads(rank)

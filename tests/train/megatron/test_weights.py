@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from millrace.models.model import load_model
+from tests.sweeps import sweep, thorough
 from tests.train.forks import GROUP, start_ranks
 
 pytest.importorskip("megatron.core")
@@ -19,6 +20,7 @@ from tests.train.megatron.cases import MODELS, batches
 from tests.train.megatron.weight_cases import (
     CASES,
     CHAINS,
+    FAST,
     SYNCS,
     bits,
     check_rows,
@@ -31,6 +33,7 @@ from tests.train.megatron.weight_cases import (
 )
 
 pytestmark = pytest.mark.xdist_group(GROUP)
+FLOAT32, HALF = [f"{model} float32" for model in CHAINS], "qwen2 bfloat16"
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +45,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: str) -> list[dict[str, Any]]:
-    start_ranks(run_rank, (folder,), 3)
+def ranks(folder: str, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    names = [name for name in (*CASES, HALF) if name in FAST or thorough(request.config)]
+    start_ranks(run_rank, (folder, names), 3)
     return [torch.load(f"{folder}/weights-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
@@ -55,14 +59,14 @@ def models(folder: str) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, FAST.__contains__))
 def test_whole_weights_and_exports_are_bit_for_bit_those_of_the_folder(
     name: str, folder: str, ranks: list[dict[str, Any]], models: dict[str, Any]
 ) -> None:
     check_whole(folder, name, [rank[name] for rank in ranks], models[CASES[name].model])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, FAST.__contains__))
 def test_the_rows_that_ranks_send_cover_every_tensor_once(
     name: str, ranks: list[dict[str, Any]], models: dict[str, Any]
 ) -> None:
@@ -83,7 +87,7 @@ def test_a_rollout_engine_serves_each_version_that_the_ranks_sent(
             assert all(torch.equal(bits(got[key]), bits(want[key])) for key in want)
 
 
-@pytest.mark.parametrize("chain", [*(f"{m} float32" for m in CHAINS), "qwen2 bfloat16"])
+@pytest.mark.parametrize("chain", sweep([*FLOAT32, HALF], FLOAT32.__contains__))
 def test_a_state_that_went_through_other_shapes_trains_on_bit_for_bit(
     chain: str, ranks: list[dict[str, Any]], folder: str, tmp_path: Path
 ) -> None:
