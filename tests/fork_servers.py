@@ -29,9 +29,12 @@ class Pool:
         self._free: list[Kept] = []
 
     def get(self, log: Path, engine: str, variables: Mapping[str, str]) -> ForkServer:
-        """Return a server for one session. The arguments are those of ForkServer."""
+        """Return a server for one session. The arguments are those of ForkServer.
+
+        `variables` are those of the threads of a worker, which sets them itself too.
+        """
         own = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", *_LATE))}
-        key = (engine, sorted({**own, **variables}.items()))
+        key = (engine, sorted(own.items()))
         self._free = [server for server in self._free if server.code is None]
         for server in self._free:
             if server.key == key:

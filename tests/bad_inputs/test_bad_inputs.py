@@ -27,9 +27,7 @@ from typing import Any
 import pytest
 import yaml
 from millrace.cli import console
-from millrace.runtime import local
 
-from tests.fork_servers import POOL
 from tests.waiting import HANG_S
 
 HERE = Path(__file__).parent
@@ -88,8 +86,6 @@ def test_it_is_refused_with_key_value_rule_and_fix(
     else:
         from millrace.cli.main import main
 
-        # No case starts a worker, so their server needs no import of an engine.
-        monkeypatch.setattr(local, "ForkServer", lambda log, _, keys: POOL.get(log, "none", keys))
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "argv", ["millrace", *arguments])
         monkeypatch.setattr(console, "_printed", False)

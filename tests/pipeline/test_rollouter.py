@@ -33,6 +33,7 @@ from millrace.simulate.cost import CostModel
 from millrace.simulate.engines import SimRolloutEngine, SimTrainEngine, SimWeightSync
 from millrace.types import Completion, Prompt, SamplingParams, Score, tokens_of
 from tests.pipeline.simulated import LongTail, Record, schedule_of
+from tests.sweeps import sweep
 
 COST = CostModel()
 N = 4
@@ -228,7 +229,7 @@ def test_the_rollouter_reads_on_sync_and_placement_of_the_schedule_alone() -> No
     assert read == {"on_sync", "colocated"}
 
 
-@pytest.mark.parametrize("n", [1, 8, 100])
+@pytest.mark.parametrize("n", sweep([1, 8, 100], lambda n: n < 100))
 def test_replicas_draw_the_first_samples_while_the_next_ones_are_admitted(n: int) -> None:
     """A replica has requests before a third turn admits trajectories."""
     ledger = Ledger(schedule_of("async_staleness", mini=128), 2048)
