@@ -49,7 +49,12 @@ def test_a_seed_replays_exactly() -> None:
 
 FAST = {
     *("ledger drop", "lag off by one", "restarted replica idle for ever", "older checkpoint"),
-    *("torn tail accepted", "window twice", "recovery makes a step twice", "joiner serving at once"),
+    *(
+        "torn tail accepted",
+        "window twice",
+        "recovery makes a step twice",
+        "joiner serving at once",
+    ),
 }
 """The planted bugs that are not slow: one of each kind."""
 

@@ -16,12 +16,13 @@ import pytest
 
 from millrace.types import SamplingParams, Segment, Stop, Tokens, tokens_of
 from tests.serving.replica import PROMPT, Replica, gap
+from tests.sweeps import sweep
 
 pytestmark = pytest.mark.xdist_group("engines")
 REQUESTS = int(os.environ.get("MILLRACE_LOAD", "1500"))
 
 
-@pytest.mark.parametrize("kv", ["keep", "recompute"])
+@pytest.mark.parametrize("kv", sweep(["keep", "recompute"], "keep".__eq__))
 def test_versions_equal_the_schedulers_own_log(
     replica: Replica, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch, kv: str
 ) -> None:

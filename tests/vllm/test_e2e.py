@@ -13,14 +13,15 @@ from millrace.persist.history import audit
 from tests.e2e import runs
 from tests.e2e.accounts import check_accounts
 from tests.e2e.test_modes import OVERLAP, check_rows
+from tests.sweeps import thorough
 from tests.vllm.processes import WORKER_IN_CORE, engine_cores
 from tests.waiting import HANG_S
 
 WAYS = [
-    *(("async_partial", OVERLAP), ("async_swap", OVERLAP)),
-    *(("one_step_off",), ("async_swap",), ("colocate_partial",)),
+    *(("async_swap", OVERLAP), ("one_step_off",), ("colocate_partial",)),
+    *(("async_partial", OVERLAP), ("async_swap",)),
 ]
-"""Each way to sync, and shared devices. A mode is only a few numbers."""
+"""Each way to sync, and shared devices. A mode is only a few numbers. The last two are slow."""
 VLLM = [
     "rollout.engine=vllm",
     "model.shape.num_attention_heads=2",
@@ -32,13 +33,13 @@ VLLM = [
 
 
 def test_each_way_to_sync_and_the_quickstart_learns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setenv(*WORKER_IN_CORE)
 
     async def main() -> list[psutil.Process]:
         async with runs.session(tmp_path, *VLLM) as s:
-            for mode, *more in WAYS:
+            for mode, *more in WAYS if thorough(request.config) else WAYS[:3]:
                 folder = tmp_path / "-".join([mode, *more])
                 outcome = await runs.run(s, folder, *VLLM, f"mode={mode}", *more)
                 assert (
@@ -88,6 +89,7 @@ def test_each_way_to_sync_and_the_quickstart_learns(
     assert not left, "vLLM outlived its host"
 
 
+@pytest.mark.slow
 def test_a_mixture_learns_with_the_experts_that_vllm_chose(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     size = ["rollout.total_rollout_steps=1024", f"trainer.run_dir={folder}"]

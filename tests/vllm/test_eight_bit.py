@@ -175,6 +175,7 @@ def test_scales_that_change_places_are_not_served(eight: Replica, runner: asynci
     runner.run(eight.publish(71, 2))
 
 
+@pytest.mark.xdist_group("two devices")  # It shares no engine.
 def test_two_devices_of_a_replica_have_their_parts(runner: asyncio.Runner, tmp_path: Path) -> None:
     """Rows of a weight, or columns, whose scales are then on both devices."""
     two = {"tensor_model_parallel_size": 2, "n_gpus_per_node": 2}
@@ -194,6 +195,7 @@ def test_a_wrong_scale_is_not_served(eight: Replica, runner: asyncio.Runner) -> 
         runner.run(eight.transfer(31, 2))
 
 
+@pytest.mark.slow
 def test_the_proof_at_the_start_finds_a_wrong_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
