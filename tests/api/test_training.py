@@ -56,7 +56,7 @@ def test_ctrl_c_saves_and_is_raised_in_a_script_and_in_an_event_loop(tmp_path: P
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("quickstart-1", "quickstart-2"):
-        assert sum("resume with" in line and name in line for line in done.stdout.splitlines())
+        assert any("resume with" in line and name in line for line in done.stdout.splitlines())
         run = millrace.Run(tmp_path / "runs" / name)
         assert not run.complete and run.checkpoint is not None and len(run.metrics) < 4
 
