@@ -136,11 +136,12 @@ def _described(number: int, one: Any, recipe: list[str], price: float, costs: An
     memory = ", ".join(f"{side} {n / 2**30:.1f} GiB" for side, n in one.memory.items())
     money = f", {one.gpu_s / 3600 * price * 1000:.4g} for 1,000 samples" if price else ""
     lacks = " (no calibrated run had this placement)" if costs.lacks(s.colocated) else ""
+    steps = s.lag_bound * s.require_batches * s.trigger_parameter_sync_step
     return [
         f"{number}. {one.choice.mode}: {o.seconds:.3g} s for a version of {s.window} samples, "
         f"{one.low:.3g} to {one.high:.3g}; {s.window / o.seconds:.4g} samples/s{lacks}",
         f"   idle: trainer {o.trainer_idle:.0%}, rollouts {o.rollouts_idle:.0%}; staleness: "
-        f"{o.staleness:.2f} versions on average, at most {s.lag_bound}",
+        f"{o.staleness:.2f} versions on average, at most {s.lag_bound} ({steps} optimizer steps)",
         f"   {one.gpu_s:.3g} GPU-seconds a sample{money}; memory of a device: "
         f"{memory or 'unknown, because only the data decides the size of the model'}",
         f"   bound by {one.constraint}",
