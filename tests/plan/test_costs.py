@@ -9,6 +9,7 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.extras.plan.costs import (
+    SEPARATE,
     Costs,
     Term,
     band,
@@ -20,6 +21,7 @@ from millrace.extras.plan.costs import (
     save,
 )
 from millrace.extras.plan.simulation import measured_lengths
+from tests.pipeline.simulated import schedule_of
 
 
 def draws() -> np.random.Generator:
@@ -82,6 +84,17 @@ def test_decode_costs_of_synthetic_engines_are_found() -> None:
     assert term.values["queue"] == pytest.approx(queue, abs=0.06)
 
 
+def test_versions_that_the_trainer_paces_leave_the_cost_of_a_token() -> None:
+    """Their seconds and responses hardly vary, so a cost of a response alone would fit best."""
+    draw = draws()
+    loads = [[(4.0, float(load), False)] for load in draw.uniform(40, 64, 40)]
+    tokens = np.array([4.0 * load / (0.01 + 0.0004 * load) for ((_, load, _),) in loads])
+    tokens *= draw.lognormal(0, 0.05, 40)
+    responses = np.full(40, 256.0)
+    values = decode_term(loads, tokens, 100 * responses, responses).values
+    assert values["step_s"] + 50 * values["request_s"] == pytest.approx(0.03, rel=0.1)
+
+
 def test_equal_loads_leave_open_how_a_step_grows() -> None:
     """The likely ends then differ, and without a reason no time is lost by waiting."""
     draw = draws()
@@ -105,6 +118,16 @@ def test_lengths_follow_the_quantiles() -> None:
     drawn = np.array([lengths.of(seed * 7919) for seed in range(4000)])
     assert np.median(drawn) == pytest.approx(100, rel=0.1)
     assert np.quantile(drawn, 0.9) == pytest.approx(400, rel=0.1) and drawn.max() == 800
+
+
+def test_an_engine_of_an_older_file_that_loses_more_than_its_time_still_draws() -> None:
+    """Files of before had such figures, of noise."""
+    zero = {SEPARATE: Term({"s": 0.0})}
+    decode = {SEPARATE: Term({"step_s": 0.01, "request_s": 0.0, "read_s": 0.0, "queue": 1.04})}
+    nothing = Term({"s": 0.0})
+    costs = Costs("m", "x", "e", ["r"], decode, zero, zero, zero, nothing, nothing, [], 2.0)
+    model = costs.model_of(schedule_of("async_partial"), n=4, trainers=1, read=1)
+    assert model.queue == 0.9 and model.start_s == 0
 
 
 def test_a_file_of_costs_comes_back_and_a_damaged_one_is_refused(tmp_path: Path) -> None:

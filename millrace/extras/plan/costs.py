@@ -21,6 +21,8 @@ COVERAGE = 0.9
 """Share of new measurements that an interval should hold."""
 QUEUES = np.linspace(0.0, 0.9, 19)
 """Shares of its time that an engine may lose while requests wait. A larger one is no figure of it."""
+LEAST_DRAWN = 0.25
+"""Least share of an engine's seconds that its tokens take. Engines mostly draw."""
 KNOWN = 0.02
 """Relative error of a version's tokens that needs no cause."""
 FOLDS = 5
@@ -96,7 +98,7 @@ class Costs(msgspec.Struct, frozen=True):
         return CostModel(
             token_s=decode.values["step_s"] * drawn,
             request_s=max(1e-12, decode.values["request_s"] * drawn),
-            queue=decode.values.get("queue", 0.0),
+            queue=min(QUEUES[-1], decode.values.get("queue", 0.0)),
             prefill_token_s=decode.values.get("read_s", 0.0) * drawn,
             start_s=decode.values.get("start_s", 0.0) * drawn,
             serial_reads=True,
@@ -227,12 +229,15 @@ def decode_term(
     most, known = 1 + 4 / max(1, len(tokens) - 2), KNOWN**2 * len(tokens)
 
     def solve(rows: Array, parts: Sequence[int]) -> tuple[Array, Array, Array]:
-        """Return squared errors, (f, p, r), and true over predicted seconds, for each (ratio, q)."""
+        """Return squared errors, (f, p, r), and predicted over true seconds, for each (ratio, q)."""
         found = np.zeros((len(ratios), 3))
         found[:, parts] = np.linalg.pinv(columns[:, rows][:, :, parts], rcond=1e-9).sum(axis=2)
         shares = (columns @ found[:, :, None])[:, :, 0]
         errors = ((shares[:, rows] - 1) ** 2).sum(axis=1)
-        return np.where((found >= 0).all(axis=1), errors, np.inf), found, shares
+        # Seconds that hardly vary fit the responses of steady versions, and leave none for tokens.
+        drawn = (columns[:, rows, 0] * found[:, :1]).mean(axis=1)
+        right = (found >= 0).all(axis=1) & (drawn >= LEAST_DRAWN)
+        return np.where(right, errors, np.inf), found, shares
 
     def best(rows: Array, likely: int = 0) -> tuple[int, Array, Array]:
         """Return the place of (ratio, q), then (f, p, r), and true over predicted seconds."""
