@@ -65,11 +65,11 @@ test-real: .venv/.test .venv-vllm/.test .venv-sglang/.run
 
 test-vllm: .venv-vllm/.test
 	$(VLLM)/python -m pytest -n 2 --dist loadgroup -m "not real $$FEWER" tests/serving tests/vllm
-	test -n "$$FEWER" || MILLRACE_TENSOR=2 $(VLLM)/python -m pytest -n 0 tests/serving/test_syncs.py
+	test -n "$$FEWER" || MILLRACE_TENSOR=2 $(VLLM)/python -m pytest -n 0 tests/serving/test_experts.py tests/serving/test_syncs.py
 
 test-sglang: .venv-sglang/.run
 	$(SGLANG)/python -m pytest -n 2 --dist loadgroup -m "not real $$FEWER" tests/serving tests/sglang
-	test -n "$$FEWER" || MILLRACE_TENSOR=2 $(SGLANG)/python -m pytest -n 0 tests/serving/test_syncs.py
+	test -n "$$FEWER" || MILLRACE_TENSOR=2 $(SGLANG)/python -m pytest -n 0 tests/serving/test_experts.py tests/serving/test_syncs.py
 
 sglang: .venv-sglang/.run
 

@@ -173,8 +173,9 @@ class Journal:
         if self.past.lost > lost and not self._others:
             self._others = True
             self._note(
-                f"sample {sample_id} has another prompt or version than before the restart, so its "
-                f"{self.past.lost - lost:,} known tokens are drawn again, and those of each such sample"
+                f"sample {sample_id} has another prompt or version than before the restart: "
+                f"{self.past.lost - lost:,} known tokens, its own and those of later versions, are drawn "
+                "again, and those of each such sample"
             )
         return known
 

@@ -16,7 +16,7 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from millrace import testing
 from millrace.testing import RolloutCase, joined
 from millrace.types import SamplingParams, Segment, Stop, Tokens, joined_experts, tokens_of
-from tests.serving.replica import ENGINE, EOS, PROMPT, VOCABULARY, Replica, gap
+from tests.serving.replica import ENGINE, EOS, PROMPT, TENSOR, VOCABULARY, Replica, gap
 
 pytestmark = pytest.mark.xdist_group("engines")
 
@@ -28,7 +28,7 @@ WIDTHS: dict[str, Any] = {
     "intermediate_size": 64,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "num_key_value_heads": TENSOR,
     "head_dim": 32,
     "num_experts_per_tok": K,
     "initializer_range": 0.1,
@@ -39,7 +39,7 @@ WIDTHS: dict[str, Any] = {
 QWEN = Qwen3MoeConfig(
     **WIDTHS,
     num_experts=EXPERTS,
-    moe_intermediate_size=32,
+    moe_intermediate_size=32 * TENSOR,
     norm_topk_prob=True,
     tie_word_embeddings=True,
     architectures=["Qwen3MoeForCausalLM"],
@@ -63,7 +63,7 @@ def mixture(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) ->
         runner.run(made.publish(0, 1))
         yield made
         runner.run(made.engine.close())
-        assert len(own) == 1 and not psutil.wait_procs(own, timeout=30)[1]
+        assert len(own) in (1, TENSOR) and not psutil.wait_procs(own, timeout=30)[1]
 
 
 def chosen(replica: Replica, seed: int, tokens: Any) -> list[set[int]]:
@@ -98,7 +98,8 @@ def test_every_sync_changes_the_experts_that_are_served(
             assert said(segments) == chosen(mixture, seed, tokens[:-1])
     copies = 2 * EXPERTS * LAYERS + EXPERTS * LAYERS
     rest = [n for n, _ in mixture.models[1].named_parameters() if ".experts." not in n]
-    assert runner.run(mixture.engine.call_workers("copies_of_a_load")) == [copies + len(rest)]
+    found = runner.run(mixture.engine.call_workers("copies_of_a_load"))
+    assert found == ([copies + len(rest)] if TENSOR == 1 else [0] * TENSOR)
 
 
 def test_the_experts_of_a_thread_follow_its_turns_and_interruptions(
@@ -231,6 +232,7 @@ def test_a_retracted_request_is_interrupted_while_it_is_read_in_parts(
 
 
 @pytest.mark.skipif(ENGINE != "sglang", reason="vLLM has no checker of weights")
+@pytest.mark.skipif(TENSOR > 1, reason="the checker compares whole weights, and a rank has parts")
 async def test_sglangs_checker_finds_the_experts_of_the_trainer(
     mixture: Replica, runner: asyncio.Runner
 ) -> None:
