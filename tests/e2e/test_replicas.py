@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -32,6 +33,17 @@ def replicas() -> list[psutil.Process]:
     return sorted(found, key=lambda p: p.create_time())
 
 
+async def stop_in_the_middle(process: psutil.Process, engine: Any) -> None:
+    """Stop a process that has requests. It cannot end them any more."""
+    while True:
+        await until_async(lambda: engine.requests > 0)
+        process.suspend()
+        await asyncio.sleep(0.1)  # Answers that it has sent arrive.
+        if engine.requests:
+            return
+        process.resume()
+
+
 async def hurt(s: Session, ledger: Ledger, cores: bool) -> None:
     """Kill one replica and stop the other one in the middle of requests. Then let the run end.
 
@@ -39,11 +51,12 @@ async def hurt(s: Session, ledger: Ledger, cores: bool) -> None:
     """
     first, second = replicas()
     roster, engines = s.engines.pool.roster, s.engines.keeper.engines
-    await until_async(lambda: ledger.version >= 1 and engines[0].requests > 0)
+    await until_async(lambda: ledger.version >= 1)
+    await stop_in_the_middle(first, engines[0])
     first.kill()
-    await until_async(lambda: roster.state(0) is ReplicaState.LOST and engines[1].requests > 0)
+    await until_async(lambda: roster.state(0) is ReplicaState.LOST)
     assert roster.live == [1]
-    second.send_signal(signal.SIGSTOP)
+    await stop_in_the_middle(second, engines[1])
     await until_async(lambda: roster.losses == 2 and len(roster.live) == 2)
     await until_async(lambda: len(replicas()) == 2 and not second.is_running())
     for replica, sent in ((0, signal.SIGKILL), (1, signal.SIGSTOP)) if cores else ():
