@@ -105,6 +105,15 @@ def test_equal_loads_leave_open_how_a_step_grows() -> None:
     assert flat["queue"] == steep["queue"] == 0
 
 
+def test_versions_that_nothing_explains_have_costs_too() -> None:
+    """Advice at the end of a run must not fail, however much its versions scatter."""
+    tokens = np.array([1.0] * 29 + [1e6])
+    loads = [[(4.0, 64.0, False)]] * 30
+    for end in (-1, 0, 1):
+        values = decode_term(loads, tokens, np.zeros(30), np.full(30, 512.0), end).values
+        assert values["step_s"] > 0
+
+
 def test_the_sum_of_scattered_versions_is_kept() -> None:
     """Relative errors alone would prefer the small ones, and promise steps that are too fast."""
     draw = draws()

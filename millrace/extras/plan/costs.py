@@ -236,7 +236,7 @@ def decode_term(
         errors = ((shares[:, rows] - 1) ** 2).sum(axis=1)
         # Seconds that hardly vary fit the responses of steady versions, and leave none for tokens.
         drawn = (columns[:, rows, 0] * found[:, :1]).mean(axis=1)
-        right = (found >= 0).all(axis=1) & (drawn >= LEAST_DRAWN)
+        right = (found >= 0).all(axis=1) & ((drawn >= LEAST_DRAWN) | (len(parts) == 1))
         return np.where(right, errors, np.inf), found, shares
 
     def best(rows: Array, likely: int = 0) -> tuple[int, Array, Array]:
