@@ -203,3 +203,16 @@ def millrace(*arguments: str) -> Done:
         except SystemExit as end:
             code = int(end.code or 0)
     return Done(code, out.getvalue(), err.getvalue())
+
+
+def mixture_learns(folder: Path, *keys: str) -> None:
+    """Train a mixture with the experts that the rollout engine chose, and check that it learns."""
+    size = ["rollout.total_rollout_steps=1024", f"trainer.run_dir={folder}"]
+    done = millrace("train", "gspo_moe", *size, *keys)
+    assert done.code == 0, done.err
+    found = rows(folder)
+    first, last = found[0]["reward/mean"], found[-1]["reward/mean"]
+    assert first < 0.5 and last > 0.6, f"reward went from {first:.2f} to {last:.2f}"
+    assert found[0]["actor/log_prob_gap_same_version"] < 1e-4
+    # Several optimizer steps for a version: the router would choose other experts in the later ones.
+    assert all(0 < row["actor/router_moved"] < 0.5 for row in found)
